@@ -1,8 +1,9 @@
-"""Builds train_gpt.py: one file with the entry program, the parts of specc that it needs, the model and the plan.
+"""Builds train_gpt.py, a single file that contains the entry program, the parts of specc that it needs, the model and
+the plan.
 
 The needed code is extracted from the sources of specc (shake.py), stripped of docstrings and annotations, and
 compressed. At start, train_gpt.py unpacks the code into a temporary folder, because Triton and nvcc read sources from
-files. The encoding of the file is Latin-1, so that each character of a string is one compressed byte. The alternative,
+files. The file is encoded as Latin-1, so that each character of a string stores one compressed byte. The alternative,
 base85, would be 25 % larger.
 """
 
@@ -54,7 +55,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The facts about a submission that determine which functions it needs.
+    """The properties of a submission that determine which functions it needs.
 
     Attributes:
         spec, quant: the settings.
@@ -103,10 +104,10 @@ NATIVE = ("specc.runtime.support.native", "compile_ahead")
 _BUFFERS: Mapping[str, Symbol] = {
     fp8.STORAGE: ("specc.runtime.train.fp8_scales", "Fp8Scales"),
     dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
-}  # the classes that set buffers of a model, by the storage of the buffers
+}  # the classes that set buffers of a model, by the storage format of the buffers
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
-MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, because the best value depends on the data
-# Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
+MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len to try; which is best depends on the data
+# Matches C++ string and character literals, which are preserved, and comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
 # coding: latin-1
@@ -145,7 +146,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
     choices = [("lzma", lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain])) for chain in filters]
-    if codec == Codec.BROTLI:  # the program needs the package in any case
+    if codec == Codec.BROTLI:  # the program needs the package in any case, for its rules
         choices.append(("brotli", compress(data, 11)))
     module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
     return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=_flat(ENTRY)).encode("latin-1")
@@ -154,8 +155,8 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 def quoted(data: bytes) -> str:
     """Returns the content of a string literal in three single quotes, whose characters are the bytes of `data`.
 
-    NUL and CR are escaped, because a Python source cannot contain them. Characters with another meaning in the literal
-    are escaped too.
+    NUL and CR are escaped, because a Python source cannot contain them. Characters with a special meaning in the
+    literal are also escaped.
     """
     text = data.decode("latin-1")
     text = re.sub(r"\\|'(?=''|\Z)", lambda match: "\\" + match[0], text)
@@ -197,7 +198,7 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
     """Returns a sort key that places similar files together, so that they compress well.
 
-    A kernel is adjacent to the same kernel of other targets, and the tables of the plan are last.
+    A kernel is placed next to the same kernel of other targets, and the tables of the plan are last.
     """
     path = PurePosixPath(file[0])
     return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
@@ -288,14 +289,15 @@ def _plan(
 
 
 def _without_rules(spec: Spec) -> str:
-    """Returns the canonical text of a spec without the rules of `quant`, which the program states itself."""
+    """Returns the canonical text of a spec without the rules of `quant`, which the program contains separately."""
     data = json.loads(canonical(spec))
     data["quant"]["rules"] = []
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def _piece_table(pieces: PieceBytes) -> str:
-    """Returns one character per id: 32 + 2 x the bytes of the piece without a leading space, + 1 if it has one."""
+    """Returns one character per id. Its code is 32, plus twice the bytes of the piece without a leading space, plus 1
+    if the piece has a leading space."""
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)
 

@@ -20,7 +20,7 @@ class SubmissionSize:
         code: the size of the code file.
         weights: the size of the weights file.
         budget: the size limit of both together.
-        others: the names of other files in the folder, which do not count.
+        others: the names of other files in the folder, which are not counted.
     """
 
     path: Path

@@ -1,9 +1,8 @@
 """The program of a submission: trains, quantizes, writes the weights and scores them.
 
 `python train_gpt.py [train]` runs all stages; `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts it on
-several GPUs. The trained weights are saved until they are quantized: if quantization fails,
-`python train_gpt.py quantize WEIGHTS` resumes from them. The data are token shards in the folder `--data`, or else
-DATA_PATH.
+several GPUs. The trained weights are saved until they are quantized. If quantization fails, `python train_gpt.py
+quantize WEIGHTS` resumes from them. The data are token shards in the folder `--data` or, if it is not given, DATA_PATH.
 """
 
 import argparse
@@ -59,7 +58,8 @@ from specc.runtime.train.loop import Limits, Loop
 from specc.runtime.train.sources.feed import Windows
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
-DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's shard folder for this vocabulary size
+# The folder in which the challenge stores shards for this vocabulary size
+DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +107,8 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights, which exists until they are quantized. It replaces the checkpoints of a run."""
+    """The file of trained weights, which replaces the checkpoints of a run. It is removed once the weights are
+    quantized."""
 
     weights: Path  # the path of the quantized weights, in the same folder
     target: str
@@ -130,7 +131,7 @@ class TrainedFile:
         """Writes the final weights atomically, f32, and returns the path.
 
         Raises RunFailure if the file cannot be written, or if the run has not reached its last phase. In an earlier
-        phase, the weights belong to another model than the one that is scored.
+        phase, the weights belong to a different model than the one that is scored.
         """
         if any(snapshot.done < phase.until for phase in plan.PHASES):
             raise _too_few(snapshot.step)
@@ -179,7 +180,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     if options.command == "quantize":
         trained.load(world.device)  # raises before earlier weights are renamed
     before = out.with_name(f"{out.name}.before")
-    if not world.rank and out.exists():  # renamed, so that it is not scored as the result if this run fails
+    if not world.rank and out.exists():  # renamed, so that it is not mistaken for the result if this run fails
         try:
             out.replace(before)
         except OSError as error:
@@ -213,7 +214,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
         target: the target whose generated code is trained.
         steps: the number of updates; None for all updates of the run.
         streams: the training and validation tokens.
-        trained: the file to save the weights to.
+        trained: the file to which the weights are saved.
 
     Raises:
         RunFailure: training ends before the last phase of the run. If the spec states the number of steps, this is

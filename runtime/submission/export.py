@@ -45,9 +45,9 @@ def export_submission(
         codec: the compression of the weights.
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
-        force: overwrite existing files.
+        force: whether to overwrite existing files.
         say: called with lines of text. They state the requirements of the code, whether the run has newer weights, and
-            whether code and weights exceed `quant.budget_bytes` of the spec, or else the limit of the challenge.
+            whether code and weights exceed `quant.budget_bytes` of the spec or, without it, the limit of the challenge.
 
     Returns:
         The sizes of the code and the weights in bytes.
@@ -99,7 +99,8 @@ def export_submission(
                 raise IntegrityError(message, "check disk and memory")
 
         write_atomically(code, [text], check)
-    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write syntax that older versions cannot parse
+    # Because ast.unparse may write syntax that older versions cannot parse
+    python = ".".join(map(str, sys.version_info[:2]))
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)
@@ -131,8 +132,8 @@ def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
     """Returns the size in bytes of the train_gpt.py that `export_submission` would write for the run at `path`.
 
-    The code is for all targets of the spec and weights compressed by brotli. Raises ExportError or DataError under the
-    conditions of `export_submission`.
+    The code supports all targets of the spec, and weights that are compressed by brotli. Raises ExportError or
+    DataError under the conditions of `export_submission`.
     """
     return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI))
 

@@ -81,7 +81,7 @@ def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, p
         target: the name of the target.
         weights: the parameters, f32, by name.
         device: the device of the model.
-        plain: use the code without fusions.
+        plain: whether to use the code without fusions.
 
     Returns:
         The model in the dtypes of its target, in eval mode on `device`.
@@ -127,7 +127,7 @@ def artifact_contents(stored: QuantizedModel, trained_on: DataDigests) -> Artifa
     """Returns the contents of the weights file of `stored`."""
     data = json.loads(plan.SPEC)
     data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the compiler's canonical form
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the canonical form of the compiler
     interface = _interface(stored.schemes)
     return ArtifactContents(text.encode(), stored.layout(), stored.tensors, interface, plan.CODE, b"", trained_on)
 
@@ -156,5 +156,5 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
 
 
 def _interface(schemes: Mapping[str, Scheme]) -> bytes:
-    """Returns the digest of the model's parameters and their storage, which ties a weights file to the model."""
+    """Returns the digest of the model's parameters and their storage, which identifies the model of a weights file."""
     return interface_digest(PARAMETERS, {name: storage_name(scheme) for name, scheme in schemes.items()})

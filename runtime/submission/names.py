@@ -2,4 +2,4 @@
 
 CODE = "train_gpt.py"
 WEIGHTS = "final_model.specc"
-LIMIT = 16_000_000  # bytes of both files together, by the rules of parameter-golf
+LIMIT = 16_000_000  # the limit for both files together, in bytes, by the rules of parameter-golf

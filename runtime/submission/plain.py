@@ -1,4 +1,4 @@
-"""Baseline size of an artifact's arrays in the plain format of parameter-golf's PR 1105."""
+"""The size of an artifact's arrays in the plain format of parameter-golf's PR 1105, as a baseline."""
 
 import io
 from dataclasses import dataclass

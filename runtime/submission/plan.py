@@ -24,8 +24,8 @@ INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter a
 REUSED: Sequence[str]  # the parameters whose uses calibration measures
 BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
-RULES: Mapping[str, type[UpdateRule[Any]]]  # by kind of optimizer
-SPEC: str  # JSON, without the rules of `quant`
+RULES: Mapping[str, type[UpdateRule[Any]]]  # the names of parameters, by kind of optimizer
+SPEC: str  # the spec as JSON, without the rules of `quant`
 SPEC_DIGEST: str
 CODE: bytes
 # TOKENIZER: name, number of ids, id of the separator, lossless, digest. PIECES: a character per id: 32 + 2 x the number

@@ -1,10 +1,10 @@
 """Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. The search starts at the entry function. A name leads to the statements that bind
-it, and an import leads to statements of other modules. Every reached statement is included. A class is included with
-its special methods. Its other methods are included if their names occur anywhere in the included code, as an attribute
-or a string. Docstrings and annotations are removed, and imports are regenerated. A module that is used only in
-annotations is therefore not included. Local variables and parameters get short names (shorten.py).
+Modules are parsed, never executed. The search starts at the entry function. It follows each name to the statements that
+bind it, and each import to the statements of other modules. Every statement that it reaches is included. A class is
+included with its special methods. Its other methods are included if their names occur anywhere in the included code, as
+an attribute or a string. Docstrings and annotations are removed, and imports are regenerated. A module that is used
+only in annotations is therefore not included. Local variables and parameters get short names (shorten.py).
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import TypeGuard, cast
 
 from specc.runtime.submission.shorten import shorten
 
-Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
+Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for the module itself
 
 
 class ShakeError(Exception):
@@ -57,9 +57,10 @@ class Shaker:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
-        self._named: set[str] = set()  # the attributes and strings of the included code
-        self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods by name that no included code names so far
-        self._keywords: set[str] = set()  # the keyword arguments of the calls in the included code
+        self._named: set[str] = set()  # the attributes and strings in the included code
+        # The methods, by name, that no included code names so far
+        self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}
+        self._keywords: set[str] = set()  # the names of keyword arguments in calls of the included code
 
     def reach(self, module: str, name: str) -> None:
         """Includes the statements that bind `name` in `module`, and all statements that they need."""
@@ -71,7 +72,7 @@ class Shaker:
             self._follow(*self._queue.pop())
 
     def rewritten(self, text: str) -> str:
-        """Returns the source of a module from outside the package, without docstrings, with rewritten imports.
+        """Returns the source of a module from outside the package, with rewritten imports and without docstrings.
 
         Its imports from the old package refer to the new modules. Every symbol that it imports is included.
         """
@@ -146,7 +147,7 @@ class Shaker:
             return self._resolved(origin.imports[name])
         if name in origin.bound:
             return symbol
-        if submodule in self._sources:  # a submodule, unless the package binds its name
+        if submodule in self._sources:  # the name is a submodule, unless the package binds it
             return submodule, None
         raise ShakeError(f"{module} has no {name}")
 
@@ -195,14 +196,15 @@ class Shaker:
                 self._queue.append((name, statement))
 
     def _offer(self, owner: str, method: ast.FunctionDef) -> None:
-        """Includes a method as soon as the included code names it."""
+        """Includes a method, now or as soon as the included code names it."""
         if method.name in self._named:
             self._queue.append((owner, method))
         else:
             self._methods.setdefault(method.name, []).append((owner, method))
 
     def _name(self, node: ast.AST) -> None:
-        """Includes the methods that a node names: by an attribute, or by a string that `getattr` may receive."""
+        """Includes the methods that a node names, by an attribute or by a string that could be an argument of
+        `getattr`."""
         if isinstance(node, ast.keyword) and node.arg is not None:
             self._keywords.add(node.arg)
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
@@ -334,7 +336,7 @@ class _Imports(ast.NodeTransformer):
 class _Strip(ast.NodeTransformer):
     """Removes docstrings. With `annotations`, also removes code for type checkers: annotations, casts and assertions.
 
-    Annotations in a class body become `int`, because dataclasses find their fields by annotations. Two kinds remain
+    Annotations in a class body become `int`, because dataclasses identify their fields by annotations. Two kinds remain
     unchanged: the range of a number in `Field(...)`, and the marker of keyword-only fields.
     """
 

@@ -1,7 +1,7 @@
-"""Short names for the local variables and parameters of functions, which makes a submission about 8 % smaller.
+"""Shortens the names of local variables and parameters, which makes a submission about 8 % smaller.
 
 Names of attributes, functions, classes and modules do not change, so that a traceback names the same functions as the
-sources of specc. Parameters that a call anywhere names by keyword do not change either.
+sources of specc. Parameters that any call passes by keyword do not change either.
 """
 
 import ast
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from itertools import chain, product
 from string import ascii_lowercase
 
-INTROSPECTION = {"locals", "vars", "eval", "exec"}  # variables of functions that call these are not renamed
+INTROSPECTION = {"locals", "vars", "eval", "exec"}  # the variables of functions that call one of these are not renamed
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -25,7 +25,7 @@ def shorten(tree: ast.Module, outer: Collection[str], keywords: Collection[str],
         tree: the module.
         outer: the names that the module binds outside of functions.
         keywords: the names of the keyword arguments of all calls.
-        opaque: the classes of the module whose methods code outside the package may call, with any keyword.
+        opaque: the classes of the module whose methods may be called from outside the package, with any keyword.
     """
     fixed = {*outer, *vars(builtins), *keywords}
     for statement in tree.body:
@@ -37,7 +37,8 @@ def shorten(tree: ast.Module, outer: Collection[str], keywords: Collection[str],
 
 def _shorten_function(function: _Function, fixed: Collection[str], parameters: bool) -> None:
     nodes = list(ast.walk(function))
-    if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):  # these statements bind names by other rules
+    # These statements bind names by special rules
+    if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):
         return
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
     if INTROSPECTION & names.keys():

@@ -1,1 +1,1 @@
-"""Support library of generated code: operand checks, exact int8 sums and compilation of CUDA sources."""
+"""The support library of generated code: operand checks, exact int8 sums, and the compilation of CUDA sources."""

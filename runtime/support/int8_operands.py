@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-ALIGNMENT = 16  # bytes per vector load
-QUAD = 4  # elements of a state per vector load
+ALIGNMENT = 16  # in bytes, the size of a vector load
+QUAD = 4  # the number of state elements per vector load
 Named = Mapping[str, tuple[Tensor, torch.dtype]]
 
 
@@ -29,7 +29,7 @@ class Operand(NamedTuple):
 
 
 def named(nodes: Sequence[str]) -> str:
-    """Returns the names of the nodes that share a function, for a message. The caller is one of them."""
+    """Returns, for a message, the names of the nodes that share a function. One of them is the caller."""
     return nodes[0] if len(nodes) == 1 else f"one of {', '.join(nodes)}"
 
 
@@ -52,8 +52,8 @@ def check_operands(
         w: the weight, i8 [N, K].
         offset: the offset of the sums, i32 [N].
         extent: (N, K) of the kernel.
-        columns: more operands of shape [N], each with its dtype, by name.
-        tiles: more operands of shape [..., N], each with its dtype, by name.
+        columns: further operands of shape [N], each with its dtype, by name.
+        tiles: further operands of shape [..., N], each with its dtype, by name.
 
     Raises:
         ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
@@ -90,8 +90,8 @@ def check_step(
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.
-        h: the hidden state, [..., H] in `dtype`. A matrix may have a row stride that is a larger multiple of 4
-            elements. Aligned to 4 elements, or to 16 bytes if that is less.
+        h: the hidden state, [..., H] in `dtype`. If it is a matrix, its row stride may be a larger multiple of 4
+            elements. It must be aligned to 4 elements, or to 16 bytes if that is less.
         c: the cell state, with the shape, dtype, strides and alignment of h.
         x: the input contribution to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].
@@ -119,13 +119,15 @@ def check_step(
 
 
 def _require(nodes: Sequence[str], operands: Sequence[Operand]) -> None:
-    """Raises ValueError for the first operand that does not fit or is on another device than the first."""
+    """Raises ValueError for the first operand that does not fit, or that is on another device than the first
+    operand."""
     if problem := _misfit(operands):
         raise ValueError(f"{named(nodes)}: {problem}")
 
 
 def _misfit(operands: Sequence[Operand]) -> str | None:
-    """Describes the first tensor that does not fit or is on another device than the first; None if all fit."""
+    """Describes the first tensor that does not fit, or that is on another device than the first tensor. Returns None if
+    all fit."""
     first = operands[0]
     for name, tensor, shape, dtype, state in operands:
         if tensor.dtype != dtype:

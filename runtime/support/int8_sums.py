@@ -25,4 +25,4 @@ def exact() -> bool:
     return torch.equal(torch._int_mm(ends, ends.T).long(), expected)
 
 
-EXACT = exact()  # computed at import with real tensors, because a model may run under fake tensors
+EXACT = exact()  # computed at import, with real tensors, because a model may later run with fake tensors

@@ -1,4 +1,4 @@
-"""Compiles generated CUDA C++ with nvcc, once per content, and loads it with ctypes.
+"""Compiles generated CUDA C++ with nvcc and loads it with ctypes. Files with equal content are compiled once.
 
 Compiled libraries are cached in `native/` of the user's cache directory (or of SPECC_CACHE_DIR). Only the user may have
 write access to that folder, because its files are loaded as code.
@@ -31,19 +31,20 @@ FLAGS = (
     "-std=c++17",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
-    "-ftz=true",  # without this flag, every exp handles subnormals, which costs a quarter of the instructions of gelu
-    "-prec-div=false",  # within 2 ulp of f32; the exact forms need branches, and more registers than are free
+    "-ftz=true",  # without this flag, every exp handles subnormals, which takes a quarter of the instructions of gelu
+    "-prec-div=false",  # accurate to 2 ulp of f32; the exact forms need branches, and more registers than are free
     "-prec-sqrt=false",
     "-Xptxas=-v",
     "-shared",
     "-Xcompiler=-fPIC",
 )
-HEADERS = ("include", "tools/util/include")  # relative to the wheel's cutlass_library/source
+HEADERS = ("include", "tools/util/include")  # paths relative to cutlass_library/source in the wheel
 CUTLASS = "nvidia-cutlass"
-ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # the architecture of a source; sm_90a if absent
+# The line that states the architecture of a source; sm_90a if it is absent
+ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)
 RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # the release in the output of `nvcc --version`
 LOG_LINES = 40
-waited = [0.0]  # seconds that `library` has waited for nvcc in this process
+waited = [0.0]  # the seconds that `library` has waited for nvcc in this process
 
 
 def library(source: Path) -> ctypes.CDLL:
@@ -87,8 +88,8 @@ def flags(text: bytes) -> tuple[str, ...]:
 def compile_ahead(directory: Path) -> None:
     """Starts to compile every .cu file of a folder in background threads, at most one compilation per core.
 
-    nvcc needs longer than torch.compile, so it runs in parallel with it. Errors are ignored here: the first call of the
-    kernel compiles it again and raises them.
+    nvcc takes longer than torch.compile, so both run in parallel. Errors are ignored here: the first call of the kernel
+    compiles it again and raises them.
     """
     cores = threading.Semaphore(os.cpu_count() or 1)
 
@@ -119,7 +120,8 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
 
 
 def _is_sound(compiled: Path) -> bool:
-    """Returns whether a library is in the cache and ends with the digest of its content. Loaders ignore this digest."""
+    """Returns whether the cache has a library, and whether the file ends with the digest of its content. Loaders ignore
+    this digest."""
     try:
         content = compiled.read_bytes()
     except FileNotFoundError:
@@ -128,7 +130,8 @@ def _is_sound(compiled: Path) -> bool:
 
 
 def slow(log: str) -> str | None:
-    """Returns the reason in a ptxas log why a kernel is slow: spilled registers or serialized wgmma; None if fast."""
+    """Returns the reason why a kernel is slow, according to a ptxas log: spilled registers or serialized wgmma. None if
+    there is no such reason."""
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
     spilled = [f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)]
@@ -151,10 +154,10 @@ def cache_folder(name: str = "native") -> Path:
 def private_folder(folder: Path) -> Path:
     """Creates a folder with mode 0700, unless it exists, and returns it.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others, or if others can
-    replace it because a folder above it is writable by all.
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others, or if others could
+    replace it because all users can write to a folder above it.
     """
-    with contextlib.suppress(FileExistsError):  # a link to nowhere, or a file
+    with contextlib.suppress(FileExistsError):  # the path is a dangling link, or a file
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -175,7 +178,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def find_nvcc() -> str:
-    """Returns the path of nvcc from PATH, or else from CUDA_HOME, by default /usr/local/cuda.
+    """Returns the path of nvcc. Searches PATH first, then CUDA_HOME, which is /usr/local/cuda if unset.
 
     Raises EnvironmentFailure if there is no nvcc.
     """

@@ -1,1 +1,1 @@
-"""Sweeps: many training runs of one spec, which one file describes, with a table and a picture of their results."""
+"""Sweeps: many training runs of one spec, described by one file, with a table and a picture of their results."""

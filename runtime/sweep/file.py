@@ -21,7 +21,7 @@ class Setting(StrictModel):
     Attributes:
         name: the name. The names of the run directories contain it.
         set: overrides `path=value`, which follow those of the sweep.
-        seeds: the seeds of this setting instead of those of the sweep.
+        seeds: the seeds of this setting, which replace those of the sweep.
     """
 
     name: Title
@@ -30,7 +30,7 @@ class Setting(StrictModel):
 
 
 class Quantization(StrictModel):
-    """An entry of `quantize`: settings to quantize finished runs of the sweep with.
+    """An entry of `quantize`: settings with which finished runs of the sweep are quantized.
 
     Attributes:
         name: the name.
@@ -52,9 +52,10 @@ class SweepFile(StrictModel):
         target: the target, as for `specc train --target`.
         set: overrides `path=value` of all runs.
         seeds: the values of `train.seed`; one run for each. By default, the seed of the spec.
-        grid: path in the spec -> values. Every combination of values, with every entry of `settings`, is a setting.
+        grid: the values of each path in the spec. Every combination of values, with every entry of `settings`, is a
+            setting.
         settings: the list of settings. The table compares all settings with the first.
-        quantize: the list of settings to quantize finished runs with.
+        quantize: the list of settings with which finished runs are quantized.
     """
 
     described: ClassVar[str] = "the sweep"

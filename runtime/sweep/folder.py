@@ -29,11 +29,11 @@ from specc.runtime.sweep.plan import PlannedQuantization, PlannedRun, PlannedSwe
 
 RECORD = "sweep.json"
 RESULTS = "results.json"
-SHOWN = 6  # maximum differences in a message
+SHOWN = 6  # the most differences in a message
 
 
 class SweepError(RuntimeFailure):
-    """The folder does not fit the sweep file, or is not the folder of a sweep."""
+    """Raised if a folder does not fit the sweep file, or is not the folder of a sweep."""
 
     code = "U016"
     exit_code = 2
@@ -48,8 +48,8 @@ class RecordedWork(StrictModel):
     overrides: tuple[str, ...]
 
     def change(self, other: "RecordedWork | None") -> str | None:
-        """Returns the difference to `other`, the record of the same name, in words; None if they are equal. `other` is
-        None if it does not exist."""
+        """Describes the difference between this record and `other`, the record of the same name. Returns None if they
+        are equal. `other` is None if there is no such record."""
         if other is None:
             return "nothing has the settings and seed"
         if other.overrides != self.overrides:
@@ -156,7 +156,7 @@ class SweepFolder:
             directory: the folder.
             sweep: the checked sweep.
             threads: the number of CPU threads of each run, if the sweep begins.
-            extend: accept a sweep file with more runs than the folder.
+            extend: whether to accept a sweep file with more runs than the folder has.
 
         Returns:
             The folder.
@@ -212,8 +212,8 @@ class SweepFolder:
         return self.directory / "output" / f"{name}.txt"
 
     def history(self, run: PlannedRun) -> RunHistory:
-        """Returns the log of a run. Raises SweepError if the directory contains another run, and IntegrityError if it
-        is damaged."""
+        """Returns the history of a run, from its log. Raises SweepError if the directory contains another run, and
+        IntegrityError if it is damaged."""
         directory = self.run(run.name)
         if not is_run(directory):
             return RunHistory()
@@ -230,7 +230,7 @@ class SweepFolder:
         return self.run(entry.name) / "quantized" / "report.json"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
-        """Copies the run that is quantized, unless it has been copied. Checkpoints are hard links, because they are
+        """Copies the run that is quantized, unless this has been done. Checkpoints become hard links, because they are
         never changed in place."""
         target, partial = self.run(entry.name), self.directory / f".{entry.name}"
         if target.exists():
@@ -242,7 +242,7 @@ class SweepFolder:
                 try:
                     os.link(source, copied)
                     return copied
-                except OSError:  # another file system, or one without links
+                except OSError:  # the copy is on another file system, or on one without hard links
                     pass
             return shutil.copy2(source, copied)
 

@@ -15,8 +15,8 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    If the first path of the grid has numbers, the settings of the grid are lines over these numbers. There is one line
-    per combination of the other paths. All other settings are rows, in the order of the file.
+    If the values of the grid's first path are numbers, the settings of the grid are drawn as lines over these numbers,
+    with one line per combination of the other paths. All other settings are drawn as rows, in the order of the file.
 
     Args:
         results: the results, with at least one finished run.
@@ -42,7 +42,7 @@ def sweep_picture(results: SweepResults, title: str) -> bytes:
 
 
 def _numeric_axis(rows: Sequence[SettingResult]) -> str | None:
-    """Returns the first path of the grid if all its values are numbers and differ; None otherwise."""
+    """Returns the first path of the grid, if all of its values are different numbers; None otherwise."""
     path = next(iter(rows[0].grid), None)
     values = [row.grid.get(path or "") for row in rows]
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -113,7 +113,7 @@ def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) ->
             label="mean ± std over the seeds" if named else None,
         )
     axes.set_yticks(range(len(rows)), [row.setting for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first setting at the top
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # so that the first setting is at the top
     axes.set_xlabel(f"{results.metric.label} on the validation split")
     axes.grid(axis="x", color="#e5e7eb")
     axes.legend(

@@ -1,6 +1,5 @@
-"""Plans the runs of a sweep file: their names, overrides and checked specs. Starts no run.
-
-Imports no torch, so that a sweep can be checked on any machine.
+"""Plans the runs of a sweep file: their names, overrides and checked specs. This module starts no runs and does not
+import torch, so that a sweep can be checked on any machine.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from specc.compiler.text.source import Source, read, read_from
 from specc.runtime.storage.run_directory import lasting, readable
 from specc.runtime.sweep.file import SEED, Quantization, Setting, SweepFile
 
-SHOWN = 3  # maximum settings in a message
+SHOWN = 3  # the most settings in a message
 MAX_SETTINGS = 10_000
 
 
@@ -78,10 +77,10 @@ class PlannedSweep:
         spec: the path of the spec.
         model: the name of the model, which is also the name of its lock.
         targets: the targets of the spec, or the single target of the sweep.
-        data: the data as for `specc train --data`; None for the usual data of the spec.
-        target: the target of all runs; None for the best one of the machine.
-        runs, quantizations: the runs and quantizations, in the order of the file.
-        values: setting -> path in the spec -> value, for the paths of the grid.
+        data: the data as for `specc train --data`; None for the default data of the spec.
+        target: the target of all runs; None for the best target of the machine. runs, quantizations: the runs and
+        quantizations, in the order of the file.
+        values: for each setting, the value of each path of the grid.
         metric: the name of the metric of the spec.
     """
 
@@ -101,13 +100,14 @@ class PlannedSweep:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The names of the settings; the table compares with the first."""
+        """The names of the settings. The table compares all settings with the first."""
         return tuple(dict.fromkeys(run.setting for run in self.runs))
 
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """An override, and its position in the sweep file: of the text `path=value`, or of a path and of a value."""
+    """An override, and its position in the sweep file. The position is that of a text `path=value`, or of a path and a
+    value of the grid."""
 
     text: str
     path: DataPath
@@ -140,7 +140,7 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
     Args:
         path: the sweep file.
-        data, target: replace those of the file.
+        data, target: values that replace those of the file.
 
     Returns:
         The sweep.
@@ -181,7 +181,8 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
 
 def _spec_of(path: Path, file: SweepFile) -> Path:
-    """Returns the path of the spec: relative to the working directory, or else to the folder of the sweep file."""
+    """Returns the path of the spec, which is relative to the working directory or, if it does not exist there, to the
+    folder of the sweep file."""
     spec = Path(file.spec).expanduser()
     beside = path.parent / spec
     return beside if not spec.exists() and beside.exists() else spec
@@ -234,9 +235,10 @@ def _shown(value: Any) -> str:
 
 
 def _folders(names: Sequence[str]) -> dict[str, str]:
-    """Returns a readable folder name for each name. If two folder names would be equal, both contain a digest."""
+    """Returns a readable folder name for each name. If two folder names would be equal, a digest is appended to
+    both."""
     plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
-    counts = Counter(folder.lower() for folder in plain.values())  # for file systems that ignore case
+    counts = Counter(folder.lower() for folder in plain.values())  # some file systems ignore case
     return {
         name: folder if counts[folder.lower()] == 1 else f"{folder}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         for name, folder in plain.items()
@@ -257,8 +259,8 @@ class _Plan:
         self._spec, self._sweep, self._target, self._count = spec, sweep, target, count
         self._problems: dict[Diagnostic, list[str]] = {}
         self._texts: dict[str, str] = dict(sweep.texts)
-        self._known: dict[str, str] = {}  # maps the digest of a spec without its seed to a setting
-        read(spec)  # if the spec cannot be read, this is one problem, and not one problem per setting
+        self._known: dict[str, str] = {}  # maps the digest of a spec, without its seed, to a setting
+        read(spec)  # a spec that cannot be read is reported once, and not once per setting
 
     def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
         """Yields the runs of a setting; none if its spec has problems."""
@@ -286,7 +288,8 @@ class _Plan:
         runs: Sequence[PlannedRun],
         taken: set[str],
     ) -> Iterator[PlannedQuantization]:
-        """Yields the quantizations. `firsts` is the first run of each setting, and `taken` are names of folders."""
+        """Yields the quantizations. `firsts` maps each setting to its first run, and `taken` contains the names of
+        existing folders."""
         folders = _folders([entry.name for entry in entries])
         names = tuple(dict.fromkeys(run.setting for run in runs))
         for number, entry in enumerate(entries):
@@ -307,7 +310,7 @@ class _Plan:
                     yield PlannedQuantization(name, entry.name, run.name, run.seed, tuple(entry.set))
 
     def _quantizes(self, spec: Spec, name: str, overrides: tuple[_Override, ...], number: int) -> bool:
-        """Checks overrides of a quantization, as `specc quantize` does."""
+        """Checks the overrides of a quantization, as `specc quantize` does."""
         place = self._at(("quantize", number))
         if spec.quant is None:
             message = f"{quote(name)}: the spec has no section `quant`"

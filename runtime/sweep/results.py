@@ -1,4 +1,4 @@
-"""The results of a sweep: per setting the final metric over the seeds, training time, throughput and bytes."""
+"""The results of a sweep: for each setting, the final metric over the seeds, training time, throughput and bytes."""
 
 import json
 import statistics
@@ -39,7 +39,7 @@ class SettingResult:
 
     Attributes:
         setting: the name of the setting or of the entry.
-        grid: path in the spec -> value, for the paths of the grid.
+        grid: the value of each path of the grid.
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None without a finished run.
         nats: the final validation loss in nats per token.
@@ -47,9 +47,10 @@ class SettingResult:
         difference: the mean of `metric` minus that of the first setting.
         seconds: mean seconds of training.
         tokens_per_second: mean tokens per second of training.
-        bytes: the largest artifact of quantized runs, or else the estimate for the spec; None without `quant`.
+        bytes: the size of the largest artifact among quantized runs, or the estimate for the spec if no run is
+            quantized; None without `quant`.
         measured: whether `bytes` is the size of an artifact, and not an estimate.
-        unfinished: run -> reason.
+        unfinished: the reason for each run that is not finished.
     """
 
     setting: str
@@ -74,9 +75,9 @@ class QuantizedResult:
         setting: the name of the setting or of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the mean over the runs of the metric after quantization minus that before it.
+        difference: the metric after quantization minus the metric before it, averaged over the runs.
         bytes: the largest artifact.
-        unfinished: run -> reason.
+        unfinished: the reason for each run that is not finished.
     """
 
     setting: str
@@ -89,7 +90,7 @@ class QuantizedResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All results of a sweep. All settings are compared with the first of `settings`."""
+    """All results of a sweep. Each setting is compared with the first of `settings`."""
 
     metric: Metric
     settings: tuple[SettingResult, ...]
@@ -195,7 +196,8 @@ def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list
 def _reader(
     runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
 ) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
-    """Returns the summary of a measurement over all runs; None if a run lacks the value."""
+    """Returns a function that summarizes a measurement over all runs. The function returns None if a run lacks the
+    value."""
 
     def read(value: Callable[[RunHistory], Any]) -> Sample | None:
         values = [value(history) for history in _of(runs, histories)]

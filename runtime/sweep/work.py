@@ -1,4 +1,5 @@
-"""Runs the jobs of a sweep. Each run is one process, on one GPU or on a part of the CPU; several run at once."""
+"""Runs the jobs of a sweep. Each job is one process, on one GPU or on a part of the CPU, and several jobs run at
+once."""
 
 import os
 import shlex
@@ -19,7 +20,7 @@ from specc.runtime.errors import EnvironmentFailure, RuntimeFailure, cannot_writ
 from specc.runtime.model.load import device_of
 
 Say = Callable[[str], None]
-POLL = 0.1  # seconds between two polls of the processes
+POLL = 0.1  # the seconds between two polls of the processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Job:
         name: the name of the run.
         arguments: the arguments of `specc`.
         output: the file to which its output is appended.
-        prepare: called directly before the command starts.
-        result: returns a line about the result after the command has ended.
+        prepare: a function that is called directly before the command starts.
+        result: a function that returns a line about the result after the command has ended.
     """
 
     name: str
@@ -70,7 +71,7 @@ def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
 
     Args:
         targets: the targets of the spec, or the single target of the sweep.
-        jobs: the number of jobs at once per GPU, or on the CPU.
+        jobs: the number of jobs that run at once on each GPU, or on the CPU.
         gpus: the number of GPUs to use. None for all.
 
     Returns:
@@ -99,7 +100,8 @@ def _visible_gpus() -> list[str]:
 
 
 def threads_of(slots: int) -> int:
-    """Returns the number of CPU threads of each of `slots` jobs: OMP_NUM_THREADS if set, else a share of the cores."""
+    """Returns the number of CPU threads for each of `slots` jobs: OMP_NUM_THREADS if it is set, and an equal part of
+    the cores otherwise."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(stated) if stated.isdecimal() and int(stated) else max(1, cores // slots)
@@ -172,7 +174,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
         with job.output.open("ab") as file:
             file.write(f"$ specc {shlex.join(job.arguments)}\n".encode())
             file.flush()
-            # a new session: Ctrl-C then reaches it only through this process, once
+            # in a new session, Ctrl-C reaches the job only once, through this process
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )

@@ -1,1 +1,1 @@
-"""Trackers: programs that receive the records of a run's log besides log.jsonl. One file per tracker."""
+"""Trackers: programs that receive the records of a run's log in addition to log.jsonl. Each tracker is one file."""

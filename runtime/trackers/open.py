@@ -15,7 +15,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker, numbers_of
 
 
 class UnknownTracker(RuntimeFailure):
-    """No tracker has this name (exit code 2)."""
+    """Raised if no tracker has this name (exit code 2)."""
 
     code = "U001"
     exit_code = 2
@@ -27,7 +27,7 @@ def tracker_names() -> tuple[str, ...]:
 
 
 def require_trackers(names: Sequence[str]) -> None:
-    """Checks that trackers exist and that their packages are installed, without importing these.
+    """Checks that trackers exist and that their packages are installed, without importing the packages.
 
     Raises:
         UnknownTracker: no tracker has a name.
@@ -43,7 +43,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Passes the records of a log on to a tracker. The first error of the tracker is reported. It ends the tracker, and
+    """Passes the records of a log to a tracker. The first error of the tracker is reported and ends the tracker, but
     the run continues.
 
     Args:
@@ -98,7 +98,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
         try:
             with fork_rng(devices=[]):
                 tracker = known[name](run)
-        except Exception as error:  # nothing is trained yet, so the user can decide
+        except Exception as error:  # nothing has been trained yet, so the user can decide
             hint = f"leave out --track {name}, and continue the run with --resume auto"
             raise EnvironmentFailure(f"the tracker {name} cannot start: {error}", hint) from error
         followers.append(Follower(tracker, say))

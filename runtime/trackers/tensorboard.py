@@ -8,8 +8,8 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Tracker):
-    """Writes event files with `torch.utils.tensorboard`. A resumed run hides the records of the steps that it
-    repeats."""
+    """Writes event files with `torch.utils.tensorboard`. Earlier records of steps that a resumed run repeats are
+    hidden."""
 
     name, package, extra = "tensorboard", "tensorboard", "tensorboard"
 

@@ -16,7 +16,7 @@ class TrackedRun:
         project: the name of the spec.
         digest: SHA-256 (hex) of the canonical spec.
         config: the resolved spec as data.
-        step: the step after which training begins: 0, or that of the checkpoint that it resumes from.
+        step: the step after which training begins: 0, or the step of the checkpoint from which the run resumes.
     """
 
     directory: Path
@@ -56,7 +56,7 @@ def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record of the log, by name.
 
     Names are `event/field`, or `event/weights/field` if the record is about plain or averaged weights. The load of
-    experts is the largest share of a layer divided by the mean share.
+    experts is reported per layer, as the largest share divided by the mean share.
 
     Args:
         event: the event of the record.

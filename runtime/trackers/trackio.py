@@ -9,7 +9,8 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """Writes to the local database of Trackio. The project is the spec, and the name of the run its directory."""
+    """Writes to the local database of Trackio. The project has the name of the spec, and the run that of its
+    directory."""
 
     name, package, extra = "trackio", "trackio", "trackio"
 
@@ -32,4 +33,4 @@ class Trackio(Tracker):
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            self._finish()  # not `_run.finish`, which Trackio calls at the end of the process
+            self._finish()  # `_run.finish` is not called here, because Trackio calls it at the end of the process

@@ -1,1 +1,1 @@
-"""Training of a generated model: the loop over steps, the state of a run, and how a run resumes."""
+"""Training of a generated model: the loop over steps, the state of a run, and the resuming of runs."""

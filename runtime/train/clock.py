@@ -18,8 +18,8 @@ class Clock:
 
     @property
     def common(self) -> float:
-        """The training seconds on which decisions depend. With several processes, the last agreed value; with a single
-        process, `seconds`."""
+        """The training seconds on which decisions depend. With several processes, this is the last agreed value; with a
+        single process, it is `seconds`."""
         return self._agreed if self._agreed is not None else self.seconds
 
     def agree(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Deterministic training: the same bits from the same seed, on one kind of device."""
+"""Deterministic training: the same seed gives the same bits on the same kind of device."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import torch
 
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when a process first multiplies matrices
-SIZES = (":4096:8", ":16:8")  # sizes of the workspace with which the sums of cuBLAS have a fixed order
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads this variable when a process first multiplies matrices
+SIZES = (":4096:8", ":16:8")  # the workspace sizes with which cuBLAS sums in a fixed order
 REDUCTION = "NCCL_ALGO"  # NCCL's ring adds the gradients in the order of the ranks
 _MISSING = "does not have a deterministic implementation"
 
@@ -17,7 +17,8 @@ _MISSING = "does not have a deterministic implementation"
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
     """A context manager in which repeated calls of Torch, its compiler and its libraries return the same bits. It does
-    nothing unless `wanted`. It must begin before the first product on a GPU, and before the processes form a group.
+    nothing unless `wanted`. It must be entered before the first matrix product on a GPU, and before the processes form
+    a group.
 
     Raises:
         EnvironmentFailure: if the environment selects a cuBLAS workspace with which sums have no fixed order.
@@ -45,7 +46,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
 
             stack.enter_context(
                 config.patch(deterministic=True)
-            )  # the compiler then does not choose kernels by measured times
+            )  # so that the compiler does not choose kernels by measured times
         try:
             yield
         except RuntimeError as error:

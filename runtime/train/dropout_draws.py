@@ -1,4 +1,5 @@
-"""The random numbers of dropout in text models. A key depends on seed, step and node; rows are counted per step."""
+"""The random numbers of dropout in text models. Keys depend on seed, step and node, and rows are counted within a
+step."""
 
 import hashlib
 
@@ -27,7 +28,7 @@ class DropoutDraws:
         self._seed, self._rows, self._window, self._world = seed, rows, window, world
         self._draws = torch.zeros(len(self._buffers), 4, dtype=torch.int64, device=world.device)
         for buffer, draw in zip(self._buffers.values(), self._draws, strict=True):
-            buffer.data = draw  # one copy writes all of them
+            buffer.data = draw  # one buffer for all, so that one copy writes them
         self._keys: tuple[int, list[int]] = (-1, [])
 
     def write(self, step: int, part: int) -> None:

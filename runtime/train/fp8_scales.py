@@ -1,4 +1,4 @@
-"""The delayed scales of products of 8-bit floats (`train.precision.fp8`)."""
+"""The delayed scales of matrix products in 8-bit floats (`train.precision.fp8`)."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,13 @@ X, WEIGHT, DY = range(len(FACTORS))
 
 
 class Fp8Scales:
-    """The scales of products with delayed scaling, computed from the largest magnitudes of their factors in past steps.
+    """The scales of matrix products with delayed scaling. They are computed from the largest magnitudes of the factors
+    in past steps.
 
     A product reads its scales from a buffer f32 [2 + H, 3] of the model, and records magnitudes there; see
     `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates: the gradient
-    of a mean over rows is about 1 / rows. Values beyond a scale become the largest value of the format.
+    of a mean over rows is about 1 / rows. Values that exceed the range of a scale become the largest value of the
+    format.
 
     Args:
         model: the model that trains, on its device.
@@ -38,7 +40,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales of the first step for the current weights and the given factor of the loss."""
+        """Sets the scales of the first step, for the current weights and the given factor of the loss."""
         for name, buffer in self._buffers.items():
             begin_scales(buffer)
             buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
@@ -49,8 +51,9 @@ class Fp8Scales:
     def update(self, loss_scale: float) -> None:
         """Records the magnitudes of a step, and sets the scales of the next step.
 
-        The gradients of this step have the loss factor of the previous call. Those of the next step have `loss_scale`.
-        A magnitude that is not finite, e.g. after an overflow, is replaced by the largest magnitude of the history.
+        The gradients of this step contain the loss factor of the previous call, and those of the next step contain
+        `loss_scale`. A magnitude that is not finite, for example after an overflow, is replaced with the largest
+        magnitude in the history.
         """
         if not self._buffers:
             return
@@ -73,7 +76,7 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the magnitudes of the last steps, f32 [H, 3], by name, for a checkpoint. They are not copies."""
+        """Returns the magnitudes of the last steps for a checkpoint, f32 [H, 3] by name. The tensors are not copies."""
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""The loop over the steps of a run. It validates, saves and logs, and ends the run in order after any failure.
+"""The loop over the steps of a run. The loop validates, saves and logs, and ends the run in an orderly way after any
+failure.
 
 trainer.py computes each step, and train.py prepares the run.
 """
@@ -27,7 +28,7 @@ from specc.runtime.train.trainer import Trainer
 
 
 class RunLabel(Protocol):
-    """The names and paths with which a run reports and resumes."""
+    """The names and paths that a run uses in reports and when it resumes."""
 
     @property
     def directory(self) -> Path: ...
@@ -39,11 +40,11 @@ class RunLabel(Protocol):
     def resume_command(self) -> str: ...
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns the loss of the validation at `step`, in nats per token. None if the log has none."""
+        """Returns the loss of the validation at `step`, in nats per token. None if the log has no such validation."""
 
 
 class _SignalReceived(Exception):
-    """A signal reached this process; the other processes of its world have not been notified yet."""
+    """Raised if a signal has reached this process, and the other processes of its world have not been notified yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Limits:
 
     Attributes:
         steps: the total number of steps of the run.
-        seconds: seconds spent in this loop.
+        seconds: the seconds spent in this loop.
     """
 
     steps: int | None = None
@@ -90,18 +91,19 @@ class TrainResult:
 class Loop:
     """Trains one run from the current step of its trainer to its end.
 
-    In a world of several processes, each process runs the loop. Once per step, the processes share the causes of an
-    early end: a signal to any process, or a time limit. All processes therefore stop at the same step. Rank 0 saves and
+    In a world of several processes, each process runs the loop. Once per step, the processes exchange the causes of an
+    early end, which are signals and time limits. All processes therefore stop at the same step. Rank 0 saves and
     reports.
 
     Args:
         run: the names and paths with which the run reports and resumes.
         trainer: the model in training.
-        validation: the data that the model is scored on.
+        validation: the data on which the model is scored.
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end this run early.
-        save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
-        advice: returns the advice to the user after a GPU ran out of memory.
+        save: a function that commits a snapshot and returns the path of its checkpoint. It raises RunFailure if the
+            disk is full.
+        advice: a function that returns the advice to the user after a GPU ran out of memory.
         start: the seconds of the phases of the start so far. None if the start begins here.
     """
 
@@ -130,7 +132,7 @@ class Loop:
         Raises:
             RunFailure: if the loss is not finite, memory or disk is full, or another process is lost.
             DataError: if more data cannot be read.
-            Preempted, Interrupted: after a signal. The current step is then committed as a checkpoint.
+            Preempted, Interrupted: after a signal. Before this, the current step is committed as a checkpoint.
         """
         with handled_signals(self._note_signal):
             try:
@@ -150,7 +152,7 @@ class Loop:
                 raise
 
     def _note_signal(self, number: int) -> None:
-        if number == signal.SIGINT == self._signal:  # the second Ctrl-C
+        if number == signal.SIGINT == self._signal:  # a second Ctrl-C ends the process at once
             raise KeyboardInterrupt
         self._signal = self._signal or number
 
@@ -218,8 +220,9 @@ class Loop:
             self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
-        """Returns whether the step from which the run resumes still needs its validation, which was interrupted. Also
-        returns True if the validation at that step reached `train.stop_at_loss`, so that the run has ended."""
+        """Returns whether the loop must begin with a validation. It must if the validation at the step from which the
+        run resumes was interrupted, or if that validation reached `train.stop_at_loss`, in which case the run has
+        ended."""
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
             return False
@@ -237,7 +240,7 @@ class Loop:
         self._say(f"step {trainer.step:,}: the loss {loss:.4f} reached {limit:g} after {seconds:.2f} s of training")
 
     def _agree(self) -> None:
-        """Shares the causes of an early end among all processes. Raises Stopped after a signal to any process."""
+        """Exchanges the causes of an early end among all processes. Raises Stopped after a signal to any process."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
@@ -298,7 +301,7 @@ class Loop:
             self._progress(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Commits a checkpoint of the current step. Raises RunFailure before that if the last step was not finite."""
+        """Commits a checkpoint of the current step. Before this, raises RunFailure if the last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
@@ -317,7 +320,8 @@ class Loop:
         try:
             result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
         except _SignalReceived:
-            self._agree()  # waits until the other ranks have scored their parts; raises Stopped on all ranks
+            # Waits until the other ranks have scored their parts; after a signal, raises Stopped on all ranks
+            self._agree()
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from specc.compiler.spec.precision import LossScaleSpec
 
-LARGEST = 2.0**32  # the largest factor: the scaled loss must stay far below the largest f32
+LARGEST = 2.0**32  # the largest factor, because the scaled loss must stay far below the largest f32
 
 
 class LossScale:
     """The factor that the loss has during backward passes. Gradients are divided by it before they are clipped.
 
     A dynamic factor falls after a step whose gradients are not finite, and rises after many finite steps (Micikevicius
-    et al., 2018). Its state is saved in checkpoints. All ranks see the same norm of the gradients, and therefore have
+    et al., 2018). Its state is saved in checkpoints. All ranks compute the same norm of the gradients, and therefore
     the same factor.
 
     Args:
@@ -22,20 +22,20 @@ class LossScale:
         device: the device of `factor`.
 
     Attributes:
-        factor: f32 []. Captured work reads it.
+        factor: f32 [], which captured work reads.
     """
 
     def __init__(self, spec: LossScaleSpec | float, device: torch.device) -> None:
         self._spec = spec if isinstance(spec, LossScaleSpec) else None
         first = spec.initial if isinstance(spec, LossScaleSpec) else spec
         self._value = torch.tensor(first, dtype=torch.float64)
-        self._finite = torch.zeros((), dtype=torch.int64)  # consecutive steps with finite gradients
+        self._finite = torch.zeros((), dtype=torch.int64)  # the number of consecutive steps with finite gradients
         self._skipped = torch.zeros((), dtype=torch.int64)
         self.factor = torch.tensor(first, dtype=torch.float32, device=device)
 
     @property
     def value(self) -> float:
-        """The current factor, as a number of the host."""
+        """The current factor, as a number on the host."""
         return float(self._value)
 
     @property
@@ -50,7 +50,7 @@ class LossScale:
 
     @torch.no_grad()
     def skips(self, finite: bool) -> bool:
-        """Changes the factor after the gradients of a step, and returns whether the update is skipped.
+        """Adjusts the factor after the gradients of a step are computed, and returns whether the update is skipped.
 
         Args:
             finite: whether the loss and all gradients of the step are finite.

@@ -17,7 +17,7 @@ from specc.compiler.spec.train import BLOCK
 from specc.runtime.errors import RunFailure
 
 GENERAL = "lower train.micro_batch; the size of a step need not change"
-MARGIN = 1.03  # factor for memory that the allocator cannot use, because the free parts of segments are too small
+MARGIN = 1.03  # a factor for memory that the allocator cannot use, because the free parts of segments are too small
 Change = tuple[str, Step]
 
 
@@ -43,7 +43,8 @@ class Advice:
         """Returns the smallest changes that fit in `capacity` bytes of tensors, as text for the user. A change is fewer
         rows per micro-batch, a part that is recomputed, or both.
 
-        The run did not fit. If its forecast is below `capacity`, all forecasts are multiplied by the same factor.
+        The run is known not to fit. If its forecast is nevertheless below `capacity`, all forecasts are scaled up by
+        the same factor.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -65,7 +66,7 @@ class Advice:
         return f"{limit}{words} fits according to the forecast; the size of a step need not change"
 
     def _step(self, rows: int, recompute: tuple[str, ...] | None = None) -> Step:
-        """Returns the step with other settings. Raises LoweringError if the parts cannot be recomputed."""
+        """Returns the step with the given settings. Raises LoweringError if the parts cannot be recomputed."""
         parts = self.spec.train.recompute if recompute is None else recompute
         train = self.spec.train.model_copy(update={"micro_batch": rows, "recompute": parts})
         spec = self.spec.model_copy(update={"train": train})
@@ -96,10 +97,11 @@ class Advice:
 
 
 def capacity_of(device: torch.device) -> int:
-    """Returns the bytes of a GPU that the tensors of this process may use, those in use included. The allocator may be
-    limited to a share of the GPU."""
+    """Returns the bytes of a GPU that the tensors of this process may occupy, including those that they already occupy.
+    The allocator may be limited to a fraction of the GPU's memory."""
     free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction(device.index) * total  # refuses a device without an index
+    # Which does not accept a device without an index
+    limit = torch.cuda.get_per_process_memory_fraction(device.index) * total
     return int(min(free + torch.cuda.memory_reserved(device), limit))
 
 

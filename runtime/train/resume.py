@@ -1,4 +1,4 @@
-"""Resuming: the run to continue, and the checkpoint to continue from."""
+"""Finds the run to resume, and the checkpoint from which it resumes."""
 
 from pathlib import Path
 
@@ -27,11 +27,11 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
     Args:
         begun: the run as recorded in its directory.
         run: the same run with the current location of its data.
-        trainer: receives the state of the checkpoint.
+        trainer: the trainer that receives the state of the checkpoint.
         say: called with lines of text for the user.
 
     Raises:
-        IntegrityError: if the run has had checkpoints and none of them is valid.
+        IntegrityError: if the run has had checkpoints, but none of them is valid.
         RunDirectoryError: if the data moved, and no checkpoint confirms that they are the same.
     """
     moved = run.data != lasting(begun.data)
@@ -46,7 +46,8 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     path = trainer.world.first(newest)
     if path is None:
-        if moved and begun.data_digests is None:  # no checkpoint can confirm that the data are the same
+        # Without a checkpoint, it cannot be confirmed that the data are the same
+        if moved and begun.data_digests is None:
             message = f"{run.directory} has other settings: the data: {begun.data} in the run, {run.data} now"
             raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return

@@ -1,5 +1,4 @@
-"""Run segments: the parts of a run that differ in their programs, in the length of their rows or in the size of a
-step."""
+"""Run segments: the parts of a run that differ in their programs, in the length of rows, or in the size of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class RunSegment:
         begins: the share of the run, 0 to 1, at which the segment begins.
         phase: the programs for training and scoring.
         tokens: the length of a row, in tokens.
-        micro_batches: the backward passes of a step on each process.
+        micro_batches: the number of backward passes per step on each process.
     """
 
     begins: float
@@ -62,7 +61,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
 
 
 def segment_at(segments: Sequence[RunSegment], done: float) -> int:
-    """Returns the index of the segment of the next update, when the share `done` (0 to 1) of the run is complete."""
+    """Returns the index of the segment of the next update, given the completed share `done` (0 to 1) of the run."""
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
@@ -73,9 +72,8 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:
         return functions
-    whole = getattr(
-        model, "fullgraph", True
-    )  # if the model has a loop over time, its own code marks the parts to compile
+    # If the model has a loop over time, its generated code marks the parts to compile
+    whole = getattr(model, "fullgraph", True)
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
@@ -87,8 +85,8 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
 class UnusedParameters:
     """Parameters that no program of a phase reads.
 
-    An update would nevertheless decay them and advance their step counts; `restore` reverts this. In each call,
-    `masters` must have their f32 values.
+    An update would nevertheless decay them and advance their step counts, which `restore` reverts. During each call,
+    `masters` must hold their f32 values.
 
     Args:
         names: the parameters.

@@ -1,4 +1,4 @@
-"""The seconds of each phase of a start, from the command to the end of the first step."""
+"""Measures the seconds of each phase of a start, from the command to the end of the first step."""
 
 import time
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from specc.runtime.support import native
 
 
 class StartTimes:
-    """Measures the phases of a start, which follow each other.
+    """Measures the consecutive phases of a start.
 
     Args:
         began: the value of `time.monotonic` when the command began. None selects the time of this call.

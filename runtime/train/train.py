@@ -1,6 +1,6 @@
-"""The entry point `train`: from a spec and its options to a run in a directory.
+"""The entry point `train`, which turns a spec and its options into a run in a directory.
 
-It creates or resumes the run, and loads model and data. loop.py repeats the steps, and trainer.py computes one.
+It creates or resumes the run, and loads model and data. loop.py repeats steps, and trainer.py computes a step.
 """
 
 import os
@@ -67,8 +67,8 @@ class TrainOptions:
         overrides: the `--set` texts that `spec` already contains, recorded in run.json.
         resume: "auto" continues from the newest valid checkpoint. It starts from step 0 if there is no run, or if the
             run ended before its first checkpoint.
-        stop_after_steps, max_seconds: limits that end the run early, without a change of the schedule. The first counts
-            the steps of the whole run. The second counts seconds of the loop in this process, including validation.
+        stop_after_steps, max_seconds: limits that end the run early, without changing the schedule. The first limits
+            the steps of the whole run. The second limits the seconds of the loop in this process, including validation.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
@@ -101,12 +101,12 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
     """Trains, and returns when the run is complete or has ended early.
 
     In a `world` of several processes, each process calls this function with the same options. Rank 0 reports and writes
-    the run directory, which must be on storage that all processes share. The result equals that of one process up to
-    the rounding of sums.
+    the run directory, which must be on storage that all processes share. Apart from the rounding of sums, the result
+    equals that of one process.
 
     Args:
         options: the spec, the data and the run directory.
-        say: called with each line of text for the user. Its errors are ignored, so that the run continues after its
+        say: called with each line of text for the user. Its errors are ignored, so that the run continues after the
             terminal is closed.
         world: the processes that train together. None for this process alone.
 
@@ -170,7 +170,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
     if begun is not None:
         restore_newest(begun, run, trainer, say)
-    elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
+    elif leads:  # written after all checks, so that a failed start can be repeated in the same directory
         run.create(source.files)
     reporter = Reporter(Silence(), lambda step, done: None, say)
     if leads:

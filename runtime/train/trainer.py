@@ -1,6 +1,5 @@
-"""The trainer: one step of training, and its state. A step computes gradients over micro-batches, and updates weights.
-
-loop.py decides when to step, validate, save and restore.
+"""The trainer, which performs single steps of training and holds the state of a run. A step computes gradients over
+micro-batches and updates the weights. loop.py decides when to step, validate, save and restore.
 """
 
 import math
@@ -48,9 +47,9 @@ from specc.runtime.train.segments import (
 from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
-WORK_STEPS = 10_000  # the steps whose work is compiled before the clock starts
-PART_TOKENS = 16384  # share of the windows in which the terms of the loss are measured; at least one window
-PART_WINDOWS = 4  # validation windows in which the load of experts and the terms of the loss are measured
+WORK_STEPS = 10_000  # the number of steps whose kinds of work are compiled before the clock starts
+PART_TOKENS = 16384  # the share of the windows in which the terms of the loss are measured; at least one window is used
+PART_WINDOWS = 4  # the number of validation windows in which the load of experts and the terms of the loss are measured
 _NOT_FINITE = "the last checkpoint is unchanged; lower the learning rates, or set train.clip_norm"
 
 
@@ -68,7 +67,7 @@ class TrainableModel:
         phases: the phases of the run, as in `Programs`.
         schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.
         input_scales: the input scales of int8 products. None if no product will be int8.
-        derived: the matrices that the model computes from its parameters, which each step computes once.
+        derived: the matrices that the model computes from its parameters. Each step computes them once.
     """
 
     module: nn.Module
@@ -89,7 +88,7 @@ class _Launched:
     multiplier: float
     numbers: Tensor  # f32 [2]: loss and gradient norm
     arrived: torch.cuda.Event | None
-    counted: tuple[int | None, int]  # samples and tokens so far, including this step
+    counted: tuple[int | None, int]  # the numbers of samples and tokens so far, including this step
     scale: float | None = None  # the loss scale, if it changes
     skipped: bool = False
 
@@ -141,7 +140,7 @@ class Trainer:
         self._draws = DropoutDraws(self._module, train.seed, rows, model.window, world)
         self._fp8 = Fp8Scales(self._module, rows * model.window, world, self._scale)
         self._norm = torch.zeros((), device=self.device)
-        self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
+        self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # one per loss term
         self._segments = run_segments(model.phases, train, model.window, world.size)
         self._finish_gradients = self._finish_functions()
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
@@ -151,7 +150,8 @@ class Trainer:
         self.loads: Mapping[str, Sequence[float]] = {}
         self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled)
-        # Graphs that run one at a time share memory. The f32 update of bf16 masters thus reuses memory of activations.
+        # Graphs that run one at a time share memory. The f32 update of bf16 masters therefore reuses the memory of
+        # activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
         pool = torch.cuda.graph_pool_handle() if shared else None
         self._update_pool = pool if in_bf16 else None
@@ -159,22 +159,23 @@ class Trainer:
             self._replayed(partial(self._pass, self._functions[segment.phase.train], segment.tokens), pool=pool)
             for segment in self._segments
         ]
-        self._done_before = 0.0  # the share of the run that was complete before the last update
+        self._done_before = 0.0  # the completed share of the run before the last update
         self._enter(0)
         self.step = 0
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
-        self._last: tuple[int | None, int] = (None, 0)  # samples and tokens up to the last step that was returned
+        # The numbers of samples and tokens up to the last step that was returned
+        self._last: tuple[int | None, int] = (None, 0)
 
     @property
     def segment(self) -> RunSegment:
-        """The segment of the last update. Before the first update, the first segment."""
+        """The segment of the last update; before the first update, the first segment."""
         return self._segments[self._index]
 
     @property
     def micro_batches(self) -> int:
-        """The number of backward passes per step of the current segment on this process."""
+        """The number of backward passes that this process performs per step in the current segment."""
         return self.segment.micro_batches
 
     @property
@@ -202,15 +203,15 @@ class Trainer:
 
     @property
     def done(self) -> float:
-        """The share of the run that is complete, 0 to 1. The run ends at 1."""
+        """The completed share of the run, 0 to 1. The run ends at 1."""
         return moment(self.train, self.step, self.clock.common).done
 
     def advance(self) -> list[Step]:
-        """Performs one update and returns the steps whose results have arrived. On the CPU, this is the current step.
-        On a GPU, it is the previous step, so that the device does not wait for the host. If the loss scale is dynamic,
-        the host waits for the gradients of each step.
+        """Performs one update and returns the steps whose results have arrived. On the CPU, that is the current step.
+        On a GPU, it is the previous step, so that the device does not have to wait for the host. If the loss scale is
+        dynamic, the host waits for the gradients of each step.
 
-        A step that the loss scale skips changes no weights. It counts as a step, and its data are consumed.
+        A step that the loss scale skips does not change the weights. It still counts as a step and consumes data.
 
         Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
         those before the step.
@@ -258,12 +259,12 @@ class Trainer:
 
     def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
         """Compiles everything that a step runs, in the current and all later segments, by running steps on random
-        tokens. Restores the state afterwards.
+        tokens. Afterwards, restores the state.
 
         Args:
             vocabulary: the number of token ids.
-            mark: called with `trace` after the first gradients of a segment, which trace and compile its program, and
-                with `warm_up` after the rest, which also captures CUDA graphs.
+            mark: a function. It is called with `trace` after the first gradients of a segment, which trace and compile
+                its program, and with `warm_up` after the other work, which also captures CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
@@ -287,13 +288,13 @@ class Trainer:
         progress: Callable[[int, int], None] | None = None,
         meet: Callable[[], None] | None = None,
     ) -> Measured:
-        """Scores the model. Each rank of the world scores a part of the data.
+        """Scores the model. Each rank scores a part of the data.
 
         Args:
             validation: the data and the metric.
             weights: f32 weights by parameter name. None for the current weights.
             progress: called between batches with the number of batches done and the total.
-            meet: called after this rank has scored its part, and before the parts are summed.
+            meet: a function that is called after this rank has scored its part, and before the parts are summed.
 
         Returns:
             The result over all ranks.
@@ -331,8 +332,8 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Returns the number of samples and tokens so far, and both per second of training. Returns an empty dict if
-        steps are not counted in samples."""
+        """Returns the numbers of samples and tokens so far, in total and per second of training. Returns an empty dict
+        if steps are not counted in samples."""
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
@@ -350,12 +351,13 @@ class Trainer:
             self.world.require_same("weight", self.masters.digests())
 
     def gather(self) -> None:
-        """Gathers the whole optimizer state on every rank, so that one rank can save it. All ranks must call this."""
+        """Gathers the complete optimizer state on every rank, so that one rank can save it. All ranks must call
+        this."""
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """Returns the whole state between two steps, without a copy. In a world of several processes, the optimizer
-        state of other ranks is out of date until `gather` is called."""
+        """Returns the complete state between two steps, without copying it. With several processes, the optimizer state
+        of other ranks is only current after `gather`."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -414,7 +416,7 @@ class Trainer:
         self._launched.clear()
 
     def _start(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the initial weights at step 0. All other state remains that of a new run."""
+        """Replaces the initial weights at step 0. All other state is that of a new run."""
         self.masters.restore(weights)
         self._fp8.begin(self._scale)
         if self.average is not None:
@@ -425,8 +427,8 @@ class Trainer:
         """Computes the mean loss and the mean gradients over all micro-batches of all processes. Clips the gradients,
         and stores them in the masters. `_norm` is the norm before clipping.
 
-        With `wait`, all processes first wait for each other on the host. Without it, a collective call on the device
-        could time out while another rank compiles.
+        With `wait`, all processes first wait for each other on the host, because a collective call on the device could
+        time out while another rank compiles.
         """
         self.masters.clear()
         self._set_weights(now)
@@ -438,13 +440,13 @@ class Trainer:
         if wait:
             self.world.wait()
         self._finish_gradients[self.micro_batches]()
-        self.masters.attach()  # sets Python attributes, which a graph replay does not
+        self.masters.attach()  # called again, because it sets Python attributes, which the replay of a graph does not
 
     def _set_weights(self, now: Moment) -> None:
-        """Writes the weights of the terms of the loss to the device, without waiting for it.
+        """Writes the weights of the loss terms to the device, without waiting for it.
 
-        The loss of a layer adds its gradient in the middle of a backward pass. Its weight therefore includes the loss
-        scale.
+        An auxiliary loss of a layer adds its gradient in the middle of a backward pass, so its weight must include the
+        loss scale.
         """
         terms = [term for term in self.train.losses if term.input]
         if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
@@ -467,7 +469,7 @@ class Trainer:
         return Captured(work, pool) if captured else work
 
     def _steps_of_each_work(self) -> list[int]:
-        """Returns steps by the work of the optimizers: one of the next steps for each kind of work."""
+        """Returns one of the next steps for each kind of work of the optimizers."""
         left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
         first: dict[Work, int] = {}
         for step in range(self.step, self.step + left):
@@ -491,7 +493,8 @@ class Trainer:
             self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, now: Moment, index: int) -> None:
-        """Switches the model to quantized weights when the spec requires it. `index` is that of the next segment."""
+        """Switches the model to quantized weights when the spec requires it. `index` is the index of the next
+        segment."""
         if self._schemes is not None and self._is_quantized_at(now, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
@@ -501,7 +504,7 @@ class Trainer:
         """Returns True if weights are quantized at a position of the run in a segment."""
         if any(
             segment.phase.rounds for segment in self._segments
-        ):  # weights become quantized in the same step as the programs
+        ):  # weights become quantized in the same step as the inputs in the programs
             return self._segments[index].phase.rounds
         return self.train.qat is not None and now.warm_down < self.train.qat.below
 
@@ -531,8 +534,8 @@ class Trainer:
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
-        """Begins to read the loss and the gradient norm from the device. Returns whether the loss scale skips the
-        update. With a dynamic loss scale, the call waits for the values."""
+        """Starts to copy the loss and the gradient norm from the device. Returns whether the loss scale skips the
+        update, for which it waits for the values if the loss scale is dynamic."""
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)

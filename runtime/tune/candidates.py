@@ -1,4 +1,4 @@
-"""The candidates for each node: every kernel that can compute it, with every tile that the kernel proposes."""
+"""The candidates for each node: all kernels that can compute it, with all tiles that these kernels propose."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """The name and text of its CUDA C++ file; None if it has no such file."""
+        """The name and text of the candidate's CUDA C++ file; None if it has no such file."""
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
@@ -65,5 +65,5 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # without a plan key, so that candidates that differ only in their launch share one CUDA source
+                # rendered without a plan key, so that candidates that differ only in their launch share one CUDA source
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

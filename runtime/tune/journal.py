@@ -12,7 +12,8 @@ from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-JUDGED = 3  # version of the judge; an increment invalidates earlier results, after candidates are judged more strictly
+# The version of the judge; it is incremented if candidates are judged more strictly, which invalidates earlier results
+JUDGED = 3
 
 
 def folder() -> Path:
@@ -50,7 +51,8 @@ class Journal:
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        compilers = {"nvcc", "cutlass"}  # these versions are part of the key of each candidate that needs them
+        # The versions of these packages are part of the key of each candidate that needs them
+        compilers = {"nvcc", "cutlass"}
         facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
@@ -68,7 +70,7 @@ class Journal:
         self.results[candidate] = result
         with self._path.open(
             "a", encoding="utf-8"
-        ) as file:  # begins with a newline, because the last line may be incomplete
+        ) as file:  # the entry begins with a newline, because the last line may be incomplete
             file.write("\n" + json.dumps({"candidate": candidate, "result": result}))
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures work without tiles: the products that a library computes, and a whole training step."""
+"""Measures work without tiles: the matrix products that a library computes, and a whole training step."""
 
 import tempfile
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from specc.runtime.verify.judge import inputs_of
 from specc.runtime.verify.random_inputs import sizes_of
 
 STEPS = 20
-REST_KERNELS = ("optimizer", "communication", "copy", "other")  # classes of a profile
+REST_KERNELS = ("optimizer", "communication", "copy", "other")  # the classes of a profile
 Say = Callable[[str], None]
 
 
@@ -38,7 +38,7 @@ def measure_rest(
         target: the name of the target of the device.
         path: the lock, which contains the measured tiles.
         machine: this machine, in the form of locks.
-        only: measures only nodes whose path contains this text.
+        only: only nodes whose path contains this text are measured.
         device: the device to measure on.
         say: reports a line of progress.
 
@@ -64,7 +64,7 @@ def measure_rest(
 
 
 def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
-    """Returns the products of a step that a library computes, one row per shape."""
+    """Returns the matrix products of a step that a library computes, as one row per shape."""
     return tuple(row for row in step.rows if row.work == LIBRARY and row.site is not None and only in row.node)
 
 
@@ -85,7 +85,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
     Args:
         spec: the spec.
         plan: the plan of the spec on one target.
-        step: the step, for its key and tokens.
+        step: the step, which states the key and the tokens of the measurement.
         lock: the measured kernels.
         device: the GPU to train on.
         say: reports progress.

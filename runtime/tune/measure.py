@@ -14,7 +14,7 @@ from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of
 
-CHECKED = {"B": 3, "T": 343, "S": 343}  # sizes whose product is not a multiple of any tile
+CHECKED = {"B": 3, "T": 343, "S": 343}  # the sizes of small inputs; their product is not a multiple of any tile
 REPEATS = 100
 
 
@@ -71,7 +71,7 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate as soon as it is compiled, with the reason of a failure, or None if it can be called.
+        """Yields each candidate as soon as it is compiled, with None if it can be called, and the reason if it cannot.
 
         Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
         once.
@@ -98,7 +98,7 @@ class Measurement:
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a kernel may raise any error; the search continues without it
+        except Exception as error:  # a kernel may raise any exception; the search continues without the kernel
             return short(f"{type(error).__name__}: {error}")
         finally:
             forget(self._place(candidate))

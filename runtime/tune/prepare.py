@@ -26,12 +26,12 @@ SIZES = {
     "B": 2,
     "T": 128,
     "S": 128,
-}  # rows of a first call; as divisible as the real sizes, so that Triton compiles the same code
+}  # the rows of a first call, which are as divisible as the real sizes, so that Triton compiles the same code
 WORKERS = 32
-LONGEST = 200  # maximum characters of a reason
-DEADLINE = 900.0  # seconds; nvcc needs 100 to 200 when every core runs one
-TICK = 0.2  # seconds between two checks of the deadline
-ENDING = 30.0  # seconds within which a process must exit after its result or after a kill
+LONGEST = 200  # the most characters of a reason
+DEADLINE = 900.0  # in seconds; nvcc takes 100 to 200 seconds if every core runs a compilation
+TICK = 0.2  # the seconds between two checks of the deadline
+ENDING = 30.0  # the seconds within which a process must exit after its result, or after it was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Prepared:
     Attributes:
         index: the index of the candidate's folder.
         reason: the reason why the candidate cannot be used; None if it can be used.
-        lasting: False if a later search may succeed, because the process was killed or a package is missing. A process
-            may be killed because other processes use the memory.
+        lasting: False if a later search may succeed, because a package is missing, or because the process was killed,
+            for example for lack of memory.
     """
 
     index: int
@@ -63,7 +63,7 @@ def prepare(
     stored in the compilers' caches on disk, from which the caller loads it.
 
     Args:
-        folders: (index, folder) pairs.
+        folders: pairs (index, folder).
         module: the name of the kernel's module in each folder.
         function: the name of its function.
         site: the node that provides the inputs. None to compile only.
@@ -151,7 +151,7 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
                 torch.cuda.synchronize()
                 with contextlib.suppress(
                     torch.OutOfMemoryError
-                ):  # many processes share the memory here, but the search does not
+                ):  # many processes share the memory during compilation, but not during measurements
                     call(*inputs_of(site, sizes, device))
                 torch.cuda.synchronize()
     except RunFailure as error:
@@ -160,7 +160,7 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
         to.send(("environment", short(error.message)))
     except ModuleNotFoundError as error:  # the package may be installed before the next search
         to.send(("missing", short(str(error))))
-    except Exception as error:  # a kernel may raise any error; the search continues without it
+    except Exception as error:  # a kernel may raise any exception; the search continues without the kernel
         short_of_memory = "out of memory" in str(error).lower()
         to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))
     else:

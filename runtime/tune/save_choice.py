@@ -1,4 +1,4 @@
-"""Selects the save choice of a group with the least total kernel time."""
+"""Selects the save choice of a group with the shortest total kernel time."""
 
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import GroupEntry, Lock, group_key
@@ -6,7 +6,7 @@ from specc.compiler.plan.plan import SaveChoices
 
 
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
-    """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward.
+    """Returns the save choice whose kernels, forward and backward, have the smallest sum of times in `lock`.
 
     The times of library calls are not included, because they are equal for all options. Returns None until all kernels
     of all options are measured.

@@ -1,4 +1,4 @@
-"""Searches the fastest kernel and tile for every node of a plan, and stores the results in the lock."""
+"""Searches for the fastest kernel and tile of every node of a plan, and stores the results in the lock."""
 
 import os
 import tempfile
@@ -31,10 +31,10 @@ from specc.runtime.tune.prepare import prepare, short
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
-LONGEST = 600.0  # maximum seconds for the calls of one candidate, without compilation
-FINALISTS = 4  # number of fastest candidates that are timed again in turn, because the first times are noisy
+LONGEST = 600.0  # the most seconds for the calls of one candidate, without compilation
+FINALISTS = 4  # the number of fastest candidates that are timed again in alternation, because the first times are noisy
 COMPILED = "compiled"
-SLACK = 1.1  # the factor by which a kernel may exceed the ceilings of the large GEMM and the large copy
+SLACK = 1.1  # the factor by which a kernel may exceed the measured peak rates of the large GEMM and the large copy
 Say = Callable[[str], None]
 
 
@@ -47,10 +47,11 @@ class TuneOptions:
         target: the target to search for.
         lock: the lock to start from.
         path: the lock file to write.
-        only: searches only nodes whose label contains this text.
-        compile_only: stops when all CUDA C++ is compiled, which needs no GPU.
-        fresh: measures again instead of reusing results, and replaces results that were measured on more rows.
-        rest: also measures work without tiles.
+        only: only nodes whose label contains this text are searched.
+        compile_only: whether to stop when all CUDA C++ is compiled, which needs no GPU.
+        fresh: whether to measure again instead of reusing results, and to replace results that were measured on more
+            rows.
+        rest: whether to also measure work without tiles.
         search: whether to search tiles. If False, the tiles do not change.
     """
 
@@ -102,14 +103,15 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
-    """Searches the nodes in turn, for every save choice of their groups, and then selects the fastest save choices.
-    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are preserved.
+    """Searches the nodes one after another, for every save choice of their groups, and then selects the fastest save
+    choices. Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are
+    preserved.
 
     Raises:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
-        RunFailure: if a node has no usable candidate, a kernel caused an error of the device, or its memory is too
-            small.
+        RunFailure: if a node has no usable candidate, a kernel caused an error of the device, or the device's memory is
+            too small.
         SpeccError: if the lock has been measured on more rows.
     """
     spec, target = options.spec, options.target
@@ -184,7 +186,8 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
         others = _labels(cuda)
         raise TuneError(f"{_labels(chosen)} has no CUDA C++ candidates", f"nodes with CUDA C++ candidates: {others}")
     if compiled:
-        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # each call raises if the compiler is missing
+        # These calls raise an exception if a compiler is missing
+        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()
     return compiled if options.compile_only else chosen
 
 
@@ -214,7 +217,8 @@ def _search(
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} already measured")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = Measurement(choice, sizes, work.bytes, Path(folder), device_for(plan.target.name))
-        for candidate, failed in list(measurement.prepared(new)):  # compile all before the first is timed
+        # All candidates are compiled before the first is timed
+        for candidate, failed in list(measurement.prepared(new)):
             best = next(iter(_times(results).values()), float("inf"))
             least = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
             if failed is not None:
@@ -226,7 +230,7 @@ def _search(
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
         finals = _times(_finals(measurement, results, set(new)))
-    # the finalists are first, because they were called in this search and timed together
+    # the finalists come first, because they were timed together in this search
     times = finals | {candidate: ms for candidate, ms in _times(results).items() if candidate not in finals}
     reasons = {candidate: reason for candidate in every if isinstance(reason := results[candidate], str)}
     floor = ceiling.floor_ms(work)

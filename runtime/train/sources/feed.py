@@ -1,4 +1,5 @@
-"""Feeds: batches, their conversion into the arguments of the program `train`, and the loss of a pass."""
+"""Feeds, which provide batches, convert them to the arguments of the program `train`, and compute the loss of a
+pass."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -67,8 +68,8 @@ class Feed(ABC):
 
     @abstractmethod
     def counted(self) -> tuple[int | None, int]:
-        """Returns the number of samples and of tokens that all ranks have received so far. The first is None if steps
-        are counted only in tokens."""
+        """Returns the numbers of samples and of tokens that all ranks have received so far. The number of samples is
+        None if steps are counted only in tokens."""
 
     def cropped_share(self) -> float | None:
         """Returns the share of document tokens that packing has left out so far; None if rows are not packed."""
@@ -76,8 +77,8 @@ class Feed(ABC):
 
 
 class Windows(Feed):
-    """Batches of text. The batch, ids and targets i64 [B, T], is the input of the program. A pass has `tokens` tokens
-    over all processes."""
+    """Batches of text. A batch consists of ids and targets, i64 [B, T], which are the inputs of the program. A pass has
+    `tokens` tokens over all processes."""
 
     names = ("ids", "targets")
 
@@ -109,10 +110,10 @@ class Forced(Feed):
 
     Args:
         loader: the loader of the pairs.
-        model: predicts the tokens at unforced positions, with its current weights.
+        model: the model that predicts the tokens at unforced positions, with its current weights.
         probability: the probability that a position is forced: a number or a schedule. None is 1.
         epoch: the number of samples per epoch.
-        seed: the seed of the draws.
+        seed: the seed of the random numbers.
     """
 
     names = ("source", "inputs", "target")

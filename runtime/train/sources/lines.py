@@ -1,4 +1,4 @@
-"""Training on pairs of lines. A task generates them, or a file contains them. Validation computes exact match."""
+"""Training on pairs of lines, which a task generates or a file contains. Validation computes exact match."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -88,8 +88,8 @@ class _OpenLines:
         return Supply(feed, validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields batches of lines of equal length, without pads. A decoder stops before the pads, so pads must not
-        affect the measured ranges. Sources have pads only if the model reads the pads of sources."""
+        """Yields batches of lines of equal length, without padding. A decoder stops before padding, so padding must not
+        affect the measured ranges. Sources are padded only if the model reads their padding."""
         count = min(rows, len(self.train))
         sample = self.train[np.arange(count) * len(self.train) // count]
         sources, targets = lengths(sample.source), lengths(sample.target)

@@ -6,7 +6,7 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class BatchError(RuntimeFailure):
-    """The batch of the spec cannot be divided into micro-batches."""
+    """Raised if the batch in the spec cannot be divided into micro-batches."""
 
     code = "U008"
     exit_code = 2
@@ -23,7 +23,7 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
             step of the run.
 
     Raises:
-        BatchError: if the step is not a multiple of the rows that one pass has on all processes together.
+        BatchError: if the size of a step is not a multiple of the rows of one pass on all processes together.
     """
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = size or last(train.step_size)

@@ -33,7 +33,7 @@ class Epoch:
     """The sizes of a set of pairs of lines.
 
     Attributes:
-        samples: the samples per epoch.
+        samples: the number of samples per epoch.
         held_out: all pairs that are held out.
     """
 
@@ -64,7 +64,7 @@ class OpenData(Protocol):
 
 
 class Source(ABC):
-    """The reader of one form of data. Each subclass is one form, in a file of this package.
+    """The reader of one form of data. Each subclass reads one form and is a file of this package.
 
     Before a run writes anything, the constructor checks that all files are present and match the model.
 
@@ -99,12 +99,12 @@ class Source(ABC):
         Args:
             spec: the spec.
             loaded: the loaded model.
-            batches: the number of batches that the feed must provide at least.
+            batches: the minimum number of batches that the feed must provide.
             stack: closes the feed.
         """
 
 
 def source_of(spec: Spec) -> type[Source]:
-    """Returns the source of the data that the spec trains on."""
+    """Returns the source for the data on which the spec trains."""
     kinds: Mapping[str, type[Source]] = classes(sources, Source)
     return kinds[spec.train.data.gives]
