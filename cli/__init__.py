@@ -1,7 +1,7 @@
-"""The command line, above the compiler and the runtime: one module per command, named after it.
+"""The command line, which uses the compiler and the runtime. Each command has a module of the same name.
 
-The module of a command imports at its top only what its options need, and the rest when the command runs. `specc
---help` imports no command, and a command that needs no torch never imports it.
+The module of a command first imports only what its options need. It imports everything else when the command runs.
+`specc --help` imports no command, and a command that needs no torch never imports it.
 """
 
 # Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.

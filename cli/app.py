@@ -1,4 +1,4 @@
-"""The `specc` command: its lazily imported subcommands, and its exit codes."""
+"""The `specc` command. It imports each subcommand when it is used, and returns the exit codes."""
 
 import gc
 import os
@@ -34,7 +34,8 @@ class LazyGroup(click.RichGroup):
     Args:
         name: the name of the group.
         package: the package of the modules. Each module has the name of its subcommand.
-        entries: the first sentence of each subcommand's help, or a group, in the order of the help listing.
+        entries: maps each subcommand to the first sentence of its help, or to a group, in the order of the help
+            listing.
         help: the help of the group.
     """
 
@@ -116,11 +117,11 @@ specc = click.option(
             "export": "Export a run as an artifact, safetensors, a graph, a folder of Transformers or a submission.",
             "import": "Turn a folder of Hugging Face Transformers into a spec and a run with its weights.",
             "size": "Count the bytes of an artifact or a submission exactly.",
-            "report": "Write a report of a run: one HTML page that needs nothing else, or a model card.",
+            "report": "Write a report of a run: a self-contained HTML page, or a model card.",
             "inspect": "Measure the final weights of a run: ranks, heads, units, norms, experts, sensitivity.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "profile": "Record a trace of training steps, and list the kernels that take most of the time.",
-            "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",
+            "tune": "Search for the fastest kernel and tile size of each node, at the sizes of the spec.",
             "doctor": "Check the machine: packages, GPUs, compilers, caches, disk and threads.",
             "completion": "Print the script that completes commands, options and files in a shell.",
             "verify": "Compare generated code with its plan and with float64 references.",
@@ -131,13 +132,13 @@ specc = click.option(
 
 
 def main() -> NoReturn:
-    """The entry point. Every failure ends with its exit code and without a traceback, unless it is a bug of specc."""
+    """The entry point. A failure ends with its exit code. A traceback is shown only for bugs of specc."""
     keep_notes_going()
     with pre_emptible():
         code = run(sys.argv[1:])
     code = _flushed(code)
     if "torch" not in sys.modules:
-        gc.freeze()  # skips the last garbage collection, which takes up to a tenth of the time
+        gc.freeze()  # skips the last garbage collection, which would take up to a tenth of the run time
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # If one process of a distributed run fails, it skips its teardown, in which CUDA or NCCL could wait for ranks
         # that have ended.
@@ -146,15 +147,15 @@ def main() -> NoReturn:
 
 
 class Terminated(BaseException):
-    """A signal to end the process arrived while no work that handles the signal itself was running."""
+    """Raised if a signal to end the process arrives while no function that handles the signal itself is running."""
 
     exit_code = EXIT_PREEMPTED
 
 
 @contextmanager
 def pre_emptible() -> Iterator[None]:
-    """A context manager in which SIGTERM and SIGHUP raise Terminated. A command thus ends as pre-empted even before it
-    installs signal handlers. Signals that are ignored, for example under nohup, stay ignored."""
+    """A context manager in which SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted even before
+    it installs its own signal handlers. Signals that are already ignored, for example under nohup, stay ignored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(signal.Signals(number).name)
@@ -174,7 +175,7 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter must not try to write the rest again when it ends.
+        # Otherwise, the interpreter would try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code if isinstance(error, BrokenPipeError) else code or _not_written(error)
     return code
@@ -198,13 +199,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command ran. It does not run if only its help is shown."""
+    """Returns the exit code of a command, and whether the command ran. The command does not run if only its help is
+    shown."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True
     except Exit as end:
         return int(end.exit_code), False
-    except SystemExit as end:  # raised by Click after implicit help, and after a closed pipe
+    # Click raises this after it has shown help for missing arguments, and after a closed pipe
+    except SystemExit as end:
         left = isinstance(end.__context__, BrokenPipeError)
         return (end.code if isinstance(end.code, int) and not left else 0), False
     except click.ClickException as error:

@@ -34,16 +34,18 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Number of training steps in each measurement: of a build, of the optimizer, and of a row of `table`.",
+    help="Number of training steps per measurement, for `step`, `optimizer` and each row of `table`.",
 )
 @click.option(
-    "--gpus", type=click.IntRange(min=1), help="Number of processes in the distributed rows of `table`, one per GPU."
+    "--gpus",
+    type=click.IntRange(min=1),
+    help="Number of processes for the distributed rows of `table`. Each uses one GPU.",
 )
 @click.option(
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights. With these, models of pairs rarely end a line.",
+    help="Weights for `decode`. By default, the initial weights, with which a model of line pairs rarely ends a line.",
 )
 @click.option(
     "--batch",
@@ -64,7 +66,7 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "--tokens",
     type=click.IntRange(min=1),
     help="Number of tokens at the end of each text that `decode` times. By default, 64, but at most half of the "
-    "context.",
+    "model's context.",
 )
 @picture_option("Write a roofline picture.")
 @json_option
@@ -85,19 +87,21 @@ def command(
 ) -> int:
     """Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.
 
-    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
-    and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
+    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is the shortest possible time. It is
+    computed from the kernel's bytes and operations, and from the memory bandwidth and compute throughput that are
+    measured in the same run. A kernel with wrong values is an error and is not timed.
 
-    `optimizer` times an update by all optimizers of the spec, and by each alone. It also times Torch's AdamW in three
-    forms: fused, in multi-tensor kernels, and in a loop over the parameters.
+    `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It also times
+    Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
 
-    `decode` measures the tokens per second of a text model with a contiguous cache and with a cache in pages. It also
-    measures Transformers, if it is installed and has the model. A floor is the time to read the weights and the cache
-    once. On a GPU, steps with the products of the library are measured too, and both kinds of steps under
-    torch.compile.
+    `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It also
+    measures Transformers, if it is installed and has the model. Here, the floor is the time to read the weights and the
+    cache once. On a GPU, decoding steps with library matrix products are measured too, and both kinds of steps are also
+    measured under torch.compile.
 
-    A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
-    cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
+    A model of pairs has more parts. `table` times training and validation on one and on several GPUs, with and without
+    a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix products of the deployed
+    model with torch._int_mm.
 
     If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
     """
@@ -122,7 +126,7 @@ def command(
     with joined_world() if is_launched() else nullcontext() as world:
         planned = plan_spec(spec, overrides)
         loaded, lock = planned.spec, planned.lock
-        chosen = choose_target(loaded, target)  # independent of --gpus, so that results are comparable
+        chosen = choose_target(loaded, target)  # does not depend on --gpus, so that results are comparable
         if (code := launched(gpus, loaded, chosen, world)) is not None:
             return code
         from specc.runtime.bench import report
@@ -146,7 +150,8 @@ def command(
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or has no kernels and groups."""
+    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or contains no kernels and
+    groups."""
     from specc.compiler.errors import SpeccError
 
     try:

@@ -1,7 +1,7 @@
-"""Refuses to work with committed generated code that is out of date.
+"""Checks that committed generated code is up to date.
 
-Training, quantizing and exporting generate their code from the spec. Committed code that differs, because the spec, the
-compiler or the file changed, would be reviewed but not run.
+Training, quantization and export run code that is newly generated from the spec. If committed code differs from it,
+because the spec, the compiler or a file has changed, reviewers would read code that is not run.
 """
 
 import json
@@ -16,8 +16,8 @@ from specc.cli.options import generated_beside
 def require_built(spec: Path, name: str, target: str) -> None:
     """Raises StaleCode if generated/NAME beside a spec file is not what the spec builds for a target.
 
-    Without this folder, nothing is compared. Overrides are ignored, because the folder is built from the spec as it is
-    written.
+    If this folder does not exist, nothing is compared. Overrides are ignored, because the folder is built from the spec
+    file alone.
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
@@ -33,8 +33,8 @@ def require_built(spec: Path, name: str, target: str) -> None:
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     """Starts nvcc on the committed CUDA C++ of a spec, in the background, before Torch is imported.
 
-    Torch then takes seconds to import and to trace, and nvcc takes longer than both. Does nothing on a machine without
-    an NVIDIA driver, without committed code, or if several targets are possible.
+    The import of Torch and the tracing of the model also take seconds, and nvcc takes longer than both. Does nothing on
+    a machine without an NVIDIA driver, without committed code, or if several targets are possible.
 
     Args:
         path: the file of the spec.
@@ -61,7 +61,7 @@ def require_built_run(directory: Path) -> None:
     from specc.compiler.generated_folder import digest, require_current
     from specc.runtime.storage.run_directory import Run, is_run
 
-    if not is_run(directory):  # the command reports it
+    if not is_run(directory):  # the command itself reports this error
         return
     run = Run.open(directory)
     folder = Path("generated") / run.spec.name

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     help="Number of tokens of --calibration.",
 )
 @click.option("--prompt", help="Also print the text that the first run of each group writes after this prompt.")
-@click.option("--length", type=click.IntRange(min=1), default=100, show_default=True, help="Tokens of these texts.")
+@click.option(
+    "--length",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Maximum number of tokens of these texts.",
+)
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature of these texts.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of these texts.")
 @device_option

@@ -42,7 +42,7 @@ from specc.cli.processes import Repeatable, joined_world, launched
     metavar="KIND",
     help="Adapt the model to the text while scoring it: slot, slot_causal or ttt, or settings such as "
     "`{kind: slot, steps: 3}`. The result is reported separately from the score of the model, and "
-    "marked as causal or non-causal.",
+    "is marked as causal or non-causal.",
 )
 @click.option(
     "--task",
@@ -57,8 +57,8 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
-    help="Number of processes on this machine, one per GPU. They run on the CPU with --target cpu, or if the run used "
-    "the CPU and this machine has no suitable GPU.",
+    help="Number of processes on this machine, one per GPU. The processes use the CPU with --target cpu, or if the run "
+    "used the CPU and this machine has no suitable GPU.",
 )
 @device_option
 @tokenizers_option

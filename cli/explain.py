@@ -19,10 +19,10 @@ def command(
 ) -> None:
     """Explain an error code, or the kernel of each node of a spec.
 
-    For a CODE such as S104, the meaning, the exit code, and a bad and a good example are shown. Without an argument,
-    all codes are listed.
+    For a CODE such as S104, the command shows its meaning, its exit code, and a bad and a good example. Without an
+    argument, it lists all codes.
 
-    For a SPEC, the kernel of each node is shown, and why each other kernel was not chosen. NODE limits the output to
+    For a SPEC, it shows the kernel of each node, and why each other kernel was not chosen. NODE limits the output to
     one node.
     """
     from specc.compiler.report.error_pages import CODE

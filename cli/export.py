@@ -20,9 +20,9 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
     type=click.Choice(format_names()),
     default="artifact",
     show_default=True,
-    help="hf is a folder that `from_pretrained` of Transformers loads. onnx and pt2 are a program of the model as a "
-    "graph, for onnxruntime and `torch.export.load`. A submission is a folder: train_gpt.py, which does not need "
-    "specc, and the weights.",
+    help="hf is a folder that `from_pretrained` of Transformers loads. onnx and pt2 are one program of the model as a "
+    "graph, for onnxruntime and `torch.export.load`. submission is a folder that contains the weights and "
+    "train_gpt.py, which does not need specc.",
 )
 @click.option(
     "--out",
@@ -45,14 +45,14 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
 @click.option(
     "--dtype",
     type=click.Choice(["f32", "bf16", "f16"]),
-    help="Dtype of the weights of hf. By default, those of the imported weights, or f32.",
+    help="Dtype of the weights of hf. By default, the dtypes of the imported weights, or f32 without imported weights.",
 )
 @click.option(
     "--shard-bytes",
     type=click.IntRange(min=1),
     default=5_000_000_000,
     show_default=True,
-    help="Largest file of weights of hf.",
+    help="Maximum size of a weight file of hf.",
 )
 @click.option(
     "--codec",

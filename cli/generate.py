@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.open_model import OpenedModel
 
-MAX_SEED = 2**63 - 1  # below the limit of torch generators, with room for the seeds of further samples
+MAX_SEED = 2**63 - 1  # less than the limit of torch's generators, so that the next samples can use the next seeds
 OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples", "compile")
 OF_LINES = ("beam",)
 
@@ -33,7 +33,8 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 
 
 def _utf8(prompt: str) -> bytes:
-    """Returns the bytes of an argument, independent of the locale. Raises UsageError if they are not valid UTF-8."""
+    """Returns the bytes of a command-line argument, whatever the locale. Raises UsageError if they are not valid
+    UTF-8."""
     text = os.fsencode(prompt)
     try:
         text.decode()
@@ -55,7 +56,7 @@ def _write_many(
     its text and all earlier texts are complete.
 
     Args:
-        opened: the text model, with a cache in pages.
+        opened: the text model, with a paged cache.
         prompts: the file of prompts.
         max_tokens: the maximum number of tokens per text.
         sampling: the sampling settings.
@@ -106,7 +107,7 @@ def _write_many(
 )
 @click.option(
     "--lines",
-    type=click.File("rb"),  # binary: in text mode a lone carriage return would end a line
+    type=click.File("rb"),  # opened as binary, because in text mode a single carriage return would end a line
     help="File of lines to transform, or `-` for standard input. For a model of lines.",
 )
 @click.option(

@@ -14,8 +14,8 @@ from specc.cli.options import SPECS, Compiling
 @click.option(
     "--small",
     is_flag=True,
-    help="Change sizes so that the copy trains on a CPU within a minute and needs no files: few steps of short rows, "
-    "bytes as tokens, and the fewest layers and features with which the spec is valid.",
+    help="Change sizes so that the copy trains on a CPU within a minute and needs no files. It has few steps, short "
+    "rows, bytes as tokens, and the fewest layers and features with which the spec is valid.",
 )
 def command(name: str, origin: Path, small: bool) -> None:
     """Copy a spec, with its comments, to a new name."""

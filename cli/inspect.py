@@ -24,7 +24,7 @@ from specc.cli.output import Stages, say
     "parts",
     multiple=True,
     type=click.Choice(["ranks", "heads", "units", "norms", "experts", "sensitivity"]),
-    help="Measure only this part. Repeatable. By default, all of them.",
+    help="Measure only this part. Repeatable. By default, all parts.",
 )
 @click.option(
     "--bits",
@@ -35,28 +35,28 @@ from specc.cli.output import Stages, say
 @click.option(
     "--top",
     type=click.IntRange(min=1),
-    help="Number of largest singular values whose share of the energy is stated. By default, a tenth of them.",
+    help="Number of largest singular values whose share of the energy is stated. By default, a tenth of all values.",
 )
 @click.option(
     "--sequences",
     type=click.IntRange(min=2),
     default=16,
     show_default=True,
-    help="Rows of text for heads, units and norms.",
+    help="Number of rows of text for heads, units and norms.",
 )
 @click.option(
     "--window",
     type=click.IntRange(min=4),
     default=512,
     show_default=True,
-    help="Tokens per row, at most the context.",
+    help="Number of tokens per row, at most the context.",
 )
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
     default=65536,
     show_default=True,
-    help="Tokens of the validation split that the sensitivity is measured on.",
+    help="Number of tokens of the validation split on which the sensitivity is measured.",
 )
 @click.option("--data", callback=stated, help="Data to measure on. By default, the data of the run.")
 @click.option(
@@ -64,10 +64,12 @@ from specc.cli.output import Stages, say
     "kinds",
     multiple=True,
     metavar="NAME=DATA",
-    help="Name and data of a kind of documents. The load of experts is measured on each kind. Repeatable. "
+    help="Name and data of one kind of documents. The load of experts is measured for each kind. Repeatable. "
     "By default, the data of the run.",
 )
-@click.option("--picture", type=folder, metavar="DIR", help="Folder to draw one PNG per part in. Needs matplotlib.")
+@click.option(
+    "--picture", type=folder, metavar="DIR", help="Folder for the pictures, one PNG per part. Needs matplotlib."
+)
 @device_option
 @tokenizers_option
 @json_option
@@ -90,7 +92,7 @@ def command(
 
     Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
     the residual stream are measured on the validation split, and the load of each expert on each kind of documents. The
-    sensitivity of a matrix is the rise of bits per byte when this matrix alone is quantized. The estimate that bit
+    sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. The estimate that bit
     allocation uses is shown beside it.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions

@@ -9,8 +9,8 @@ from specc.cli.options import Compiling, checked_targets, set_option, spec_argum
 
 @click.command("ir", cls=Compiling)
 @spec_argument
-@click.option("--after", "name", default="merge_linears", show_default=True, help="Pass after which to print.")
-@click.option("--program", help="Program to print, such as train. By default, all of them.")
+@click.option("--after", "name", default="merge_linears", show_default=True, help="Print the graphs after this pass.")
+@click.option("--program", help="Program to print, such as train. By default, all programs.")
 @set_option
 @target_option
 def command(spec: Path, name: str, program: str | None, overrides: tuple[str, ...], target: str | None) -> None:

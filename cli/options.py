@@ -31,8 +31,8 @@ def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 class Compiling(click.RichCommand):
-    """A command that compiles and exits. Garbage collection is disabled: nearly all objects live until the end, and
-    collection would take a quarter of the time."""
+    """A command that compiles and exits. Garbage collection is disabled, because nearly all objects live until the
+    command ends, and collection would take a quarter of the run time."""
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -60,7 +60,7 @@ class SpecPath(click.Path):
 
 
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
-target_option = click.option("--target", help="A target of the spec. By default, all of them.")
+target_option = click.option("--target", help="A target of the spec. By default, all targets.")
 device_option = click.option(
     "--target", help="A target of the spec. By default, the best one that this machine can run."
 )
@@ -82,9 +82,10 @@ def picture_option(text: str) -> Callable[[F], F]:
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
-    """Returns the argument of `open_tokenizer` for `--tokenizer`, and the folders to search for its file.
+    """Returns the tokenizer that `--tokenizer` names, as an argument of `open_tokenizer`, and the folders to search for
+    its file.
 
-    If it names a spec, the argument is the data of the spec, whose folder is searched too.
+    If the option names a spec, the tokenizer is that of the spec, and the folder of the spec is searched too.
     """
     from specc.compiler.errors import SpeccError
     from specc.compiler.spec.check import load
@@ -99,8 +100,8 @@ def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, 
 
 
 def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
-    """Returns the folders to search for tokenizer files: the given folders, and the folder of the data. Packed data
-    contains its tokenizer."""
+    """Returns the folders to search for tokenizer files: the given folders and the folder of the data, because packed
+    data contains its tokenizer."""
     return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra
 
 

@@ -1,5 +1,5 @@
-"""The output of commands: results on stdout, notes and progress on stderr, errors and findings in the format that the
-command line requests."""
+"""The output of commands. Results go to stdout, and notes and progress go to stderr. Errors and findings have the
+format that the command line requests."""
 
 import io
 import os
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from specc.compiler.errors import Coded, Diagnostic
 
 FORMATS = ("text", "json", "github", "sarif")
-DOCUMENTS = ("json", "sarif")  # formats that are one document per command, alone on stdout
+# Formats in which stdout is a single document with all errors and findings of the command
+DOCUMENTS = ("json", "sarif")
 format_option = click.Option(
     ["--format"],
     type=click.Choice(FORMATS),
@@ -29,8 +30,8 @@ format_option = click.Option(
 
 
 class _Notes(io.FileIO):
-    """Standard error as a file that ignores write errors: a closed pipe, a closed terminal or a full disk does not end
-    a command. Each line begins with `prefix`."""
+    """Standard error, as a file that ignores write errors, so that a closed pipe, a closed terminal or a full disk does
+    not end a command. Each line begins with `prefix`."""
 
     def __init__(self, descriptor: int, prefix: bytes) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -66,10 +67,10 @@ def keep_notes_going() -> None:
 class Output:
     """The errors and findings of one command.
 
-    As text, errors go to stderr, and findings, which are results, to stdout. As GitHub annotations, both go to stdout.
-    In the formats of DOCUMENTS, stdout is one document of both, and other results go to stderr. With `--json`, stdout
-    is the JSON result of the command, which contains its findings. If the command fails, stdout is the document of its
-    errors.
+    In the text format, errors go to stderr, and findings, which are results, go to stdout. In the format of GitHub
+    annotations, both go to stdout. In the formats of DOCUMENTS, stdout is one document with both, and other results go
+    to stderr. With `--json`, stdout is the JSON result of the command, which contains its findings. If the command
+    fails, stdout is the document of its errors.
 
     Args:
         arguments: the command line, which may be invalid.
@@ -77,7 +78,7 @@ class Output:
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self.form, self._has_result = FORMATS[0], False
-        self.delegated = False  # whether other processes run the command and show its errors and findings
+        self.delegated = False  # whether the command runs in other processes, which show its errors and findings
         self._errors: list[Diagnostic] = []
         self._findings: list[Diagnostic] = []
         for option, value in pairwise([*arguments, ""]):
@@ -95,7 +96,8 @@ class Output:
             yield
 
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
-        """Shows or collects a finding. `text` is its line in the text format; None if the result contains it."""
+        """Shows or collects a finding. `text` is its line in the text format; None if the printed result already
+        contains it."""
         if self.form == "text":
             if text is not None:
                 click.echo(text)
@@ -112,11 +114,11 @@ class Output:
             self._errors += diagnostics_of(error)
 
     def close(self, code: int, stream: TextIO | None = None) -> None:
-        """Writes what was collected, when the command ends with an exit code."""
+        """Writes the collected errors and findings at the end of a command."""
         shown = sorted([*self._errors, *self._findings], key=lambda finding: (finding.file, finding.mark))
         if self.form == "text" or self.delegated or (not shown and (self._has_result or code or not _leads())):
             return
-        if not shown and self.form == "json":  # the most frequent case, in which nothing is imported
+        if not shown and self.form == "json":  # in this case, which is the most frequent, nothing is imported
             click.echo("[]", file=stream)
             return
         from specc.compiler.errors.formats import FORMATS
@@ -126,7 +128,7 @@ class Output:
 
 
 def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
-    """Returns whether a file or folder has more bytes than its budget. If it has, reports a finding."""
+    """Returns whether a file or folder is larger than its budget. If so, also reports a finding."""
     over = budget is not None and total > budget
     if over:
         from specc.compiler.errors import Diagnostic
@@ -164,8 +166,8 @@ def say(line: str) -> None:
 
 
 class Stages:
-    """Shows the progress of long work: a bar on a terminal; elsewhere one line per stage, and a further line every
-    `every` seconds."""
+    """Shows the progress of a long task. A terminal shows a bar. Other outputs get one line per stage, and a further
+    line every `every` seconds."""
 
     def __init__(self, every: float = 30.0) -> None:
         self.stage, self._every, self._last = "", every, 0.0

@@ -17,7 +17,7 @@ class Repeatable(click.RichCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         if args[end + 1 : end + 2] and not args[end + 1].startswith("-"):
-            end = len(args)  # this `--` precedes an argument of the command, not options of torchrun
+            end = len(args)  # this `--` precedes an argument of the command instead of options of torchrun
         ctx.meta["arguments"], ctx.meta["torchrun"] = [ctx.info_name, *args[:end]], args[end + 1 :]
         return super().parse_args(ctx, args[:end])
 
@@ -65,7 +65,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
 
 def end_with_parent() -> None:
-    """If a sweep started this process, arranges that it ends when the sweep is killed."""
+    """Arranges that this process ends when the sweep that started it is killed. Does nothing if no sweep started it."""
     if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:
         from specc.runtime.distributed.launch import end_with_launcher
 

@@ -15,8 +15,10 @@ from specc.cli.output import say
 @spec_argument
 @device_option
 @set_option
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to record.")
-@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to print.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Number of training steps to record."
+)
+@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Number of kernels to print.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -37,9 +39,9 @@ def command(
 ) -> None:
     """Record a trace of training steps, and list the kernels that take most of the time.
 
-    The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators, each without the
-    operators that it calls. The trace has at most 50 MB. If all events need more, only the events of the GPU are
-    written.
+    The steps run in the trainer, on random data. On a GPU, kernels are listed. On a CPU, operators are listed, and the
+    time of an operator excludes the operators that it calls. A trace has at most 50 MB. If all events need more, only
+    the events of the GPU are written.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Torch's profiler would print messages to stderr
     from specc.compiler.build import plan_spec

@@ -27,7 +27,7 @@ from specc.cli.processes import end_with_parent
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
-    help="Number of tokens to measure the losses on. By default, all of the split.",
+    help="Number of tokens on which losses are measured. By default, the whole validation split.",
 )
 @click.option(
     "--set",

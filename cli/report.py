@@ -30,7 +30,9 @@ OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
     "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Maximum tokens of a sample."
 )
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Temperature of the samples.")
-@click.option("--no-samples", is_flag=True, help="Generate no samples; those that the run stores are still shown.")
+@click.option(
+    "--no-samples", is_flag=True, help="Generate no samples. Samples that the run already stores are still shown."
+)
 @device_option
 @tokenizers_option
 def command(
@@ -45,10 +47,11 @@ def command(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> None:
-    """Write a report of a run: one HTML page that needs nothing else, or a model card.
+    """Write a report of a run: a self-contained HTML page, or a model card.
 
-    The page shows what was trained, its curves, its quality, the error of each quantized parameter, the load of experts
-    and samples. It is written from the files of the run alone. Samples are generated once and stored in the run.
+    The page shows the model and its training, the curves, the quality, the error of each quantized parameter, the load
+    of experts, and samples. It is written from the files of the run alone. Samples are generated once and stored in the
+    run.
     """
     from specc.runtime.report.sampling import SampleOptions
     from specc.runtime.report.write import write_card, write_report

@@ -13,7 +13,7 @@ from specc.cli.output import command_output
 def command(of: str, write: bool, check: bool) -> int:
     """Print the JSON Schema of specs, which editors use for completion.
 
-    `specc schema findings` prints the schema of what every command prints with `--format json`.
+    `specc schema findings` prints the schema of the output of every command with `--format json`.
     """
     from specc.compiler.errors import Diagnostic
     from specc.compiler.generated_folder import replace_file

@@ -1,4 +1,4 @@
-"""The `size` command, which counts the bytes that ship."""
+"""The `size` command, which counts the bytes of an artifact or a submission."""
 
 import json
 from dataclasses import asdict

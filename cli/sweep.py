@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 @click.command("sweep")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", "directory", type=folder, help="Folder of the sweep. By default, runs/ and the name of FILE.")
-@click.option("--data", callback=stated, help="Training data, instead of those that FILE names.")
+@click.option("--data", callback=stated, help="Training data, instead of the data that FILE names.")
 @click.option("--target", help="Target of all runs, instead of the one that FILE names.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of runs at once on each GPU, or on the CPU, whose cores they share.",
+    help="Number of simultaneous runs on each GPU, or on the CPU, whose cores they share.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs to use. By default, all that are visible.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs to use. By default, all visible GPUs.")
 @click.option("--dry-run", is_flag=True, help="Check the file and all specs, list the runs, and start none.")
 @click.option("--table", is_flag=True, help="Start no run, and print the results so far.")
-@click.option("--extend", is_flag=True, help="Accept a FILE with more settings or seeds than the folder.")
+@click.option("--extend", is_flag=True, help="Accept a FILE with more settings or seeds than the folder has.")
 @click.option(
     "--max-seconds", type=click.FloatRange(min=0), default=math.inf, help="Start no run after this number of seconds."
 )

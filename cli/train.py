@@ -45,7 +45,7 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--resume",
     type=click.Choice(["auto"]),
-    help="Resume from the newest valid checkpoint. With --run and without SPEC, all settings are those of the run.",
+    help="Resume from the newest valid checkpoint. With --run but no SPEC, all settings are taken from the run.",
 )
 @click.option(
     "--steps",
@@ -68,8 +68,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Train nothing: open the data of --data, run a step on the CPU, and print parameters, bytes, times and memory "
-    "of the target. Needs no GPU.",
+    help="Train nothing. Open the data of --data, run one step on the CPU, and print parameters, bytes, and the "
+    "estimated times and memory for the target. Needs no GPU.",
 )
 @tokenizers_option
 def command(
@@ -101,7 +101,7 @@ def command(
     if track:
         from specc.runtime.trackers.open import require_trackers
 
-        require_trackers(track)  # before the processes start, so that the error is shown once
+        require_trackers(track)  # checked before the processes start, so that the error is shown only once
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
@@ -155,7 +155,8 @@ def command(
 
 
 def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
-    """Returns the position of `train.micro_batch` in a spec, or the position of `train` if the spec does not set it."""
+    """Returns the position of `train.micro_batch` in a spec. If the spec does not set this field, returns the position
+    of `train`."""
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read
 
@@ -164,7 +165,7 @@ def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
 
 
 def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
-    """Prints what a run of a spec on a target would need. By default, the target is the last one of the spec."""
+    """Prints the requirements of a run of a spec on a target. By default, the target is the last target of the spec."""
     from platformdirs import user_cache_path
 
     from specc.runtime.bench.dry_run import dry_run
@@ -200,8 +201,8 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that selects the kind of data `KIND` of `--data KIND`, if the spec with `overrides` does not
-    state this kind. Only kinds that need no files can be selected this way."""
+    """Returns the override that selects the kind of data that `--data` names. Returns none if the spec with `overrides`
+    already states this kind. Only kinds that need no files can be selected in this way."""
     from specc.compiler.spec.train import GENERATED
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read

@@ -18,7 +18,7 @@ from specc.cli.output import say
 @click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop. Needs no GPU.")
 @click.option("--fresh", is_flag=True, help="Repeat measurements that the lock already contains.")
 @click.option(
-    "--rest", is_flag=True, help="Measure only library products and whole steps, and leave the tiles as they are."
+    "--rest", is_flag=True, help="Measure only library matrix products and whole steps. Tile sizes do not change."
 )
 @json_option
 def command(
@@ -31,15 +31,14 @@ def command(
     rest: bool,
     as_json: bool,
 ) -> None:
-    """Search for the fastest kernel and tile of each node, at the sizes of the spec.
+    """Search for the fastest kernel and tile size of each node, at the sizes of the spec.
 
     The results are written to NAME.lock.json next to the spec after each node. `specc build` reads this lock. An
     interrupted search resumes where it stopped. Candidates that do not compile, spill registers or are less accurate
     than plain Torch are listed with the reason.
 
-    With --set, the results are added to the same lock. An entry applies only to the measured node.
-
-    Library products are measured too, and without --only also whole training steps. PLAN.md shows these times.
+    With --set, the results are added to the same lock. An entry applies only to the node that was measured. Library
+    matrix products are measured too, and, without --only, also whole training steps. PLAN.md shows these times.
     """
     if rest and (only or compile_only or fresh):
         raise click.UsageError("--rest searches no tiles: use it without --only, --compile-only and --fresh")

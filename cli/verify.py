@@ -17,9 +17,10 @@ from specc.cli.output import command_output
 def command(spec: Path, target: str | None, as_json: bool) -> int:
     """Compare generated code with its plan and with float64 references.
 
-    torch.fx traces the code, and the trace must equal the plan. The check also covers causality and deployed int8
-    programs. A spec of more than 200 million parameters is built and loaded at its full size. Its values are checked on
-    a smaller model with one layer per distinct block, but at least two layers, and with at most 1,024 token ids.
+    torch.fx traces the code, and the trace must equal the plan. Causality and the deployed int8 programs are checked
+    too. A spec of more than 200 million parameters is built and loaded at its full size, but its values are checked on
+    a smaller model. The smaller model has one layer per distinct block, at least two layers, and at most 1,024 token
+    ids.
 
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """

@@ -108,9 +108,9 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     An artifact with int8 products runs directly from its int8 codes. It lacks `model(...)`, which is for training.
     On a GPU it requires a CUDA toolkit, and its kernels are compiled once, in about a minute.
 
-    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of ids in the vocabulary, is
-    empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode`, which run
-    once per token, do not check the values of ids, because that would synchronize with the device.
+    Every method except `model(...)` checks its inputs. It raises ValueError if an input is not an i64 tensor of ids in
+    the vocabulary, is empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and
+    `decode`, which run once per token, do not check the values of ids, because that would synchronize with the device.
 
     Args:
         path: the run directory or the artifact.

@@ -22,8 +22,8 @@ from specc.runtime.model.code_cache import CACHES, entries, size_limit
 from specc.runtime.support.native import cache_root, find_cutlass, find_nvcc, nvcc_release
 
 State = Literal["ok", "note", "failed"]
-LEAST_DISK = 2 * 10**9  # bytes: a compile cache and the checkpoints of a small model
-TORCH = ("2.11", "2.14")  # the first supported version, and the first that is not
+LEAST_DISK = 2 * 10**9  # in bytes; enough for a compile cache and the checkpoints of a small model
+TORCH = ("2.11", "2.14")  # the first supported version, and the first later version that is not supported
 TRITON = ("3.6", "3.8")
 PYTHON = ("3.11", "3.13")
 # Optional packages, what each is for, and the extra that installs it.
@@ -44,9 +44,10 @@ class Check:
 
     Attributes:
         name: what was checked.
-        state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should run cannot.
+        state: `ok`; `note` if something optional is missing; `failed` if some commands cannot run that this machine
+            should be able to run.
         detail: the result in words.
-        fix: the remedy; empty if the state is `ok`.
+        fix: what the user can do; empty if the state is `ok`.
     """
 
     name: str
@@ -59,8 +60,8 @@ def checks(import_torch: bool = False) -> Iterator[Check]:
     """Yields the checks of this machine, in order.
 
     Args:
-        import_torch: whether to import torch and list the GPUs that it can use, which takes seconds. Otherwise versions
-            are read from the installed packages, and GPUs from the driver.
+        import_torch: whether to import torch and list the GPUs that it can use, which takes a few seconds. Otherwise,
+            versions are read from the metadata of the installed packages, and GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")
@@ -112,7 +113,8 @@ def _package(name: str, supported: tuple[str, str], missing: State, fix: str) ->
 
 
 def _cuda_of_torch() -> Check:
-    """The CUDA version that torch was built for, read from its file without importing it."""
+    """Checks the CUDA version for which torch was built. The version is read from a file of torch, without importing
+    it."""
     package = importlib.util.find_spec("torch")
     folder = Path(package.origin).parent if package is not None and package.origin else None
     text = (folder / "version.py").read_text(encoding="utf-8") if folder and (folder / "version.py").exists() else ""
@@ -123,7 +125,7 @@ def _cuda_of_torch() -> Check:
 
 
 def _gpus() -> Iterator[Check]:
-    """One check per GPU that the driver lists; one note if it lists none."""
+    """Yields one check per GPU that the driver lists, or one note if it lists none."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20)
         lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
@@ -183,7 +185,7 @@ def _optional(name: str, purpose: str, extra: str) -> Check:
 
 
 def _caches() -> Iterator[Check]:
-    """The folders from which code is loaded: only their owner may write there."""
+    """Checks the folders from which code is loaded. Only their owner may write to them."""
     root, size = cache_root(), sum(entry.size for entry in entries())
     cache = cache_check("cache specc", root, "SPECC_CACHE_DIR")
     if cache.state == "ok" and root.exists():
@@ -195,15 +197,15 @@ def _caches() -> Iterator[Check]:
 
 
 def cache_check(name: str, folder: Path, variable: str) -> Check:
-    """Checks the owner and the mode of a folder from which code is loaded.
+    """Checks the owner and the permissions of a folder from which code is loaded.
 
     Args:
         name: the name of the check.
         folder: the folder, which need not exist yet.
-        variable: the environment variable that names another folder.
+        variable: the environment variable that selects another folder.
 
     Returns:
-        `failed` if the folder is a link, belongs to another user, or others can write to it.
+        The check, which is `failed` if the folder is a link, belongs to another user, or others can write to it.
     """
     fix = f"set {variable} to a folder of your own"
     try:

@@ -18,17 +18,15 @@ from specc.runtime.model.protocols import paged_model
 from specc.runtime.open_model import OpenedModel, Say
 
 REPLACEMENT = "\ufffd".encode()
-HELD_TOKENS = (
-    8  # tokens; a character has at most 4 bytes and a token at least 1, so this covers more than one character
-)
+HELD_TOKENS = 8  # enough for a whole character, because it has at most 4 bytes and a token has at least 1
 
 
 class Detokenizer:
-    """Converts a stream of tokens incrementally into the bytes that they append to a text.
+    """Converts a stream of tokens into bytes, one token at a time.
 
     With a lossy tokenizer, the bytes of a token depend on its neighbors. For example, a leading space is dropped, and a
-    character that consists of byte tokens decodes to U+FFFD until it is complete. Therefore each new token is decoded
-    together with a few earlier tokens, and bytes are not returned while the text ends in U+FFFD.
+    character that consists of byte tokens decodes to U+FFFD until it is complete. Each new token is therefore decoded
+    together with a few earlier tokens, and no bytes are returned while the text ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -37,7 +35,7 @@ class Detokenizer:
         self._returned = len(self._tokens)  # the number of leading tokens whose bytes have been returned
 
     def add(self, token: int) -> bytes:
-        """Adds a token and returns the bytes that no later token can change. They may be empty."""
+        """Adds a token, and returns the new bytes that no later token can change. There may be none."""
         self._tokens.append(token)
         return self._new(last=False)
 
@@ -81,8 +79,10 @@ def generate(
         max_tokens: the maximum number of tokens to generate.
         sampling: the sampling settings. None uses the defaults of `Sampling`.
         seed: the seed of the random numbers.
-        say: called with a message if the prompt is longer than the context, in which case only its end is used.
-        stream: called with each new piece of text, in whole characters. Invalid UTF-8 becomes U+FFFD.
+        say: a function that is called with a message if the prompt is longer than the context. Only
+            the end of the prompt is then used.
+        stream: a function that is called with each new piece of text, in whole characters. Invalid UTF-8 becomes
+            U+FFFD.
         compiled: whether to compile decoding steps with torch.compile, which takes a minute.
 
     Returns:
@@ -123,8 +123,8 @@ def generate_several(
 ) -> list[bytes]:
     """Generates one text per seed, decoded as one batch.
 
-    Matrix products have different shapes from those of `generate`. A sampled token may therefore differ from that of
-    `generate` if two tokens are almost equally probable.
+    Matrix products have other shapes than in `generate`, and round differently. If two tokens are almost equally
+    probable, the sampled token may therefore differ from that of `generate`.
 
     Args:
         opened: the text model.
@@ -132,7 +132,7 @@ def generate_several(
         max_tokens: the maximum number of tokens per text.
         sampling: the sampling settings.
         seeds: one seed per text.
-        say: called with a message if the prompt is longer than the context.
+        say: a function that is called with a message if the prompt is longer than the context.
         compiled: as for `generate`.
 
     Returns:
@@ -166,10 +166,10 @@ def generate_many(
     say: Say | None = None,
     compiled: bool = False,
 ) -> Iterator[tuple[int, bytes]]:
-    """Generates one text per prompt with a model whose cache is in pages. Texts of different lengths are decoded
-    together: when a text ends, the next prompt takes its place.
+    """Generates one text per prompt with a model that has a paged cache. Texts of different lengths are decoded
+    together. When a text ends, the next prompt takes its place.
 
-    As with `generate_several`, a sampled token may differ from that of `generate` if two tokens are almost equally
+    As with `generate_several`, sampled tokens may differ from those of `generate` if two tokens are almost equally
     probable.
 
     Args:
@@ -179,7 +179,7 @@ def generate_many(
         sampling: the sampling settings.
         seeds: one seed per prompt.
         batch: the maximum number of texts at once.
-        say: called with a message if a prompt is longer than the context.
+        say: a function that is called with a message if a prompt is longer than the context.
         compiled: as for `generate`.
 
     Yields:
@@ -216,9 +216,10 @@ def generate_many(
 def _sampled(
     opened: OpenedModel, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int], compiled: bool
 ) -> Iterator[list[int]]:
-    """Yields, per step, one sampled token id per seed. All rows start with the same `tokens`.
+    """Yields one sampled token id per seed at each step. All rows start with the same `tokens`.
 
-    On a GPU, tokens are sampled up to two blocks ahead, so that the device does not wait for the host.
+    On a GPU, tokens are sampled up to two blocks before the host reads them, so that the device does not wait for the
+    host.
 
     Raises RunFailure if the logits are not finite or GPU memory is full.
     """
@@ -236,7 +237,7 @@ def _sampled(
 
 
 def _block(opened: OpenedModel) -> int:
-    """Returns the number of tokens that are sampled before the host reads them."""
+    """Returns the number of tokens per block. The host reads the tokens of a block together."""
     return BLOCK if opened.device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""Reports of a run: log.jsonl for programs, a progress bar or plain lines for people."""
+"""Reports of a run: log.jsonl for programs, and a progress bar or plain lines for people."""
 
 import json
 import math
@@ -25,15 +25,16 @@ class Step:
     """Measurements of one optimizer step.
 
     Attributes:
-        step: number of the step.
-        loss: mean loss over the tokens of the step, in nats per token.
-        lr: learning-rate multiplier of the schedule.
-        grad_norm: norm of the gradient before clipping.
-        tokens_per_second: throughput in tokens. For line pairs it counts sources and targets, without pads.
-        seconds: training time so far.
-        samples_per_second: throughput in samples; None if steps are not counted in samples.
-        tokens: tokens of the step, counted as in `tokens_per_second`.
-        loss_scale: the factor of the loss in the backward passes; None if it does not change.
+        step: the number of the step.
+        loss: the mean loss over the tokens of the step, in nats per token.
+        lr: the learning-rate multiplier of the schedule.
+        grad_norm: the norm of the gradient before clipping.
+        tokens_per_second: the throughput in tokens. For line pairs, the tokens of sources and targets are counted,
+            without padding.
+        seconds: the training time so far.
+        samples_per_second: the throughput in samples; None if steps are not counted in samples.
+        tokens: the number of tokens of the step, counted as in `tokens_per_second`.
+        loss_scale: the factor by which the loss is multiplied for the backward pass; None if it does not change.
         skipped: True if a gradient was not finite, so that the step changed no weights.
     """
 
@@ -49,7 +50,8 @@ class Step:
     skipped: bool | None = None
 
 
-Progress = Callable[[Step, float], None]  # shows a step, and the completed fraction of the run, 0 to 1
+# A function that shows a step, given the completed fraction of the run (0 to 1)
+Progress = Callable[[Step, float], None]
 
 
 class Follower(Protocol):
@@ -65,9 +67,10 @@ class RunLog:
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
 
     Args:
-        path: the file, which is continued if it exists.
-        memory: returns the peak memory of the process in bytes, for the records of steps. None omits the field.
-        followers: called with the event and the values of each record, after it is written.
+        path: the file. If it exists, records are appended to it.
+        memory: a function that returns the peak memory of the process in bytes, for the records of steps. None omits
+            this field.
+        followers: functions that are called with the event and the values of each record, after the record is written.
     """
 
     def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:
@@ -77,7 +80,7 @@ class RunLog:
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
         except OSError as error:
             raise cannot_write(self._path, error) from error
-        if torn:  # the incomplete last line of an interrupted run
+        if torn:  # an interrupted run may leave an incomplete last line
             self._append(b"\n")
 
     def write(self, event: str, **values: Value) -> None:
@@ -93,7 +96,7 @@ class RunLog:
             raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
-        """Writes a step without the fields that have no value. In a skipped step, numbers may not be finite."""
+        """Writes a step, without the fields that have no value. The numbers of a skipped step need not be finite."""
         values = {name: value for name, value in asdict(step).items() if value is not None and math.isfinite(value)}
         self.write("step", **values, **({"memory_bytes": self._memory()} if self._memory else {}))
 
@@ -126,7 +129,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def lines(say: Say) -> Progress:
-    """Returns a display that prints one line per 5 % of the run through `say`."""
+    """Returns a display that calls `say` with one line for every 5 % of the run."""
     shown = -1
 
     def show(step: Step, done: float) -> None:
@@ -141,7 +144,7 @@ def lines(say: Say) -> Progress:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """Opens a progress bar if standard error is a terminal, else a display that prints `lines`.
+    """Opens a progress bar if standard error is a terminal, or else the display of `lines`.
 
     Errors of the terminal are ignored, so a closed terminal does not stop the run.
     """
@@ -171,7 +174,7 @@ def unfailing(say: Say) -> Say:
     def report(line: str) -> None:
         try:
             say(line)
-        except OSError:  # a closed pipe, a terminal that is gone, a full disk
+        except OSError:  # causes are a closed pipe, a closed terminal and a full disk
             _silence_broken_streams()
 
     return report
@@ -193,7 +196,7 @@ def _silence_broken_streams() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """The destinations of the reports of a run."""
+    """The destinations to which a run is reported."""
 
     log: RunLog | Silence
     progress: Progress

@@ -9,7 +9,8 @@ import torch
 
 
 def processor() -> str:
-    """Returns the name of the CPU from /proc/cpuinfo, because Python's `platform` provides it on few systems."""
+    """Returns the name of the CPU. It is read from /proc/cpuinfo, because Python's `platform` provides it on few
+    systems."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -23,7 +24,8 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: of its tensors on a GPU, or of the process on the CPU."""
+    """Returns the peak memory of this process in bytes. On a GPU, only tensors are counted; on the CPU, the whole
+    process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux states this value in KiB

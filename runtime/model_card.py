@@ -1,6 +1,7 @@
 """The model card of a run in the format of the Hugging Face hub: YAML front matter and Markdown.
 
-Every number is read from the files of the run. Strings of the front matter are written as JSON, which is valid YAML.
+Every number is read from the files of the run. Strings in the front matter are written as JSON strings, which are valid
+YAML.
 """
 
 import json
@@ -19,7 +20,8 @@ def model_card(facts: RunFacts, library: str = "specc", files: Sequence[tuple[st
     Args:
         facts: the facts of the run.
         library: the library that loads the files: `transformers`, or `specc`.
-        files: the files beside the card with their sizes in bytes. If empty, the artifact of the run is stated.
+        files: the files beside the card with their sizes in bytes. If there are none, the card states the artifact of
+            the run.
     """
     return "\n".join([*_front(facts, library), "", *_body(facts, library, files)]) + "\n"
 
@@ -133,7 +135,7 @@ def _fenced(language: str, text: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns a text as one line of Markdown that has no markup of its own."""
+    """Returns a text as one line of Markdown, in which characters with a special meaning are escaped."""
     line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_[]|" else letter for letter in line)
 

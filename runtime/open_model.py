@@ -45,19 +45,21 @@ Prepare = Callable[[Spec], Spec]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model in eval mode on `device`, with parameters in the compute dtypes of its target.
+    """A model that is ready to run: in eval mode, on `device`, and with its parameters in the compute dtypes of its
+    target.
 
     Attributes:
         spec: the spec of the run, or the resolved spec of the artifact.
-        loaded: the module, with the spec, target and programs that it was generated from.
-        source: whether it was opened from a run or from an artifact.
+        loaded: the module, with the spec, target and programs from which it was generated.
+        source: whether the model was opened from a run or from an artifact.
         path: the run or the artifact.
-        device: device of the parameters.
+        device: the device of the parameters.
         same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
-            artifact. None for a run. Different code computes the same function, but the last bits may differ.
+            artifact. None for a run. Different code computes the same function, but results may differ in the last
+            bits.
         data: the training data, in the format of `--data`; None for an artifact outside its run.
         search: folders to search for the tokenizer.
-        trained_on: digests of the training data; None if neither the run nor the artifact states them.
+        trained_on: the digests of the training data; None if neither the run nor the artifact states them.
         step: the step of the checkpoint of a run; None for an artifact.
     """
 
@@ -113,11 +115,12 @@ def open_model(
         path: the run directory or the artifact.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
-        quantized: for a run, open its quantized model.
+        quantized: whether to open the quantized model of a run.
         search: additional folders to search for the tokenizer.
-        say: called with a message if a damaged checkpoint is skipped, if the artifact was written with other generated
-            code, or if the run has newer weights than its quantized artifact.
-        prepared: maps the stored spec to the spec from which the code is generated. It must not change the parameters.
+        say: a function that is called with a message if a damaged checkpoint is skipped, if the artifact was written by
+            a compiler that generates other code, or if the run has newer weights than its quantized artifact.
+        prepared: a function that receives the stored spec and returns the spec from which code is generated. It must
+            not change the parameters.
 
     Returns:
         The opened model.
@@ -139,7 +142,8 @@ def open_model(
         run = replace(run, spec=prepared(run.spec))
         return replace(opened_run(run, weights, target, device, search), step=step)
     require_path(path)
-    places = (path.parent.parent / FILES, *search, path.parent)  # the first exists if the artifact is still in its run
+    # The first path exists if the artifact is still in its run
+    places = (path.parent.parent / FILES, *search, path.parent)
     return _open_artifact(path, target, device, places, say, None, prepared)
 
 
@@ -177,7 +181,8 @@ def realize(
 ) -> Loaded:
     """Generates the module of `spec`, fills in its parameters, and moves it to its device in eval mode.
 
-    The generated code is in a temporary folder that only this user can read. The folder is deleted with the module.
+    The generated code is written to a temporary folder that only this user can read. The folder is deleted when the
+    module is.
 
     Args:
         spec: the spec.
@@ -185,8 +190,8 @@ def realize(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         weights: f32 parameters by name, or the seed of initial weights.
         fuse: whether to apply the fusion points of the spec.
-        lock: measured tile sizes.
-        constants: constants of the deployed programs by name. If not None, the deployed module is generated.
+        lock: the tile sizes that `specc tune` selected.
+        constants: the constants of the deployed programs, by name. If they are given, the deployed module is generated.
 
     Returns:
         The module with its spec, target and programs.
@@ -209,7 +214,8 @@ def realize(
             fill(loaded, constants)
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            compile_ahead(loaded.directory)  # in parallel: compiling each kernel at its first call would take minutes
+            # Kernels are compiled in parallel, because compiling each at its first call would take minutes
+            compile_ahead(loaded.directory)
         dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
         place(loaded.model, dtypes, where)
     except BaseException:
@@ -220,7 +226,7 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights without those of parameters that exist only in training, such as modules of a loss."""
+    """Returns the weights without those that exist only in training, such as the modules of an auxiliary loss."""
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
     trained, deployed = ({param.name for param in lower(form, target).params} for form in (spec, spec.at_rest))
@@ -232,14 +238,14 @@ def realize_stored(
 ) -> Loaded:
     """Generates the module that runs from stored arrays.
 
-    Matrix products run in integers if their storage schemes allow it; all other parameters are dequantized. If none
-    does, the module keeps the stored arrays, which steps of decoding read.
+    Matrix products run in integers if the storage schemes of their weights allow it; all other parameters are
+    dequantized. If no product runs in integers, the module keeps the stored arrays, which decoding steps read.
 
     Args:
         spec: the spec.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
-        stored: the stored arrays and their schemes.
+        stored: the stored arrays, with their schemes.
         weights: the dequantized values of `stored`, f32, by parameter name.
 
     Returns:
@@ -273,10 +279,10 @@ def _newest(run: Run, say: Say) -> Path:
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
-    """Returns the run with the model of its current phase, the weights that this model reads, and their step.
+    """Returns the run with the model of its current phase, the weights of this model, and their step.
 
     The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
-    The spec of the returned run then has the model of the current phase. Weights are f32, by parameter name. Raises
+    The spec of the returned run then contains the model of that phase. Weights are f32, by parameter name. Raises
     RunFailure if there is no valid checkpoint.
     """
     newest = _newest(run, say)
@@ -304,7 +310,7 @@ def token_cache() -> Path:
 
 
 class DataChoice(Protocol):
-    """Options of a command that reads the data of a run."""
+    """The data options of a command that reads the data of a run."""
 
     @property
     def data(self) -> str | None: ...
@@ -313,7 +319,8 @@ class DataChoice(Protocol):
 
 
 def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
-    """Returns the data and the folder of tokenized text: those of `options`, else those of the run and the user."""
+    """Returns the data, and the folder that caches tokenized text. What `options` does not state is taken from the run,
+    or is the default of the user."""
     return options.data or run.data, options.cache or token_cache()
 
 
@@ -323,11 +330,11 @@ class Verified:
 
     Attributes:
         spec: the resolved spec.
-        stored: the arrays as stored.
+        stored: the arrays in their storage formats.
         weights: the dequantized parameters, f32, by name.
         same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
             artifact.
-        trained_on: digests of the training data; None if the artifact does not state them.
+        trained_on: the digests of the training data; None if the artifact does not state them.
     """
 
     spec: Spec
@@ -338,7 +345,7 @@ class Verified:
 
 
 def read_verified(path: Path) -> Verified:
-    """Reads and verifies a whole artifact. Raises IntegrityError, and returns nothing, if any check fails."""
+    """Reads and verifies a whole artifact. Raises IntegrityError if any check fails."""
     resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
@@ -385,6 +392,7 @@ def _open_artifact(
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
-    """Returns the folders to search for the tokenizer: the run's files, `search`, and the folder of the data."""
+    """Returns the folders to search for the tokenizer: the folder of the run's files, `search`, and the folder of the
+    data."""
     data = Path(run.data)
     return (run.files, *search, data if data.is_dir() else data.parent)

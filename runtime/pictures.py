@@ -1,4 +1,4 @@
-"""Pictures of measurements with matplotlib: PNG files that can be read without color."""
+"""Draws pictures of measurements with matplotlib. The PNG files are readable without color."""
 
 from importlib.util import find_spec
 from io import BytesIO
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """The style of a line of a plot. Lines differ in their dashes and markers, and not only in color."""
+    """The style of a line in a plot. Lines differ in their dashes and markers, and not only in color."""
 
     color: str
     dashes: str
     marker: str
 
 
-# Colors of equal distance for color-blind readers (Okabe and Ito, 2008), from dark to light.
+# Colors that color-blind readers can distinguish (Okabe and Ito, 2008), from dark to light.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
@@ -36,7 +36,7 @@ def require_matplotlib(what: str) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of this size in inches. It draws to memory, so it needs no display."""
+    """Returns an empty figure of this size in inches. The figure is drawn in memory and needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,8 @@
-"""The facts of a run from its files: the spec, the log, checkpoints, quantization and evaluations.
+"""The facts of a run. They are read from its spec, its log, its checkpoints, and the results of quantization and
+evaluation.
 
-Reports and model cards take every number from here. A number that no file states is missing, and is never estimated.
+Reports and model cards take every number from this module. A number that no file states is missing, and is never
+estimated.
 """
 
 import json
@@ -28,16 +30,16 @@ RAW, AVERAGED, QUANTIZED = "final weights", "averaged weights", "quantized"
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A measured quality.
+    """One measurement of the quality of a model.
 
     Attributes:
-        model: the weights that were scored.
+        model: names the weights that were scored.
         step: the step of the weights; None if it is not recorded.
-        data: the data that the weights were scored on.
+        data: the data on which the weights were scored.
         metric: the name of the metric.
         value: the value of the metric.
         error: the standard error of the value; None if it is not recorded.
-        over: the number and kind of the averaged items, in words.
+        over: the number and kind of the items in the average, in words.
     """
 
     model: str
@@ -55,8 +57,8 @@ class RunFacts:
 
     Attributes:
         run: the run.
-        records: the log of the run.
-        step: the step of its newest checkpoint; None without one.
+        records: the records of the log.
+        step: the step of the newest checkpoint; None if there is none.
         parameters: the parameters of the final model.
         quantization: the report of `specc quantize`; None if the run is not quantized.
         evaluations: the results of `specc eval --task`.
@@ -108,12 +110,12 @@ class RunFacts:
 
     @property
     def start(self) -> Record:
-        """The record of the last start of the training loop."""
+        """The record that the training loop wrote when it last started."""
         return self.records.last("start")
 
     @property
     def machine(self) -> str:
-        """The device that the run trained on last, in words."""
+        """The device on which the run trained last, in words."""
         name, processes = self.records.last("machine").get("name"), self.start.get("processes")
         if not isinstance(name, str):
             device = self.start.get("device")
@@ -155,7 +157,8 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the last validation of the final weights, or an empty record, and the name of these weights."""
+        """Returns the last validation of the final weights (an empty record if there is none), and the name of these
+        weights."""
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
         record = self.records.last("validation", weights=which)
@@ -219,7 +222,8 @@ def _scores(model: str, step: int | None, data: str, record: Record) -> Iterator
             yield Score(model, step, data, metric, scale * record[key], None, ", ".join(over))
     nats = record.get("nats")
     if is_number(nats) and is_number(tokens) and "event" not in record and "name" not in record:
-        nats = nats / tokens  # a result of `quantize` states the sum, a record of the log the mean
+        # A result of `quantize` states the sum over tokens, and a record of the log states the mean
+        nats = nats / tokens
     if is_number(nats):
         yield Score(model, step, data, "nats per token", nats, None, ", ".join(counts))
 

@@ -1,1 +1,1 @@
-"""Commands on token shards: pack text into them, check them, fetch them."""
+"""Commands for token shards, which pack, check and download them."""

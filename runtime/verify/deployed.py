@@ -1,4 +1,4 @@
-"""Verifies the deployed programs of an artifact, whose products are computed in integers, against references."""
+"""Compares the deployed programs of an artifact, which compute matrix products in integers, with references."""
 
 import sys
 import tempfile
@@ -30,13 +30,13 @@ from specc.runtime.verify.verify import STEPPED, Check, batch_of, sample_tokens,
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
-# Allowed RMS errors, as shares of the RMS error of int8 over all tokens. A value that differs in its last bit may round
-# to the next code. All later values of its sample then differ. Most samples have no tie of this kind, and a tie costs
-# no more than other roundings. Among 180 small models, no share was above 0.02 for the median sample, or above 0.2 for
-# all samples.
+# The allowed RMS errors, as shares of the RMS error of int8 quantization over all tokens. A value that differs in its
+# last bit may be rounded to the next code, and then all later values of its sample differ. Most samples have no such
+# value, and its effect is no larger than that of other rounding. Among 180 small models, no share was above 0.02 for
+# the median sample, or above 0.2 for all samples.
 SHARE = 0.1  # for the median sample
 WHOLE_SHARE = 0.5  # for all samples together
-ROUNDING = 1e-5  # the error of f32 sums, in nats
+ROUNDING = 1e-5  # the error of f32 sums, in nats, which is always allowed
 
 
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
@@ -74,13 +74,13 @@ def quantized(
     batches: Iterable[Mapping[str, Tensor]],
     hessians: Mapping[str, Tensor] | None = None,
 ) -> tuple[QuantizedModel, Spec]:
-    """Quantizes weights in the same way as `specc quantize`, but without a search of bits.
+    """Quantizes weights in the same way as `specc quantize`, but without a search for the best bit widths.
 
     Args:
         spec: the spec, whose `quant` states the schemes.
         target: the target whose programs are deployed.
         weights: the parameters by name, f32, on the device of `batches`.
-        batches: the inputs that measure the ranges of the inputs of int8 products.
+        batches: the token ids on which the input ranges of int8 products are measured.
         hessians: the Hessians, f64 [columns, columns], by the name of the weight.
 
     Returns:
@@ -98,7 +98,8 @@ def _tokens(spec: Spec) -> int:
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Checks whole-sequence and token-by-token scores against f64 references of the deployed programs.
+    """Compares the scores of whole sequences, and those of token-by-token decoding, with f64 references of the deployed
+    programs.
 
     The references use the same codes as the deployed model.
     """
@@ -134,7 +135,7 @@ def near(wrong: Tensor, cost: float) -> bool:
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks every kernel of the plan on several numbers of rows, against f64."""
+    """Compares every kernel of the plan with f64 references, for several numbers of rows."""
     plan = pipeline.deployed_plan(spec, loaded.target.name, "")
     assert plan is not None
     source = sys.modules[type(loaded.model).__module__]
@@ -151,15 +152,15 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of an output relative to the judge's limit; infinity for NaN or a wrong shape."""
+    """Returns the largest error of any output, relative to its limit. Returns infinity for NaN or a wrong shape."""
     judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
     return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
 
 
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of an int8 product relative to the possible rounding error of its output.
+    """Returns the largest error of an int8 product, relative to the largest possible rounding error of its output.
 
-    The sums of the product are exact, so only its epilogue rounds. Returns infinity for NaN or a wrong shape.
+    The integer sums of the product are exact, so only its epilogue rounds. Returns infinity for NaN or a wrong shape.
     """
     epilogue = int8_epilogue(site)
     operands = int8_operands(epilogue, rows, torch.device(device))

@@ -26,19 +26,23 @@ from specc.runtime.verify.random_inputs import random_tensor
 RMS, PEAK = 1.005, 2.0  # the allowed RMS and largest error of a kernel, as multiples of those of eager Torch
 ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of one rounding
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
-TINIEST = 1e-30  # the minimum tolerance, for outputs that are exactly 0 in both f64 and eager Torch
+TINIEST = 1e-30  # the minimum tolerance, which is needed for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-TILES = 3  # the minimum number of tiles per multiprocessor, so that it reuses each memory buffer
+# The minimum number of tiles per multiprocessor; with these, a kernel uses each of its shared-memory buffers again
+TILES = 3
 SIDE = 256  # the maximum number of rows or columns of a kernel's tile
-TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile size divides the number of rows
-EVERY = 7  # with many tiles, every 7th row is compared; the parts of tiles have 8 or more rows
-PARTS = 8  # the number of parts of the rows of a sum, to estimate the size of its terms
-NEXT_CODES = 0.2, 4  # the allowed share and number of 8-bit codes that differ: values next to a boundary
-FEW = 16  # outputs of at most this number of values have too few rounding errors for a comparison only by ratio
+# The sequence length of inputs with many tiles. It is 7^3, so that no tile size divides the number of rows
+TOKENS = 343
+# In inputs with many tiles, every 7th row is compared. This covers each part of a tile, which has at least 8 rows
+EVERY = 7
+PARTS = 8  # the number of parts into which the rows of a sum are divided, to estimate the size of the terms
+# The share and the number of 8-bit codes that may differ, because values are close to a rounding boundary
+NEXT_CODES = 0.2, 4
+FEW = 16  # an output with at most this number of values has too few rounding errors for a comparison by ratio alone
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
-FEW_LOOSER = 10.0  # the same for outputs of at most FEW numbers
+FEW_LOOSER = 10.0  # the value of LOOSER for outputs of at most FEW values
 FLOORS = {torch.float32: 1e-5}  # the relative error that is always allowed, because unfused code may be exact by chance
-FLOOR = 1e-3  # the same for other dtypes
+FLOOR = 1e-3  # the value of this limit for other dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """A description of the errors. In a message, it follows the name of the output."""
+        """Describes the errors, in words that follow the name of the output in a message."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
@@ -62,8 +66,8 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The relative errors of several kernels in sequence and of unfused code: |output - exact| / |exact| in Frobenius
-    norms.
+    """The relative errors of several kernels in sequence, and of unfused code. A relative error is |output - exact| /
+    |exact| in the Frobenius norm.
 
     Attributes:
         generated: the error of the generated kernels; for several outputs, the largest error.
@@ -99,7 +103,8 @@ class Sample:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Sample":
-        """Selects every seventh row and the last; if the op is not row-wise, every seventh sequence and the last."""
+        """Selects every seventh row and the last one. If the op is not row-wise, selects every seventh sequence and the
+        last one."""
         dims = site.inputs[0].shape[: -1 if site.node.op.rowwise else 1]
         count = inputs[0].shape[: len(dims)].numel()
         return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
@@ -120,8 +125,8 @@ class Judge:
         site: the node, with the types of its inputs and the target.
         inputs: the inputs of the kernels.
         exact: the f64 outputs; only the selected rows if `sample` is not None.
-        bars: the (RMS, largest) allowed error of each output. It is the error of eager Torch in the kernel's dtype, or
-            the possible rounding error if that is larger.
+        bars: the reference errors (RMS, largest) of each output. They are the errors of eager Torch in the kernel's
+            dtype, or the largest possible rounding error if that is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -168,9 +173,7 @@ class Judge:
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
         """Returns the errors of every output. An error is infinite if the shape of the output is wrong or a value is
-        not finite.
-
-        With `call`, values that a kernel does not write are NaN.
+        not finite. If the outputs come from `call`, values that the kernel did not write are NaN.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
@@ -178,7 +181,8 @@ class Judge:
         """Returns the relative error of a kernel with these `errors`, and that of eager Torch, for the output with the
         largest error.
 
-        An error is relative to the RMS of the exact output. A code that differs is off by about one step.
+        The errors are relative to the RMS of the exact output. A code that differs is counted as an error of about one
+        step.
         """
         shares = [
             bar[0] * torch.finfo(DTYPES[type.dtype]).eps
@@ -262,8 +266,8 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns True for products. Every tile of a product contains rows of a sample, so a comparison of the sample is
-    sufficient."""
+    """Returns True for matrix products. Every tile of a product contains rows of the sample, so it is sufficient to
+    compare the sample."""
     return isinstance(site.node.op, Product)
 
 
@@ -278,7 +282,8 @@ def many(value: Any) -> tuple[Tensor, ...]:
 
 def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
     """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error relative to the step to
-    the next code. Steps depend on the value, so that an error of small codes counts if an output has few large ones."""
+    the next code. The step depends on the value. Errors of small codes are therefore detected even if an output also
+    has a few large codes."""
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
     return Errors((error > 0).double().mean().item() / share, (error / (step + floor)).max().item())
@@ -287,9 +292,9 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
-    For an op that mixes tokens, the sizes are two sequences of `rows` tokens each, and at least SEQUENCE tokens.
-    Shorter sequences are weak tests. The gradient of attention to one token is exactly 0. For two or three tokens, it
-    is a difference of nearly equal numbers, which rounding dominates.
+    For an op that mixes tokens, there are two sequences of `rows` tokens each, but of at least SEQUENCE tokens. Shorter
+    sequences would be weak tests. The gradient of attention to one token is exactly 0. For two or three tokens, it is a
+    difference of nearly equal numbers, which rounding dominates.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
@@ -332,7 +337,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
     """Returns random inputs of a node, with values that its op accepts.
 
     Integers are below the limit of the op. Inputs that are functions of other inputs are computed from them. If the op
-    is undefined for some values, such as sqrt(y), the operands are positive.
+    is not defined for all values, as sqrt(y) is not, the operands are positive.
 
     Args:
         site: the node and the types of its inputs.
@@ -350,8 +355,8 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
     """Returns consistent values of a node's inputs, in the domain of its op.
 
-    If the node's value on `sample`, small inputs of the same types, is NaN, all operands are replaced by their absolute
-    values. Inputs that follow from others are computed from them.
+    `sample` contains small inputs of the same types. If the value of the node on `sample` is NaN, all operands are
+    replaced by their absolute values. Inputs that are functions of other inputs are computed from them.
     """
     arity = site.node.op.arity
     sample = site.node.op.belonging(sample)
@@ -373,8 +378,8 @@ def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """A context manager in which Torch fills allocated memory with NaN. Values that a kernel does not write are then
-    NaN."""
+    """A context manager in which Torch fills newly allocated memory with NaN, so that values that a kernel does not
+    write are NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
 
 Value = Tensor | float
-SCALAR = 0.5  # the value of a scalar that each block binds to a different number
+SCALAR = 0.5  # stands for a scalar to which each block binds its own number
 
 
 def sizes_of(spec: Spec) -> Mapping[str, int]:
@@ -35,14 +35,14 @@ def random_tensor(
         type: the dtype and shape.
         sizes: the sizes of the symbolic dims.
         generator: the random generator.
-        below: returns the exclusive upper bound of integers of a dtype, which start at 0.
+        below: a function that returns the exclusive upper bound of random integers of a dtype. The lower bound is 0.
 
     Returns:
         A tensor with the dtype and shape of `type`.
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
-    if type == DRAW:  # tokens of a sequence are at least 1
+    if type == DRAW:  # a sequence has at least one token
         return torch.randint(1, below(dtype), shape, generator=generator, device=generator.device)
     if type.storage == STORAGE:
         state = torch.empty(shape, device=generator.device)
@@ -55,8 +55,8 @@ def random_tensor(
 
 
 class Operands:
-    """A source of random inputs with the sizes of a spec, or other `sizes`. Integers are token ids below the vocabulary
-    size."""
+    """A source of random inputs with the sizes of a spec, or with other `sizes`. Integers are token ids below the
+    vocabulary size."""
 
     def __init__(self, spec: Spec, device: torch.device, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes, self._vocabulary = sizes or sizes_of(spec), spec.model.vocabulary
@@ -70,7 +70,7 @@ class Operands:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each ref. Equal refs share a value. A scalar that a block binds is a Python number."""
+        """Returns a value for each ref. Equal refs share a value. Scalars that blocks bind are Python numbers."""
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
             if ref not in values:
@@ -79,7 +79,8 @@ class Operands:
 
 
 def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
-    """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], then the epilogue's.
+    """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K] and offset i32 [N], followed by the operands
+    of the epilogue.
 
     The first epilogue operand of shape [N], the scale, is chosen so that the scaled sums are about 1. If the outputs
     are codes, the last operand of shape [N] is chosen so that the codes use their whole range.

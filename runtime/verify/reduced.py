@@ -11,7 +11,7 @@ from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 
-LARGE = 200_000_000  # the number of parameters beyond which a spec is reduced
+LARGE = 200_000_000  # a spec with more parameters than this number is reduced
 IDS = 1024  # the vocabulary of a reduced spec
 
 
@@ -19,8 +19,9 @@ def reduced(spec: Spec) -> Spec | None:
     """Returns a small spec with the same kinds of blocks as a large spec, for checks of values; None if `spec` is not
     large.
 
-    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in order of first occurrence, and there
-    are at least two layers. All layers remain if the spec sets an order of blocks, or if expressions name other layers.
+    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in order of first occurrence, but there
+    are at least two layers. All layers remain if the spec sets the order of blocks, or if expressions refer to other
+    layers.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:
@@ -43,7 +44,7 @@ def parameters_of(spec: Spec) -> int:
 
 
 def _with(spec: Spec, model: Decoder, layers: list[int]) -> dict[str, Any]:
-    """Returns the data of `spec` with some of its layers and a small vocabulary."""
+    """Returns the fields of `spec` with only some of its layers and with a small vocabulary."""
     data: dict[str, Any] = json.loads(canonical(spec))
     shape, blocks = data["model"], data["model"]["blocks"]
     shape["vocab"] = min(shape["vocab"], IDS)

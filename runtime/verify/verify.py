@@ -1,6 +1,7 @@
-"""Verifies generated code: its structure against the plan, its values against f64 references, and its causality.
+"""Verifies generated code. Its structure is compared with the plan, its values are compared with f64 references, and
+the model is checked for causality.
 
-torch.fx traces the structure, which is compared with the plan node by node.
+The structure is traced by torch.fx, and is compared node by node.
 """
 
 import copy
@@ -45,15 +46,18 @@ from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, 
 from specc.runtime.verify.random_inputs import random_tensor
 from specc.runtime.verify.reduced import reduced
 
-ATTENTION_ERROR = 1e-10  # largest error of attention in f64
-ROUNDED = 0.08  # largest relative error of products whose factors have 3 and 2 bits of mantissa, in the Frobenius norm
-EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # largest error of the 8-bit results of these products
-# Largest error of a gradient, relative to its norm or to a share of the largest gradient. The limit does not depend on
-# the error of the unfused module, because both modules may run the same wrong function.
+ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
+# The largest allowed relative error, in the Frobenius norm, of products whose factors have 3 and 2 mantissa bits
+ROUNDED = 0.08
+# The largest allowed relative error of these products against their emulation, by the dtype of the result
+EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# The largest allowed error of a gradient, relative to its norm or to a share of the largest gradient. The limit does
+# not depend on the error of the unfused module, because both modules may contain the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 SHARE = 0.01
-LOSS_SHARE = 0.1  # the share of this limit for the loss, which is a mean over all tokens
-STEPS = 48  # the number of tokens that are decoded one by one
+# The limit of the loss as a share of the limit above. The loss is a mean over all tokens, so that its error is smaller
+LOSS_SHARE = 0.1
+STEPS = 48  # the number of tokens at the end of a text that are decoded one by one
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
 
@@ -87,7 +91,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
         spec: the spec to verify.
         targets: the names of the targets.
         seed: the seed of the random parameters and inputs.
-        lock: the tuned tiles of the kernels, by target.
+        lock: the tile sizes that `specc tune` selected, by target.
 
     Returns:
         An iterator over the results, in order of targets.
@@ -165,7 +169,8 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 
 
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
-    """Checks pointwise expressions and their gradients, as fused kernels compute them, on inputs of all magnitudes."""
+    """Checks pointwise expressions and their gradients on inputs of all magnitudes. They are computed in the same way
+    as in fused kernels."""
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
         for node in graph.nodes:
@@ -208,7 +213,7 @@ def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Te
 
 
 def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
-    """Returns random token ids for every input of a program, and random weights of the terms of a loss.
+    """Returns random token ids for every input of a program, and random weights for the terms of its loss.
 
     Args:
         spec: the spec, which states the vocabulary size.
@@ -230,7 +235,8 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Returns True if Torch's generator draws the dropout of the model. Its training loss then cannot be compared."""
+    """Returns True if dropout masks of the model come from Torch's random generator. The training losses of two modules
+    then cannot be compared."""
     nodes = (node for graph in loaded.programs.graphs for node in graph.nodes)
     return any(isinstance(node.op, Dropout) and not node.op.counted for node in nodes)
 
@@ -238,16 +244,16 @@ def _drops(loaded: Loaded) -> bool:
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """Checks the loss and every gradient of the fused module against f64, with the unfused module as a baseline.
 
-    The errors of the unfused module estimate the cost of rounding, up to `LIMITS`. If Torch's generator draws the
-    dropout of the model, the loss is the mean of the `score` program.
+    The errors of the unfused module are an estimate of the error that rounding causes, up to `LIMITS`. If dropout masks
+    come from Torch's random generator, the loss is the mean of the `score` program instead.
 
-    The gradient of a parameter of few numbers is a sum of many terms that may cancel. The error of such a gradient is
-    relative to the size of the terms, which `_term_sizes` estimates. It is reported separately from the errors of
+    The gradient of a parameter with few elements is a sum of many terms, which may cancel. The error of such a gradient
+    is relative to the size of the terms, which `_term_sizes` estimates. It is reported separately from the errors of
     larger parameters.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    # These programs have the dropout and the 8-bit products of training.
+    # These programs include what exists only in training: dropout and 8-bit products.
     programs = pipeline.run(spec.plain, fused.target.name, "fp8_products")
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     for name, type in programs.buffers:
@@ -297,9 +303,9 @@ def _term_sizes(
 ) -> dict[str, float]:
     """Estimates the size of the terms of the gradient of each parameter in `few`.
 
-    The gradient of a parameter is a sum with one term per token. The size of the terms is the square root of the sum of
-    their squares. It is estimated as the root mean square of sums in which the terms have random signs (Hutchinson's
-    estimator).
+    The gradient of a parameter is a sum with one term per token. Here, the size of the terms is the square root of the
+    sum of their squares. It is estimated as the root mean square of sums in which the terms have random signs
+    (Hutchinson's estimator).
     """
     if not few:
         return {}
@@ -315,7 +321,7 @@ def _term_sizes(
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Returns the gradient of a parameter; zeros if the loss does not depend on it."""
+    """Returns the gradient of a parameter. Returns zeros if the loss does not depend on it."""
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
@@ -329,7 +335,8 @@ def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
 
 
 def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
-    """Checks every kernel of the plan on several row counts, against f64 and against eager ops in its dtype."""
+    """Compares every kernel of the plan with f64 references and with eager ops in the kernel's dtype, for several
+    numbers of rows."""
     source = sys.modules[type(loaded.model).__module__]
     plan = pipeline.plan(spec, loaded.target.name, "", lock)
     seen: set[str] = set()
@@ -347,7 +354,8 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     for rows in counts:
         judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
-    if (many := Judge.many(site, device)) is not None:  # with the counts above, a multiprocessor has at most one tile
+    # With the numbers of rows above, each multiprocessor computes at most one tile
+    if (many := Judge.many(site, device)) is not None:
         counts.append(many.inputs[0].shape[:2].numel())
         errors += many.errors(many.call(function))
     worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
@@ -356,8 +364,8 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 
 
 def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the generated function of each score and mask against its f64 reference. Inputs have random shapes, and
-    are longer than the window."""
+    """Compares the generated function of each attention score and mask with its f64 reference. The inputs have random
+    shapes and are longer than the attention window."""
     module = sys.modules[type(loaded.model).__module__]
     calls: dict[str, tuple[Sdpa | SdpaPooled, tuple[TensorType, ...]]] = {}
     for graph in loaded.programs.graphs:
@@ -388,8 +396,8 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the products of 8-bit floats. They are compared with their emulation in f32, and their rounding error is
-    measured against float64."""
+    """Checks the matrix products of 8-bit floats. They are compared with an emulation in f32, and their rounding error
+    against float64 is measured."""
     module = sys.modules[type(loaded.model).__module__]
     sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
     for graph in loaded.programs.graphs:
@@ -418,21 +426,22 @@ def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _with_gradients(function: Callable[..., Any], given: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-    """Returns y, dx and dw of a function of x, a weight and a state, for x, weight and dy."""
+    """Returns the output y and the gradients dx and dw of a function of x, a weight and a state. `given` is (x, weight,
+    dy)."""
     x, weight = (value.detach().requires_grad_() for value in given[:2])
     y = function(x, weight, *state)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), given[2])]
 
 
 def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks a model that separates documents. Each document of a packed row must have the same scores as the document
-    alone."""
+    """Checks a model that separates documents. Each document in a packed row must have the same scores as in a row of
+    its own."""
     marks = {mark for _, mark in spec.model.marks}
     if len(marks) != 1:
         return
     (mark,) = marks
     tokens = min(spec.model.window, 48)
-    if tokens // 4 <= spec.model.unscored:  # a document alone has no token after the prefix
+    if tokens // 4 <= spec.model.unscored:  # in a row of its own, the document has no token after the prefix
         return
     inputs = _batch(loaded, "score", 1, tokens)
     ids, targets = inputs.values()
@@ -460,7 +469,8 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _causality(loaded: Loaded) -> Iterator[Check]:
-    """Checks that a changed token at position j changes no score before j, and at least one score from j on."""
+    """Checks causality: a change of the token at position j must change no score before j, and must change at least one
+    score at or after j."""
     tokens = sample_tokens(loaded.spec, 128)
     inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.scored_input
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
@@ -479,15 +489,15 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 
 
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks that decoding token by token with a cache has the scores of the whole sequence.
+    """Checks that token-by-token decoding with a cache computes the same scores as the whole sequence.
 
-    The largest error against f64 may be three times the error of scoring the whole sequence in the compute dtype. If
-    the cache stores codes, twice the error that rounding to these codes causes in f64 is added to this limit.
+    The limit of the largest error against f64 is three times the error of scoring the whole sequence in the compute
+    dtype. If the cache stores quantized codes, the limit is increased by twice the error that these codes cause in f64.
     """
     programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
     rings = [sum(op.ring) for op in ops if isinstance(op, SdpaCached | SdpaPooledCached) and op.ring is not None]
-    tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # past the end of each window
+    tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # decodes past the end of each window
     inputs = _batch(loaded, "score", 2, tokens)
     model: Any = loaded.model
     exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
@@ -508,7 +518,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 class _Exact:
-    """Runs the programs that extend texts with the references of the ops, in the precision of the weights.
+    """Runs the programs that extend texts. Each op is computed by its reference, in the precision of the weights.
 
     Args:
         programs: the programs of a text model, which are not fused.
@@ -521,14 +531,14 @@ class _Exact:
         self._types = {name: type for name, type in self._program.inputs if name.startswith("cache.")}
 
     def new_cache(self, rows: int, positions: int = 0) -> list[tuple[Tensor, ...]]:
-        """Returns an empty cache for `rows` texts, or with `rows` pages."""
+        """Returns an empty cache for `rows` texts. A paged cache has `rows` pages."""
         some = next(iter(self._weights.values()))
         sizes = {"B": rows, "S": positions, "P": rows}
         dtypes = {name: some.dtype if type.floating else DTYPES[type.dtype] for name, type in self._types.items()}
         return [tuple(some.new_zeros(t.extents(sizes), dtype=dtypes[name]) for name, t in self._types.items())]
 
     def prefill(self, *inputs: Any) -> Tensor:
-        """Runs the program. The last input is the cache, which is updated in place."""
+        """Runs the program. The last input is the cache, which the program updates in place."""
         *given, (cache,) = inputs
         names = [name for name, _ in self._program.inputs if name not in self._types]
         values = dict(zip((*names, *self._types), (*given, *cache), strict=True))
@@ -562,8 +572,8 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text from a cache in pages, like `_stepped_text`. Rows join one after the other, with tables in reverse
-    order."""
+    """Scores a text with a paged cache, like `_stepped_text`. Rows are added one after the other, and their page tables
+    are in reverse order."""
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)
     cache = model.new_cache(len(ids) * each)
@@ -580,7 +590,8 @@ def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Te
 
 
 def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a target line token by token. Returns all positions, and the nats at each, [B, T], 0 at padding."""
+    """Scores a target line token by token. Returns all positions, and the nats at each position, [B, T], with 0 at
+    padding."""
     state, inputs = model.encode(source), shifted(target)
     starts = (torch.tensor(t, device=source.device) for t in range(tokens))
     logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
@@ -588,11 +599,11 @@ def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: 
 
 
 def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
-    """Returns the nats of targets [B, T], for a list of the logits at each position."""
+    """Returns the nats of targets [B, T]. `logits` contains the logits of each position."""
     return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
-# The function that scores sequences step by step, by the name of the program that extends a sequence.
+# The functions that score sequences step by step, by the name of the program that extends a sequence.
 STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {
     "prefill": _stepped_text,
     "step": _stepped_pages,

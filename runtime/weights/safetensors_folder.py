@@ -12,7 +12,7 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.errors import IntegrityError
 from specc.runtime.weights.source import Kind, StartError
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes that have values in f32, up to rounding
+FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes that can be converted to f32, up to rounding
 SUFFIX = ".safetensors"
 
 

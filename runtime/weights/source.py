@@ -1,4 +1,4 @@
-"""Sources of weights: tensors by name, which are read one at a time."""
+"""Sources of weights. A source provides tensors by name, which are read one at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Kind = Literal["run", "artifact", "hugging_face", "safetensors"]
 
 
 class StartError(RuntimeFailure):
-    """The weights to start from do not exist, or do not fit the model."""
+    """Raised if the weights to start from do not exist, or do not fit the model."""
 
     code = "U007"
     exit_code = 2
@@ -24,9 +24,9 @@ class Weights(Protocol):
     """Tensors by name.
 
     Attributes:
-        kind: the format that they are read from.
+        kind: the format of the files.
         step: the step of the checkpoint of a run; None for files.
-        spec: the spec that they were trained with; None if it is unknown.
+        spec: the spec with which they were trained; None if it is unknown.
         shapes: the shapes by name. They are known before any tensor is read.
     """
 
@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights of a model of specc, f32 by parameter name. All of them are verified before the first is read."""
+    """The weights of a specc model, f32, by parameter name. All of them are verified before the first is read."""
 
     path: Path
     kind: Kind

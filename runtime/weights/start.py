@@ -15,25 +15,25 @@ from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.weights.open import open_weights
 from specc.runtime.weights.source import StartError
 
-SHOWN = 6  # names in a message
+SHOWN = 6  # the most names in a message
 
 
 def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> StartRecord:
     """Copies weights into the parameters of a model.
 
     Args:
-        start: the source, and the patterns of the names to take.
-        model: has f32 parameters, with initial values.
+        start: the source, and the patterns of the names to load.
+        model: the model, whose parameters are f32 and have initial values.
         spec: the spec of the model.
-        say: called with a line about the parameters that were taken, and about damaged checkpoints and other
-            tokenizers.
+        say: a function that is called with each message: about the loaded parameters, a damaged checkpoint, or a
+            different tokenizer.
 
     Returns:
-        The record of what was taken.
+        A record of what was loaded.
 
     Raises:
         StartError: a selected name is missing in the model or in the files, a shape differs, a pattern selects nothing,
-            or a value is not finite. The model is unchanged.
+            or a value is not finite. In all these cases the model is unchanged.
         Others: the errors of `open_weights`.
     """
     path = Path(start.path)
@@ -66,7 +66,8 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
 def _require_fit(
     start: StartSpec, path: Path, model: Mapping[str, tuple[int, ...]], source: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises StartError, which lists all differences, unless the selected names and shapes of both are equal."""
+    """Raises StartError, which lists all differences, unless the model and the source have the same selected names with
+    the same shapes."""
     names = dict.fromkeys([*model, *source])
     idle = [p for p in (*start.take, *start.skip) if not any(matches(p, name) for name in names)]
     if idle:
@@ -90,7 +91,7 @@ def _require_fit(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Returns the first names, and the number of the others."""
+    """Lists the first names, and states the number of the others."""
     listed = list(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return ", ".join(listed[:SHOWN]) + more
