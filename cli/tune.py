@@ -37,8 +37,9 @@ def command(
     interrupted search resumes where it stopped. Candidates that do not compile, spill registers or are less accurate
     than plain Torch are listed with the reason.
 
-    With --set, the results are added to the same lock. An entry applies only to the node that was measured. Library
-    matrix products are measured too, and, without --only, also whole training steps. PLAN.md shows these times.
+    With --set, the results are added to the same lock. An entry applies only to the node that was measured.
+
+    Library matrix products are measured too, and, without --only, also whole training steps. PLAN.md shows these times.
     """
     if rest and (only or compile_only or fresh):
         raise click.UsageError("--rest searches no tiles: use it without --only, --compile-only and --fresh")

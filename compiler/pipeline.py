@@ -189,10 +189,11 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
 
 
 def deployed(spec: Spec, target: str) -> Programs | None:
-    """Returns the programs that run from an artifact, if some matrix products are computed on int8 codes. Otherwise
-    returns None: the weights of the artifact are then dequantized to floats for the ordinary programs. Fusion points of
-    the spec do not apply to deployed programs: the operations after an int8 product become its epilogue. Raises
-    LoweringError if the spec cannot be lowered.
+    """Returns the programs that run from an artifact, if some matrix products are computed on int8 codes.
+
+    Otherwise returns None: the weights of the artifact are then dequantized to floats for the ordinary programs. Fusion
+    points of the spec do not apply to deployed programs: the operations after an int8 product become its epilogue.
+    Raises LoweringError if the spec cannot be lowered.
     """
     schemes = allocation(spec.quant, lower(spec, target).stored)
     return run(spec, target, form="deployed") if any(scheme.integer for scheme in schemes.values()) else None
@@ -208,8 +209,9 @@ def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
 
 
 def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
-    """Plans a sequence-to-sequence model that decodes without a cache. Raises ValueError if the model cannot be
-    rewritten to do so, and LoweringError if the spec cannot be lowered.
+    """Plans a sequence-to-sequence model that decodes without a cache.
+
+    Raises ValueError if the model cannot be rewritten to do so, and LoweringError if the spec cannot be lowered.
     """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)

@@ -1,5 +1,6 @@
-"""The compilation targets and their features. Each target is a row of data. No other code of the compiler depends on
-the name of a target.
+"""The compilation targets and their features.
+
+Each target is a row of data. No other code of the compiler depends on the name of a target.
 """
 
 from dataclasses import dataclass

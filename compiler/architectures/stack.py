@@ -50,8 +50,9 @@ class Stack:
 
     @cached_property
     def shown(self) -> Sequence[tuple[str, ...]]:
-        """For each block, the titles of the attention layers whose values `v` the block returns. A layer is listed if
-        an expression of any block reads its values with `value(...)`.
+        """For each block, the titles of the attention layers whose values `v` the block returns.
+
+        A layer is listed if an expression of any block reads its values with `value(...)`.
         """
         read = {v.layer for block in self.blocks.every for v in block.circuit.earlier if v.function == VALUE}
         return [

@@ -2,16 +2,16 @@
 
 Strategies, in order of preference:
 
-linear      The derivative depends only on constants and operands. Nothing is saved. output      The derivative is a
-function g(y) of the output, which is in memory anyway. f must be a chain of
+linear      The derivative depends only on constants and operands. Nothing is saved.
+output      The derivative is a function g(y) of the output, which is in memory anyway. f must be a chain of
             invertible maps (times a constant, or to a power if the base is >= 0) around one function whose
             derivative is a function of its own value. Because y may be rounded to bf16, g must be homogeneous of degree
             at most 2: the gradient then has at most twice the relative error of y, and rounding does not change the
             sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do not:
             y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
 derivative  The derivatives are saved as extra outputs, so that the backward pass is one multiplication without a
-branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper. inputs      Like derivative,
-but the saved values are the inputs themselves, as for x * gate.
+            branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper.
+inputs      Like derivative, but the saved values are the inputs themselves, as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
 

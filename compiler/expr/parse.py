@@ -1,5 +1,6 @@
-"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types. The text is never
-evaluated as Python.
+"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types.
+
+The text is never evaluated as Python.
 """
 
 import ast

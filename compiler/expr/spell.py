@@ -113,9 +113,10 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """Common base of the printers of the three target languages. Floats are printed with a decimal point or exponent.
-    With `whole`, all numbers are whole and are printed without a decimal point. Otherwise, `inner` prints the
-    whole-number subexpressions.
+    """Common base of the printers of the three target languages.
+
+    Floats are printed with a decimal point or exponent. With `whole`, all numbers are whole and are printed without a
+    decimal point. Otherwise, `inner` prints the whole-number subexpressions.
     """
 
     language: ClassVar[str]

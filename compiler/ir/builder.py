@@ -97,8 +97,9 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """Returns, for error messages, the name of the node that determines the number of features of a value. The
-        search goes back through ops that preserve the number of features, such as norms, and from an input of a
+        """Returns, for error messages, the name of the node that determines the number of features of a value.
+
+        The search goes back through ops that preserve the number of features, such as norms, and from an input of a
         function to the caller.
         """
         by_name = {node.name: node for node in self.nodes}

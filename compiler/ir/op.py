@@ -203,8 +203,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A gradient that is stored as two factors: `value`, and the scalar `by`, f32[]. Because every derivative rule is
-    linear, the multiplication can be deferred until the gradient leaves the group.
+    """A gradient that is stored as two factors: `value`, and the scalar `by`, f32[].
+
+    Because every derivative rule is linear, the multiplication can be deferred until the gradient leaves the group.
     """
 
     value: str

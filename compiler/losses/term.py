@@ -50,8 +50,9 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds further targets for the same logits, i64 [B, T], and returns them by name. A target is -1 where there is
-        none. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
+        """Adds further targets for the same logits, i64 [B, T], and returns them by name.
+
+        A target is -1 where there is none. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
 
         Args:
             b: the builder of the program.

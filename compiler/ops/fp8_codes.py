@@ -1,5 +1,6 @@
-"""The parts of `Fp8Linear` with delayed scaling: the rounding of a factor to codes, and the three products of codes. In
-a fused group, the kernel that computes a factor can therefore write its codes.
+"""The parts of `Fp8Linear` with delayed scaling: the rounding of a factor to codes, and the three products of codes.
+
+In a fused group, the kernel that computes a factor can therefore write its codes.
 """
 
 from collections.abc import Sequence

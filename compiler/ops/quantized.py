@@ -94,8 +94,10 @@ class QuantizeRows(Op):
 
 
 class Int8Product(Op):
-    """The base class of ops that multiply by stored i8 codes w [N, K]. The codes are the input at index `stored`. The
-    plan selects a kernel for such an op inside and outside of fused groups.
+    """The base class of ops that multiply by stored i8 codes w [N, K].
+
+    The codes are the input at index `stored`. The plan selects a kernel for such an op inside and outside of fused
+    groups.
     """
 
     matrix: ClassVar[bool] = True

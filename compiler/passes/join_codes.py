@@ -10,8 +10,9 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_codes(graph: Graph) -> Graph:
-    """Returns the graph, in which a node that rounds a product to codes becomes a part of the product's epilogue. The
-    unrounded result remains an output only if another node reads it.
+    """Returns the graph, in which a node that rounds a product to codes becomes a part of the product's epilogue.
+
+    The unrounded result remains an output only if another node reads it.
     """
     for node in graph.nodes:
         if not isinstance(node.op, Fp8Codes):

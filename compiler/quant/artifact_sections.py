@@ -1,7 +1,8 @@
-"""The layout of an artifact's sections, derived from the arrays that a spec stores. The runtime's `artifact` package
-defines the file format. Arrays whose names differ only in numbers have the same role, such as the codes of all
-`blocks.*.mlp.up`. The arrays with one role are concatenated along rows into one stream. Small roles of the same kind
-share a stream. A stream is cut between rows into sections.
+"""The layout of an artifact's sections, derived from the arrays that a spec stores.
+
+The runtime's `artifact` package defines the file format. Arrays whose names differ only in numbers have the same role,
+such as the codes of all `blocks.*.mlp.up`. The arrays with one role are concatenated along rows into one stream. Small
+roles of the same kind share a stream. A stream is cut between rows into sections.
 """
 
 import re

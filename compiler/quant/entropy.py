@@ -24,8 +24,9 @@ def normal_bits(clip: float, top: int) -> float:
 
 
 def normal_clip(columns: int, quantile: float = 1.0) -> float:
-    """Returns the approximate `quantile` of the magnitudes of `columns` standard normal values. For quantile 1, it
-    returns the median of the largest magnitude.
+    """Returns the approximate `quantile` of the magnitudes of `columns` standard normal values.
+
+    For quantile 1, it returns the median of the largest magnitude.
     """
     from statistics import NormalDist  # imported here because the import is slow and only `allocate` needs it
 

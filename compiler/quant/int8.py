@@ -27,10 +27,12 @@ FAINTEST = 2.0**-12
 
 
 class Int8(PerRow):
-    """Matrix products that are computed on int8 codes. A weight [N, K] is stored as codes in [-127, 127] with one scale
-    s_w per row. The input of the product is quantized with one scale s_in, which is the largest magnitude during
-    calibration divided by 127. The bias of the product is int32, round(b / (s_in * s_w)), and is added exactly to the
-    int32 sums. All codes are symmetric, without a zero point.
+    """Matrix products that are computed on int8 codes.
+
+    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. The input of the product is quantized
+    with one scale s_in, which is the largest magnitude during calibration divided by 127. The bias of the product is
+    int32, round(b / (s_in * s_w)), and is added exactly to the int32 sums. All codes are symmetric, without a zero
+    point.
 
     Attributes:
         weights: `per_tensor` uses one scale for all rows of a matrix.
@@ -125,8 +127,9 @@ class Int8(PerRow):
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. For an input of
-        zeros, the scale is 1 / 127.
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each.
+
+        For an input of zeros, the scale is 1 / 127.
 
         The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over k,
         and `a` is the value of EXPONENTS that minimizes the expected squared error of all sums. The error is the sum

@@ -336,9 +336,10 @@ def _begin(
     attributes: dict[str, frozenset[int]],
     conditions: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and the flags among its arguments. The attributes that the
-    method needs are added to `attributes`, each with the blocks in which it is true. The names of all conditions that
-    the method reads are added to `conditions`.
+    """Returns the method that creates the state of a block, and the flags among its arguments.
+
+    The attributes that the method needs are added to `attributes`, each with the blocks in which it is true. The names
+    of all conditions that the method reads are added to `conditions`.
     """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])

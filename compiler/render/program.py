@@ -200,8 +200,10 @@ def _new_state(body: Body) -> str:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """Returns preferred names. The result of a loop over blocks is `x`. If all blocks also receive the initial value as
-    an argument, the initial value has the name of this argument.
+    """Returns preferred names.
+
+    The result of a loop over blocks is `x`. If all blocks also receive the initial value as an argument, the initial
+    value has the name of this argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:

@@ -228,8 +228,9 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Yields, for each matrix product or attention outside of fused groups, the reason why each fusion refuses it. Only
-    fusions that can contain the op are listed.
+    """Yields, for each matrix product or attention outside of fused groups, the reason why each fusion refuses it.
+
+    Only fusions that can contain the op are listed.
     """
     for graph in programs.graphs:
         if graph.name not in programs.whole[:1] and not graph.name.endswith((".forward", ".step")):

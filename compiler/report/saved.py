@@ -22,9 +22,10 @@ _F32 = BYTES["f32"]
 
 
 def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
-    """Maps each view to the value that it is a view of. A node returns views if it has one input, computes nothing, and
-    preserves the dtype and, over all of its outputs, the number of elements. If `parts` is false, a node with several
-    outputs returns no views.
+    """Maps each view to the value that it is a view of.
+
+    A node returns views if it has one input, computes nothing, and preserves the dtype and, over all of its outputs,
+    the number of elements. If `parts` is false, a node with several outputs returns no views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:

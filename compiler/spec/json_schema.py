@@ -20,8 +20,9 @@ _TAGS = ("kind", "scheme", "metric")
 
 
 class _ForEditors(GenerateJsonSchema):
-    """Generates the schema with the descriptions of all fields, and without titles that only repeat a key. Each member
-    of a union requires its tag, except the default member, which applies to a section without a tag.
+    """Generates the schema with the descriptions of all fields, and without titles that only repeat a key.
+
+    Each member of a union requires its tag, except the default member, which applies to a section without a tag.
     """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:

@@ -84,6 +84,7 @@ def _scalar(value: Any) -> str:
 
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
     """Returns whether the source states a value, and the longest prefix of the value's path that exists in the source.
+
     A value also counts as stated if it was derived from a shorter form, such as a text in place of a mapping.
     """
     value = source.data

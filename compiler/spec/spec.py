@@ -111,8 +111,9 @@ class Allocate(StrictModel):
 
 
 class Correct(StrictModel):
-    """A low-rank correction, stored in 2 and 4 bits (LQER), for the tensors with the largest quantization errors. The
-    errors are measured with the bits that `allocate` or `promote` chooses. After the correction, the bits of all
+    """A low-rank correction, stored in 2 and 4 bits (LQER), for the tensors with the largest quantization errors.
+
+    The errors are measured with the bits that `allocate` or `promote` chooses. After the correction, the bits of all
     tensors are chosen again.
 
     Attributes:

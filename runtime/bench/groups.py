@@ -1,5 +1,7 @@
-"""Measures every fused group as a whole, and the same function in plain Torch. Two things are timed: the forward pass
-as in training, and the forward pass followed by the backward pass."""
+"""Measures every fused group as a whole, and the same function in plain Torch.
+
+Two things are timed: the forward pass as in training, and the forward pass followed by the backward pass.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

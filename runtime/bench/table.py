@@ -6,13 +6,14 @@ A rate is total work divided by total time. Terms of the table:
   teacher forcing. On a GPU, the step is compiled and captured as a CUDA graph, and batches are transferred during
   computation.
 - A validation step decodes `train.batch` lines of the held-out split greedily and compares each with its target, from
-text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
-`eval.lines` to the lines of an epoch. There is at least one validation step.
-- tokens: the tokens of sources and targets, including stop tokens, without padding. overall: all steps of training and
-validation, divided by their seconds. - compile: the seconds before the clock starts. Code is rendered and compiled,
-graphs are captured, and the validation lines are decoded once. - With the cache, a decoder stores the keys, values and
-states of previous tokens. Without the cache, it runs again over all previous tokens for each token. The encoder runs
-once per line in both cases.
+  text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
+  `eval.lines` to the lines of an epoch. There is at least one validation step.
+- The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding. `overall` is the
+  work of all training and validation steps, divided by their seconds.
+- `compile` is the number of seconds before the clock starts. Code is rendered and compiled, graphs are captured, and
+  the validation lines are decoded once.
+- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
+  all previous tokens for each token. The encoder runs once per line in both cases.
 """
 
 import tempfile

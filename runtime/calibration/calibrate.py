@@ -156,9 +156,10 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """Returns the Hessian X^T X of each weight, averaged over all tokens. A weight has several calls per token if its
-    block runs more than once; its Hessian is the sum over these calls. Each expert has a Hessian of the rows that are
-    routed to it, also averaged over all tokens.
+    """Returns the Hessian X^T X of each weight, averaged over all tokens.
+
+    A weight has several calls per token if its block runs more than once; its Hessian is the sum over these calls. Each
+    expert has a Hessian of the rows that are routed to it, also averaged over all tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.

@@ -86,9 +86,10 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target that `choose_target` selects. With `gpus`, it is the CPU only if `wanted` names the CPU.
-    Raises the errors of `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs of this
-    machine.
+    """Returns the target that `choose_target` selects.
+
+    With `gpus`, it is the CPU only if `wanted` names the CPU. Raises the errors of `choose_target`, and
+    EnvironmentFailure if none of the spec's targets runs on the GPUs of this machine.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":

@@ -39,8 +39,9 @@ class Stopped(Exception):
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end. It has no effect outside
-    of the main thread, because Python sets signal handlers only there.
+    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
+
+    It has no effect outside of the main thread, because Python sets signal handlers only there.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}

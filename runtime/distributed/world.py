@@ -92,8 +92,9 @@ class World:
         return replace(self, device=gpu, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` with its sum over all ranks, which is bitwise equal on all ranks. The host does
-        not wait for a GPU.
+        """Replaces a tensor on `device` with its sum over all ranks, which is bitwise equal on all ranks.
+
+        The host does not wait for a GPU.
         """
         if self.size > 1:
             with _peers():

@@ -123,6 +123,7 @@ class Masters:
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
         """Switches the model to quantized weights, i.e. the values that a scheme would store without calibration data.
+
         Every later `refresh` writes quantized values. Gradients are computed at the quantized values and applied
         unchanged to the masters, which is the straight-through estimator (Bengio et al. 2013). A call with the current
         schemes does nothing.
@@ -217,8 +218,9 @@ class Masters:
         world: World = _ALONE,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Replaces the sums of this process with means over all micro-batches of all processes, and clips them. The
-        host does not wait for the GPU. The sums over processes overlap on the GPU.
+        """Replaces the sums of this process with means over all micro-batches of all processes, and clips them.
+
+        The host does not wait for the GPU. The sums over processes overlap on the GPU.
 
         Args:
             micro_batches: the number of micro-batches of one process.

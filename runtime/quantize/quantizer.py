@@ -143,8 +143,9 @@ class Quantizer:
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
-        """Returns the estimated rise of the loss, in nats per token, for each parameter with each of its schemes. All
-        rises are estimated in one pass over the calibration text.
+        """Returns the estimated increase in the loss, in nats per token, for each parameter with each of its schemes.
+
+        All rises are estimated in one pass over the calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.

@@ -95,9 +95,10 @@ class State(StrictModel):
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
-    """Commits `snapshot` as `folder/step_NNNNNNNN`, then removes all checkpoints except the `keep` newest. A valid
-    checkpoint of the same step is left unchanged, and a damaged one is replaced. Raises EnvironmentFailure if the
-    checkpoint cannot be written, and ValueError if `keep` is below 2.
+    """Commits `snapshot` as `folder/step_NNNNNNNN`, then removes all checkpoints except the `keep` newest.
+
+    A valid checkpoint of the same step is left unchanged, and a damaged one is replaced. Raises EnvironmentFailure if
+    the checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")

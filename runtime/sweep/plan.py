@@ -1,5 +1,6 @@
-"""Plans the runs of a sweep file: their names, overrides and checked specs. This module starts no runs and does not
-import torch, so that a sweep can be checked on any machine.
+"""Plans the runs of a sweep file: their names, overrides and checked specs.
+
+This module starts no runs and does not import torch, so that a sweep can be checked on any machine.
 """
 
 import hashlib
@@ -78,8 +79,8 @@ class PlannedSweep:
         model: the name of the model, which is also the name of its lock.
         targets: the targets of the spec, or the single target of the sweep.
         data: the data as for `specc train --data`; None for the default data of the spec.
-        target: the target of all runs; None for the best target of the machine. runs, quantizations: the runs and
-        quantizations, in the order of the file.
+        target: the target of all runs; None for the best target of the machine.
+        runs, quantizations: the runs and quantizations, in the order of the file.
         values: for each setting, the value of each path of the grid.
         metric: the name of the metric of the spec.
     """

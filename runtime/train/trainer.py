@@ -1,5 +1,7 @@
-"""The trainer, which performs single steps of training and holds the state of a run. A step computes gradients over
-micro-batches and updates the weights. loop.py decides when to step, validate, save and restore.
+"""The trainer, which performs single steps of training and holds the state of a run.
+
+A step computes gradients over micro-batches and updates the weights. loop.py decides when to step, validate, save and
+restore.
 """
 
 import math

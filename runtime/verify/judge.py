@@ -172,8 +172,10 @@ class Judge:
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Returns the errors of every output. An error is infinite if the shape of the output is wrong or a value is
-        not finite. If the outputs come from `call`, values that the kernel did not write are NaN.
+        """Returns the errors of every output.
+
+        An error is infinite if the shape of the output is wrong or a value is not finite. If the outputs come from
+        `call`, values that the kernel did not write are NaN.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 

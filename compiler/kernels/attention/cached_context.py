@@ -104,10 +104,10 @@ class CachedContext:
         decode: The conversion of loaded keys and values.
         weights: The weights of values.
         unit: The value of one unit of the sums of values.
-        inside: The condition on channels of values, as text to append to another condition. finish_whole, finish_parts:
-        Lines that complete the denominator, for all keys, and for parts of them. element, stored: The dtypes of the
-        operands of products, and of y. sizes, launched_sizes: Lines that define the sizes that the function and the
-        launch read.
+        inside: The condition on channels of values, as text to append to another condition.
+        finish_whole, finish_parts: Lines that complete the denominator, for all keys, and for parts of them.
+        element, stored: The dtypes of the operands of matrix products, and of y.
+        sizes, launched_sizes: Lines that define the sizes that the function and the launch read.
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts.
         arguments, join_arguments: The arguments of the launches.

@@ -75,8 +75,10 @@ class Dispatch(Moves):
 
 @dataclass(frozen=True, slots=True)
 class OfExperts(Moves):
-    """Selects, for each sorted row, the value of the row's expert. The result is [B, T, K, N], for values [E, N] of all
-    experts. Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
+    """Selects, for each sorted row, the value of the row's expert.
+
+    The result is [B, T, K, N], for values [E, N] of all experts. Further inputs are the experts i64[B, T, K] of the
+    tokens, and `order` of SortByExpert.
     """
 
     name: ClassVar[str] = "of_experts"

@@ -102,8 +102,9 @@ POOLINGS: Mapping[str, Pooling] = MappingProxyType(
 
 
 def priority(position: int, seed: int) -> int:
-    """Returns the sampling priority of a token: a 32-bit hash of its position and the seed. Each step of the hash is
-    invertible, so two positions below 2**32 never have the same priority.
+    """Returns the sampling priority of a token: a 32-bit hash of its position and the seed.
+
+    Each step of the hash is invertible, so two positions below 2**32 never have the same priority.
     """
     word = (position ^ seed) & WORD
     for multiplier in MULTIPLIERS:

@@ -1,5 +1,6 @@
-"""SLOT: a vector that is added to the last hidden states, and that is fitted for each window or group of windows. This
-file has the published method and a causal variant.
+"""SLOT: a vector that is added to the last hidden states, and that is fitted for each window or group of windows.
+
+This file has the published method and a causal variant.
 """
 
 from collections.abc import Iterator

@@ -103,9 +103,10 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
-    """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR). False if there are few
-    blocks. Small strides do so, and strides close to a simple fraction of the number of blocks. A training step would
-    then contain adjacent windows.
+    """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR).
+
+    False if there are few blocks. Small strides do so, and strides close to a simple fraction of the number of blocks.
+    A training step would then contain adjacent windows.
     """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
