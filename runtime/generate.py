@@ -190,7 +190,7 @@ def generate_many(
     """
     tokenizer, window, page = opened.tokenizer, opened.spec.model.window, page_of(opened.spec)
     if not page:
-        raise RunFailure(f"the cache of {opened.spec.name} is not in pages", "open it with `prepared=in_pages`")
+        raise RunFailure(f"the cache of {opened.spec.name} is not paged", "open it with `prepared=in_pages`")
     starts = [_prompt_tokens(opened, prompt, max_tokens, say) for prompt in prompts]
     texts = [(Detokenizer(tokenizer, tokens), list[bytes]()) for tokens in starts]
     pages = pages_for([len(tokens) + max_tokens for tokens in starts], page, window, batch)

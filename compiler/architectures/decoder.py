@@ -362,7 +362,7 @@ class _Lowering:
         not stored as codes."""
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
-                message = f"a cache of e4m3 holds only keys, values and latents; {name} is another state"
+                message = f"an 8-bit cache holds only keys, values and latents, but the model has another state, {name}"
                 hint = "remove `dtype` of the cache, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
@@ -370,7 +370,7 @@ class _Lowering:
         """Raises LoweringError if the model has a state between tokens other than pages of keys and values."""
         for name, type in self.states().items():
             if type.shape[:2] != ("P", page):
-                message = f"a cache in pages holds only keys and values, but the model has another state, {name}"
+                message = f"a paged cache holds only keys and values, but the model has another state, {name}"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 

@@ -118,7 +118,7 @@ class LoweringContext:
         ids: the tokens, i64[B, T].
         start: the number of tokens that precede `ids`, i64[], in a program that extends a sequence.
         positions: the positions of the input's tokens, i64[T].
-        table: the pages of each text, i64[R, N], in a program over a cache in pages.
+        table: the pages of each text, i64[R, N], in a program with a paged cache.
         shared: values that are computed once for all layers, by name.
         cache: the state of this part, by key, in a program that extends a sequence.
         embedded: the input of the first block, [B, T, D].

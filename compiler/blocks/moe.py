@@ -97,7 +97,7 @@ class Moe(FeedForward):
             yield Problem(("top_k",), "S286", message, f"use at most {self.experts}", related)
         if wrong := next((size for size in (self.width(shape.dim), shape.dim) if size % MULTIPLE), None):
             what = "the width of an expert" if wrong == self.width(shape.dim) else "the width of the model"
-            hint = f"choose a multiple of {MULTIPLE}, which products of experts on a GPU need"
+            hint = f"choose a multiple of {MULTIPLE}; the matrix products of experts need it on a GPU"
             yield Problem(("hidden" if self.hidden else "ratio",), "S286", f"{what} is {wrong}", hint)
         if self.experts > 2**15:
             yield Problem(("experts",), "S286", f"{self.experts:,} experts are more than 32,768", "use fewer experts")

@@ -31,7 +31,7 @@ def _starts(text: str) -> float:
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
             return start
-    raise ValueError("a weight must read w, and be 1 where w is 0 or 1, e.g. `1 + w`")
+    raise ValueError("a weight must read w, and must be 1 for w = 0 or for w = 1, as is `1 + w`")
 
 
 NormWeight = Annotated[ExprText, accepted_by(lambda text: text == WEIGHTLESS or _starts(text))]

@@ -70,7 +70,9 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
     _refuse_later_keys(text, condition, numbers, heads, context)
     if prefix and sees_later(str(condition), heads):
         if with_documents(condition, ALWAYS) != condition:
-            message = "a mask of documents lets a query attend to a later key, whose document is not known there"
+            message = (
+                "a mask that reads documents lets a query attend to a later key, whose document is not known there"
+            )
             raise ExprError(message, hint=f"add the condition j <= i: `{CAUSAL} and ...`")
         return str(condition)
     hidden = Logic("and", (Compare("<=", Var("j"), Var("i")), negation(condition)))

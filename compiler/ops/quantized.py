@@ -141,13 +141,15 @@ class Int8Linear(Int8Product):
             raise TypeRuleError(f"takes a matrix [N, K], not {weight}", (1,))
         n, k = self.extent(weight)
         if x.width != k:
-            raise TypeRuleError(f"K is {k} in the weight but its input has {x.width} features ({{input}})", (0, 1))
+            raise TypeRuleError(
+                f"has a weight of {k} columns, but its input has {x.width} features ({{input}})", (0, 1)
+            )
         if k > LARGEST_K:
-            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, but K is {k:,}", (1,))
+            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, but its weight has {k:,} columns", (1,))
         if offset.shape != (n,):
-            raise TypeRuleError(f"N is {n} in the weight but the bias is {offset}", (2,))
+            raise TypeRuleError(f"has a weight of {n} rows, but the bias is {offset}", (2,))
         if n % ALIGNMENT or k % ALIGNMENT:
-            raise TypeRuleError(f"takes multiples of {ALIGNMENT}, but N is {n} and K is {k}", (1,))
+            raise TypeRuleError(f"takes weights whose sizes are multiples of {ALIGNMENT}, not [{n}, {k}]", (1,))
         return (TensorType((*rows(x), n), "i32"),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -53,7 +53,7 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     problems += editor.problems
     for i, rule in enumerate(rules):
         if i not in editor.used:
-            message = f"{rule.match} matches no product of training"
+            message = f"{rule.match} matches no matrix product of training"
             hint = f"the products are {', '.join(list(editor.products)[:8])}"
             problems.append(Problem(_path(i, "match"), "S294", message, hint))
     if problems:
@@ -83,7 +83,7 @@ def _path(rule: int, field: str) -> Path:
 def _unable(target: Target) -> Iterator[Problem]:
     """Yields a problem if the target is a GPU without products of 8-bit floats."""
     if "gpu" in target.features and "fp8_mma" not in target.features:
-        message = f"{target.name} ({target.title}) has no products of 8-bit floats"
+        message = f"{target.name} ({target.title}) cannot multiply 8-bit floats"
         yield Problem(
             _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply 8-bit floats"
         )

@@ -192,7 +192,7 @@ def _dtype(type: TensorType) -> Any:
 
 def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int]) -> None:
     if tuple(value.shape) != type.extents(sizes) or value.dtype != _dtype(type):
-        raise Mismatch(f"{name} is {type} in the plan, but the module makes {value.dtype} {list(value.shape)}")
+        raise Mismatch(f"{name} is {type} in the plan, but the module computes {value.dtype} {list(value.shape)}")
 
 
 @dataclass

@@ -169,7 +169,7 @@ class Int8(PerRow):
         import torch
 
         if weight is None:
-            raise SchemeError("int8 takes a vector only as the bias of a product in int8")
+            raise SchemeError("int8 can store a vector only as the bias of an int8 product")
         scale = steps(weight)
         if scale.shape != bias.shape:
             raise SchemeError(f"it has {len(bias)} elements, but its weight has {len(scale)} rows")

@@ -64,7 +64,7 @@ class Fp8Spec(StrictModel):
         """Yields a problem for delayed scales of rows, because a row holds another token in each step, and for
         `history` without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
-            message = "scales of rows cannot be delayed, because a row stands for other tokens in each step"
+            message = "row scales cannot be delayed, because a row contains other tokens in each step"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
         if self.scaling == "current" and self.history is not None:
             message = "history applies to delayed scales, but scaling is current"

@@ -307,14 +307,16 @@ class Spec(StrictModel):
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
             message = (
-                "masters in bf16 need a model of text; in a model of lines, dropout uses the generator of the rounding"
+                "masters in bf16 need a model of text: dropout in a model of lines uses the generator of the rounding"
             )
             yield Problem(("masters",), "S293", message, "remove masters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
             message = "qat rounds copies of weights in f32, but masters in bf16 have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
         if self.train.precision.tf32 and self.computes_in != "f32":
-            message = f"tf32 changes products in f32, but the model computes in {self.computes_in or 'bf16'} on a GPU"
+            message = (
+                f"tf32 changes f32 matrix products, but the model computes in {self.computes_in or 'bf16'} on a GPU"
+            )
             yield Problem(("tf32",), "S277", message, "remove tf32, or set `compute: f32`")
 
     def problems(self) -> Iterator[Problem]:

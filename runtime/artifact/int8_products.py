@@ -62,15 +62,15 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
     if codes.dtype != "i8":
         yield f"the weight is stored as {codes.dtype}, but its product reads i8"
     if len(codes.shape) != 2 or codes.shape[1] != k:
-        stored_k = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
+        stored_k = f"{codes.shape[1]} columns" if len(codes.shape) == 2 else f"the shape {list(codes.shape)}"
         transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
-        yield f"K is {stored_k} in the weight but its input has {k} features ({source.maker}){transposed}"
+        yield f"the weight has {stored_k}, but its input has {k} features ({source.maker}){transposed}"
     if codes.shape[0] != n:
-        yield f"N is {codes.shape[0]} in the weight, and the model has {n}"
+        yield f"the weight has {codes.shape[0]} rows, and the model has {n}"
     if codes.order != ROWS:
         yield f"the weight [{n}, {k}] is stored by {codes.order}, and read by {ROWS}"
     if scale.shape != (n,):
-        yield f"N is {n} in the weight, but its scales have the shape {list(scale.shape)}"
+        yield f"the weight has {n} rows, but its scales have the shape {list(scale.shape)}"
     if input_scale.shape not in ((1,), (k,)):
         yield f"its input has {k} features ({source.maker}), but input scales of shape {list(input_scale.shape)}"
     if not bias:
@@ -79,9 +79,9 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
         yield f"the bias is stored as {bias[0].dtype}, but is added to i32 sums"
     if bias[0].shape != (n,):
         size = f"{bias[0].shape[0]} numbers" if len(bias[0].shape) == 1 else f"the shape {list(bias[0].shape)}"
-        yield f"N is {n} in the weight but its bias has {size}"
+        yield f"the weight has {n} rows, but its bias has {size}"
     if bias[1].shape != (n,):
-        yield f"N is {n} in the weight, but the scales of its bias have the shape {list(bias[1].shape)}"
+        yield f"the weight has {n} rows, but the scales of its bias have the shape {list(bias[1].shape)}"
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:

@@ -174,7 +174,7 @@ def measure(
     contexts = contexts or sorted({min(size, window) for size in CONTEXTS[device.type]})
     if wrong := [size for size in contexts if not LEAST <= size <= window]:
         message = f"a context of {wrong[0]} tokens is not in the range of {spec.name}, {LEAST} to {window}"
-        raise RunFailure(message, "name others with --context")
+        raise RunFailure(message, "choose other lengths with --context")
     if timed is not None and timed > min(contexts) - 2:
         message = f"a context of {min(contexts)} tokens is too short for {timed} timed tokens after two prompt tokens"
         raise RunFailure(message, f"set --tokens to at most {min(contexts) - 2}")

@@ -20,7 +20,8 @@ def where(layers: Iterable[int], count: int) -> str:
     text = " or ".join(_runs(sorted(chosen)))
     if len(text) > LONGEST:
         raise ConfigError(
-            f"the layers {sorted(chosen)[:12]}... differ in no pattern", "a spec needs a formula of layer"
+            f"the layers {sorted(chosen)[:12]}... differ, but not in a regular pattern",
+            "a spec needs a condition on `layer`",
         )
     return text
 

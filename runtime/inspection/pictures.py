@@ -218,7 +218,9 @@ def _norms(result: Inspection) -> "Figure":
 
 def _sensitivity(result: Inspection) -> "Figure":
     """Draws the measured rises over the blocks, and against the estimates."""
-    figure = _figure(12, 5, f"{result.name}: rise of bits per byte if one matrix is quantized, step {result.step:,}")
+    figure = _figure(
+        12, 5, f"{result.name}: increase in bits per byte if one matrix is quantized, step {result.step:,}"
+    )
     over, against = figure.subplots(1, 2)
     several = len({row.bits for row in result.sensitivity}) > 1
     rises = [(f"{row.name}{f', {row.bits:g} bits' if several else ''}", row.rise) for row in result.sensitivity]

@@ -26,7 +26,7 @@ class Sensitivity:
         scheme: the label of the quantization scheme.
         bits: bits per value.
         mse: the mean squared error of the quantized values.
-        rise: the measured rise of bits per byte on the text, compared with the model without quantization.
+        rise: the measured increase in bits per byte on the text, compared with the model without quantization.
         estimate: the rise in bits per byte according to the second-order estimate of bit allocation (`added_nats`).
     """
 

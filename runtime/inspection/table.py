@@ -71,7 +71,7 @@ def tables(result: Inspection) -> Iterator[str]:
     if result.sensitivity:
         assert result.scored is not None
         over = f"{result.scored['tokens']:,} tokens at {result.scored['bpb']:.4f} bits per byte"
-        yield f"sensitivity  rise of bits per byte if only this matrix is quantized, on {over}"
+        yield f"sensitivity  increase in bits per byte if only this matrix is quantized, on {over}"
         yield _aligned(
             ("matrix", "scheme", "MSE", "measured", "estimated", "ratio"),
             [

@@ -145,7 +145,7 @@ class Quantizer:
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
         """Returns the estimated increase in the loss, in nats per token, for each parameter with each of its schemes.
 
-        All rises are estimated in one pass over the calibration text.
+        They are estimated in one pass over the calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
@@ -171,7 +171,7 @@ class Quantizer:
     def overdamped(self, schemes: Mapping[str, Scheme]) -> list[str]:
         """Returns a line for each parameter whose Hessian needed more damping than its scheme requests."""
         return [
-            f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} mean diagonals"
+            f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} times its mean diagonal"
             for (name, scheme), solution in self.solutions.items()
             if schemes[name] == scheme and solution.damping > solution.requested
         ]

@@ -195,7 +195,7 @@ def solution_line(rows: Sequence[Row]) -> str:
         f"{name} by {solution.damping:g}" for name, solution in solved.items() if solution.damping > solution.requested
     ]
     dead = [f"{solution.dead:,} columns of {name}" for name, solution in solved.items() if solution.dead]
-    parts = [f"{len(solved)} Hessians damped by {requested} mean diagonals"]
+    parts = [f"{len(solved)} Hessians damped by {requested} times their mean diagonals"]
     parts += [f"more where Cholesky failed: {', '.join(more)}"] if more else []
     parts += [f"rounded to nearest, because they had no input: {', '.join(dead)}"] if dead else []
     return "; ".join(parts)

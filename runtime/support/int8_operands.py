@@ -60,10 +60,10 @@ def check_operands(
     """
     n, k = extent
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
-        depth = w.shape[-1] if w.dim() == 2 else list(w.shape)
-        raise ValueError(f"{named(nodes)}: K is {depth} in the weight but its input has {x.shape[-1]} features")
+        depth = f"{w.shape[-1]} columns" if w.dim() == 2 else f"the shape {list(w.shape)}"
+        raise ValueError(f"{named(nodes)}: the weight has {depth}, but its input has {x.shape[-1]} features")
     if w.shape != (n, k):
-        raise ValueError(f"{named(nodes)}: the weight is {list(w.shape)}, and the kernel is for N {n} and K {k}")
+        raise ValueError(f"{named(nodes)}: the weight is {list(w.shape)}, but the kernel is for {[n, k]}")
     rows = x.shape[:-1]
     operands = [Operand("x", x, (*rows, k), torch.int8), Operand("w", w, (n, k), torch.int8)]
     operands += [Operand("offset", offset, (n,), torch.int32)]

@@ -47,7 +47,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     half = 1 << (bits - 1)
     if not 2 <= bits <= 8 or (codes.numel() and not -half <= int(codes.min()) <= int(codes.max()) < half):
-        raise ValueError(f"codes of {bits} bits must be of 2 to 8 bits, from {-half} to {half - 1}")
+        raise ValueError(f"codes of {bits} bits: there must be 2 to 8 bits, and codes from {-half} to {half - 1}")
     lanes = lanes_of(codes.shape[1])
     padded = torch.nn.functional.pad(codes, (0, CODES * lanes - codes.shape[1])).view(-1, CODES, lanes)
     parts: list[Tensor] = []

@@ -174,7 +174,7 @@ class TokenShard:
             DataIntegrityError: the file was truncated after it was opened, or the disk cannot read it.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of a shard of {self.tokens}")
+            raise IndexError(f"tokens [{start}, {start + count}) are not within a shard of {self.tokens}")
         if not self._finalizer.alive:
             raise ValueError(f"{self.path}: the shard is closed")
         wanted = self.form.file_bytes(count) - HEADER_BYTES

@@ -81,7 +81,7 @@ class TokenStream:
     def _parts(self, files: tuple[TokenShard, ...], start: int, count: int) -> Iterator[tuple[TokenShard, int, Tokens]]:
         """Yields (file, offset in the file, values) for the part of [start, start + count) in each file."""
         if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self.tokens}")
+            raise IndexError(f"tokens [{start}, {start + count}) are not within a stream of {self.tokens}")
         index, end = bisect.bisect_right(self.starts, start) - 1, start + count
         while start < end:
             offset = start - self.starts[index]

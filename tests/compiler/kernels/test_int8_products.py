@@ -112,9 +112,9 @@ def test_a_kernel_rejects_what_it_cannot_load() -> None:
 @pytest.mark.parametrize(
     ("x", "w", "offset", "message"),
     [
-        (64, (32, 128), 32, "decoder.proj K is 128 in the weight but its input has 64 features (embed)"),
-        (128, (32, 128), 31, "decoder.proj N is 32 in the weight but the bias is i32[31]"),
-        (128, (31, 128), 31, "decoder.proj takes multiples of 16, but N is 31 and K is 128"),
+        (64, (32, 128), 32, "decoder.proj has a weight of 128 columns, but its input has 64 features (embed)"),
+        (128, (32, 128), 31, "decoder.proj has a weight of 32 rows, but the bias is i32[31]"),
+        (128, (31, 128), 31, "decoder.proj takes weights whose sizes are multiples of 16, not [31, 128]"),
     ],
 )
 def test_a_graph_refuses_what_does_not_fit(x: int, w: tuple[int, int], offset: int, message: str) -> None:

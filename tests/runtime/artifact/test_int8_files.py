@@ -94,33 +94,36 @@ def drop(name: str, suffix: str) -> Callable[[Arrays], None]:
 DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     "transposed": (
         transposed,
-        r"head\.logits: K is 31 in the weight but its input has 16 features \(decoder\..*\): it is stored transposed",
+        r"head\.logits: the weight has 31 columns, but its input has 16 features \(decoder\..*\): it is stored trans",
     ),
     "K": (
         put(WEIGHT, "codes", lambda a: np.zeros((31, 32), np.int8)),
-        r"head\.logits: K is 32 in the weight but its input has 16 features \(decoder\.",
+        r"head\.logits: the weight has 32 columns, but its input has 16 features \(decoder\.",
     ),
     "K of as many bytes": (
         put(WEIGHT, "codes", lambda a: a.reshape(62, 8)),
-        r"head\.logits: K is 8 in the weight but its input has 16 features \(decoder\.",
+        r"head\.logits: the weight has 8 columns, but its input has 16 features \(decoder\.",
     ),
-    "N": (put(WEIGHT, "codes", lambda a: a[:30]), r"head\.logits: N is 30 in the weight, and the model has 31"),
+    "N": (put(WEIGHT, "codes", lambda a: a[:30]), r"head\.logits: the weight has 30 rows, and the model has 31"),
     "N padded": (
         put(WEIGHT, "codes", lambda a: np.pad(a, ((0, 1), (0, 0)))),
-        r"head\.logits: N is 32 in the weight, and the model has 31",
+        r"head\.logits: the weight has 32 rows, and the model has 31",
     ),
-    "bias": (put(BIAS, "codes", lambda a: a[:30]), r"head\.logits: N is 31 in the weight but its bias has 30 numbers"),
+    "bias": (
+        put(BIAS, "codes", lambda a: a[:30]),
+        r"head\.logits: the weight has 31 rows, but its bias has 30 numbers",
+    ),
     "bias of many rows": (
         put(BIAS, "codes", lambda a: np.stack([a] * 6)),
-        r"head\.logits: N is 31 in the weight but its bias has the shape \[6, 31\]",
+        r"head\.logits: the weight has 31 rows, but its bias has the shape \[6, 31\]",
     ),
     "scales": (
         put(WEIGHT, "scale", lambda a: a[:5]),
-        r"head\.logits: N is 31 in the weight, but its scales have the shape \[5\]",
+        r"head\.logits: the weight has 31 rows, but its scales have the shape \[5\]",
     ),
     "scales of the bias": (
         put(BIAS, "scale", lambda a: a[:5]),
-        r"head\.logits: N is 31 in the weight, but the scales of its bias have the shape \[5\]",
+        r"head\.logits: the weight has 31 rows, but the scales of its bias have the shape \[5\]",
     ),
     "input scale": (
         put(WEIGHT, "input_scale", lambda a: np.repeat(a, 3)),

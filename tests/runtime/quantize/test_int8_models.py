@@ -310,13 +310,13 @@ def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) ->
         (
             "head.logits",
             {"codes": wide},
-            r"head\.logits: K is 32 in the weight but its input has 16 features \(decoder",
+            r"head\.logits: the weight has 32 columns, but its input has 16 features \(decoder",
         ),
-        ("head.logits", {"codes": weight["codes"][:30]}, "head.logits: N is 30 in the weight, and the model has 31"),
-        ("head.logits", {"codes": weight["codes"].T}, "head.logits: K is 31 in the weight"),
+        ("head.logits", {"codes": weight["codes"][:30]}, "head.logits: the weight has 30 rows, and the model has 31"),
+        ("head.logits", {"codes": weight["codes"].T}, "head.logits: the weight has 31 columns"),
         ("head.logits", {"codes": weight["codes"].astype(np.float32)}, "the weight is stored as f32"),
-        ("head.logits", {"scale": weight["scale"][:5]}, r"N is 31 in the weight, but its scales have the shape \[5\]"),
-        ("head.logits_bias", {"codes": bias["codes"][:30]}, "N is 31 in the weight but its bias has 30 numbers"),
+        ("head.logits", {"scale": weight["scale"][:5]}, r"the weight has 31 rows, but its scales have the shape \[5\]"),
+        ("head.logits_bias", {"codes": bias["codes"][:30]}, "the weight has 31 rows, but its bias has 30 numbers"),
         ("head.logits_bias", {"codes": bias["codes"].astype(np.float32)}, "the bias is stored as f32"),
         (
             "head.logits_bias",

@@ -260,7 +260,7 @@ def test_the_damping_grows_until_it_works_and_is_told() -> None:
         Row(f"w{i}", "int5 gptq", 5, 0.0, 0.0, 0, 0, None, solution) for i, solution in enumerate((*solutions, None))
     )
     assert solution_line(rows) == (
-        "2 Hessians damped by 0.01 mean diagonals; more where Cholesky failed: w0 by 1; "
+        "2 Hessians damped by 0.01 times their mean diagonals; more where Cholesky failed: w0 by 1; "
         "rounded to nearest, because they had no input: 1 columns of w1"
     )
     assert solution_line(rows[2:]) == ""

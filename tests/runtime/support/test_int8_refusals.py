@@ -74,12 +74,12 @@ def test_operands_that_fit_pass() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"x": torch.zeros(6, 64, dtype=torch.int8)}, "K is 128 in the weight but its input has 64 features"),
-        ({"w": torch.zeros(N, 64, dtype=torch.int8)}, "K is 64 in the weight but its input has 128 features"),
-        ({"w": torch.zeros(K, N, dtype=torch.int8)}, "K is 32 in the weight but its input has 128 features"),
+        ({"x": torch.zeros(6, 64, dtype=torch.int8)}, "the weight has 128 columns, but its input has 64 features"),
+        ({"w": torch.zeros(N, 64, dtype=torch.int8)}, "the weight has 64 columns, but its input has 128 features"),
+        ({"w": torch.zeros(K, N, dtype=torch.int8)}, "the weight has 32 columns, but its input has 128 features"),
         (
             {"w": torch.zeros(31, K, dtype=torch.int8)},
-            r"the weight is \[31, 128\], and the kernel is for N 32 and K 128",
+            r"the weight is \[31, 128\], but the kernel is for \[32, 128\]",
         ),
         ({"w": torch.zeros(K, N, dtype=torch.int8).T}, r"w \[32, 128\] has strides \(1, 32\), rows 1 elements apart"),
         ({"w": torch.zeros(N, 2 * K, dtype=torch.int8)[:, :K]}, r"has strides \(256, 1\), rows 256 elements apart"),
@@ -176,7 +176,7 @@ def test_a_kernel_of_several_nodes_names_them_all(tmp_path: Path) -> None:
     x, *others = operands(site, (6,), 0)
     assert function(x, *others).shape == (6, N)
     with pytest.raises(
-        ValueError, match=r"^one of decoder.cross.q, decoder.cross.k, decoder.cross.v, head.logits: K is"
+        ValueError, match=r"^one of decoder.cross.q, decoder.cross.k, decoder.cross.v, head.logits: the weight"
     ):
         function(x[:, :64], *others)
 
