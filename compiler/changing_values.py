@@ -104,7 +104,7 @@ def change_shares(part: StrictModel) -> tuple[float, ...]:
 
 
 def settled(part: M, share: float) -> M:
-    """Returns a part of a spec, in which each schedule is replaced with its value at a share of the run."""
+    """Replaces each schedule in a part of a spec with its value at a share of the run. Returns the new part."""
     data = part.stated()
     if not any(_points_in(data)):
         return part

@@ -13,11 +13,11 @@ class Target:
     Attributes:
         name: the name in specs, such as `sm90`.
         title: the description of the hardware.
-        dtype: the dtype that the model computes in.
+        dtype: the dtype in which the model computes.
         features: the hardware features that kernels may require, such as `wgmma`.
         languages: the languages of the kernels that run on it.
         shared_memory: bytes of shared memory per thread block.
-        arch: the compute capability that Triton compiles for; 0 on the CPU.
+        arch: the compute capability for which Triton compiles; 0 on the CPU.
         nvcc: the architecture name for CUDA C++; empty on the CPU.
         flops: peak dense operations per second in `dtype`; 0 if unknown.
         bandwidth: peak memory bandwidth in bytes per second; 0 if unknown.

@@ -6,7 +6,7 @@ from specc.compiler.errors import FULL
 
 
 class RuntimeFailure(Exception):
-    """An error that a user can act on.
+    """The base class of errors that the user can fix.
 
     Attributes:
         message: describes the problem and its location.

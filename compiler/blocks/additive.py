@@ -23,7 +23,7 @@ class AdditiveStage(Stage):
     Attributes:
         query: the name of the recurrent stage that gives the query h.
         form: the formula of the score.
-        width: with `form: tanh`, the number of features of the argument of tanh.
+        width: with `form: tanh`, the number of features to which tanh is applied.
     """
 
     kind: Literal["additive"]

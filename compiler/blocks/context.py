@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def size(self) -> Callable[..., int]:
-        """Returns a size as a dim that has a name in generated code; see `Tables.size`."""
+        """Returns a size as a named dim, which generated code refers to by its name; see `Tables.size`."""
         return self.tables.size
 
     @property

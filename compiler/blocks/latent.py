@@ -46,8 +46,9 @@ class Latent(ScoreAndMask):
     keys and values of cached tokens: they multiply q by the key matrix, and the attended latents by the value matrix.
 
     Attributes:
-        kv_rank: the number of features of the latent of keys and values.
-        q_rank: the number of features of a latent of queries; if unset, queries are products of the input.
+        kv_rank: the number of features of the latent from which keys and values are computed.
+        q_rank: the number of features of a second latent, from which queries are computed; if unset, queries are
+            computed from the input.
         head_dim: the channels of q and k per head without positions; if unset, `dim` divided by `heads`.
         rope_dim: the channels of q and k per head with rotary positions.
         v_dim: the channels of v per head; `head_dim` if unset.

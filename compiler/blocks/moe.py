@@ -38,7 +38,8 @@ class Router(StrictModel):
         bias: whether a bias per expert is added to the scores when experts are chosen, but not to the weights. The
             gradient of an expert's bias is the load of the expert minus the mean load. The optimizer `sign` can
             therefore balance the load without a loss (Wang et al. 2024, arXiv 2408.15664).
-        normalize: whether the weights of a token's experts are divided by their sum. The weights are the scores.
+        normalize: whether the weights of a token's experts, which are their scores, are divided by the sum of the
+            weights.
         scale: the factor of the weights.
         groups: the number of groups of experts, of equal sizes. The experts of a token are all from `top_groups` groups
             (DeepSeek-V3, arXiv 2412.19437).

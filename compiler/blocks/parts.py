@@ -134,7 +134,7 @@ Trait = Literal[
 
 
 class Part(StrictModel):
-    """One computation on a value [B, T, D]."""
+    """The base class of layers and stages, which compute one value [B, T, D] from another."""
 
     # The fields that are expressions over attention values, and may read those of earlier blocks.
     over_values: ClassVar[tuple[str, ...]] = ()

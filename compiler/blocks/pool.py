@@ -125,6 +125,6 @@ class Pool(StrictModel):
         return self.block, self.by, self.tokens, self.seed
 
     def state(self, rows: TensorType, context: int) -> Mapping[str, TensorType]:
-        """Returns the types of the state, for a cache of single tokens [B, S, G, C]."""
+        """Returns the types of the state, by name. `rows` is the type of the cache of unpooled keys, [B, S, G, C]."""
         pooled = rows.with_shape("B", self.rows(context), *rows.shape[2:])
         return {"pooled_k": pooled, "pooled_v": pooled}

@@ -40,7 +40,7 @@ class Scaling(StrictModel):
 
     @property
     def multiplier(self) -> float:
-        """The factor that rotated queries and keys are multiplied by."""
+        """The factor by which queries and keys are multiplied after the rotation."""
         return 1.0
 
     def settings(self) -> str:
@@ -114,7 +114,7 @@ class RopeSpec(StrictModel):
     Attributes:
         dims: how many of the first channels of each head are rotated; all if unset.
         base: the base of the powers in the formula above.
-        trained: the number of tokens that `base` was trained on.
+        trained: the context length, in tokens, with which `base` was trained.
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
         turn: the direction. `forward`: a pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t), as in
             the models of Hugging Face Transformers. `backward`: by the opposite angle.
@@ -131,7 +131,7 @@ class RopeSpec(StrictModel):
 
     @property
     def magnitude(self) -> float:
-        """The factor that rotated queries and keys are multiplied by."""
+        """The factor by which queries and keys are multiplied after the rotation."""
         return self.scaling.multiplier if isinstance(self.scaling, Scaling) else 1.0
 
     def angles(self, size: int, context: int) -> RopeAngles:

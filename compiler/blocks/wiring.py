@@ -48,7 +48,7 @@ class Learned(StrictModel):
             in the layer or block: `heads`, `kv_heads`, `head_dim` and `values`, the total width of the value heads.
         of: an expression. Its value is multiplied by a learned matrix [shape, features]. `ids`: looks up a row of a
             learned table [vocabulary, shape] for each token.
-        features: how many of the first features of the value of `of` are read; all if unset.
+        features: how many features of the value `of` are read, starting with the first; all if unset.
     """
 
     init: LayerFormula | Init | None = None

@@ -21,7 +21,7 @@ _WHOLE_NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """The properties of a spec that its checkpoints and artifacts depend on.
+    """The properties of a spec on which its checkpoints and artifacts depend.
 
     Attributes:
         source: the text of the spec.

@@ -61,7 +61,8 @@ class Coded(Protocol):
 
 
 class SpeccError(Exception):
-    """An error that the user can fix. It is shown without a traceback, and the command exits with `exit_code`."""
+    """The base class of errors that the user can fix. They are shown without a traceback, and the command exits with
+    `exit_code`."""
 
     exit_code: ClassVar[int] = EXIT_USAGE
     code: ClassVar[str] = "U002"
@@ -73,14 +74,14 @@ class SpeccError(Exception):
 
 
 class EnvironmentProblem(SpeccError):
-    """An error of the machine: no GPU, no nvcc, a missing package, a full disk."""
+    """Raised for a problem of the machine: no GPU, no nvcc, a missing package, or a full disk."""
 
     exit_code = EXIT_ENVIRONMENT
     code = "E001"
 
 
 class MissingPackage(EnvironmentProblem):
-    """A package is not installed."""
+    """Raised if a package is not installed."""
 
     code = "E002"
 
@@ -92,13 +93,13 @@ class DiskProblem(EnvironmentProblem):
 
 
 class UsageProblem(SpeccError):
-    """A command line is wrong."""
+    """Raised if a command line is wrong."""
 
     code = "U001"
 
 
 class Ended(Exception):
-    """A signal ended the command. `code` is P001 or P002."""
+    """Raised if a signal ended the command. `code` is P001 or P002."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -106,7 +107,7 @@ class Ended(Exception):
 
 
 class Bug(Exception):
-    """An error of specc itself."""
+    """Raised for a bug in specc."""
 
     code: ClassVar[str] = "B001"
     MESSAGE: ClassVar[str] = "this is a bug in specc; please report it with the spec and the command"
@@ -117,7 +118,8 @@ class Bug(Exception):
 
 
 class SpecError(SpeccError):
-    """All problems of a spec, sorted by location. `texts` maps each file in a diagnostic to the text of the file."""
+    """Raised with all problems of a spec, sorted by location. `texts` maps each file in a diagnostic to the text of the
+    file."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
         self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))

@@ -90,7 +90,7 @@ BLOCKS = Positions((*LANGUAGE.whole, "block"), condition=True)
 
 @lru_cache(maxsize=256)
 def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: int, prefix: int = 0) -> str:
-    """Returns the canonical text of the mask of pooled blocks of keys, with the numbers of the model substituted.
+    """Returns the mask that applies to pooled blocks, as canonical text, with the model's numbers substituted.
 
     Args:
         text: the mask, over the position `i` of the query, the first position `j` of the block, the head `h` and the

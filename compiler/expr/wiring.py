@@ -45,8 +45,8 @@ class Wiring:
     Attributes:
         expr: the expression. Its variables are identifiers, which stand for dotted names and for values of earlier
             runs.
-        names: for each variable, the name in the spec that it stands for.
-        earlier: for each variable, the value of an earlier run that it stands for.
+        names: for each variable, the name in the spec that it represents.
+        earlier: for each variable, the value of an earlier run that it represents.
         text: the text of the spec with its names replaced by variables. Columns are those of the spec's text.
     """
 

@@ -102,7 +102,7 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, in which rounding begins after the fraction `begins` of the run."""
+    """Yields the phases of a run. Rounding begins after the fraction `begins` of the run."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):

@@ -17,8 +17,8 @@ def finished(graph: Graph) -> Graph:
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Returns the graphs, in which different epilogues of int8 products have different titles. Without this pass,
-    titles could collide, because a title contains neither scale factors nor operands."""
+    """Gives different titles to different epilogues of int8 products. Returns the new graphs. Without this pass, titles
+    could collide, because a title contains neither scale factors nor operands."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
@@ -37,9 +37,9 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """Returns the graph, in which operands with the shape of a product are copied to contiguous rows, which the kernel
-    requires. Such an operand may be a view, for example of features that are repeated over time. Results of int8
-    products are already contiguous."""
+    """Copies operands that have the shape of a product to contiguous rows, which the kernel requires. Returns the new
+    graph. Such an operand may be a view, for example of features that are repeated over time. Results of int8 products
+    are already contiguous."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:
@@ -62,7 +62,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """Returns the graph, in which an int8 product writes codes directly if its only reader is a quantization."""
+    """Lets an int8 product write codes directly if its only reader is a quantization. Returns the new graph."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

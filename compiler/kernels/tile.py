@@ -1,4 +1,5 @@
-"""The tile of a matrix product that each program computes, and the rule for the default tile."""
+"""The tile of a matrix product, i.e. the part of the result that one thread block computes, and the rule for the
+default tile."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class DocumentStarts(Moves):
-    """The start position, i64[B, T], of the document of each token of ids [B, T].
+    """For each token of ids [B, T], the position at which its document starts, i64[B, T].
 
     A document starts at the position of the last `mark` up to and including the token, or at 0 if there is none.
     """

@@ -89,7 +89,7 @@ class SavedAttentionGrad(Op):
 
     @property
     def forward(self) -> SavedAttention:
-        """The op that this op is the gradient of."""
+        """The op whose gradient this op computes."""
         raise TypeRuleError(f"{self.name} has no forward")
 
     @property

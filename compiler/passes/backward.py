@@ -196,7 +196,7 @@ class Derivation:
             name: The name of the node.
             title: The title of its pointwise op.
             texts: The expression of the gradient of each variable.
-            operands: The ref of the forward value that each variable stands for.
+            operands: For each variable, the ref of the forward value that it represents.
             readable: The ref of the forward value that is read for each variable of an expression.
             grad: The incoming gradient.
 

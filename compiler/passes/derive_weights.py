@@ -12,8 +12,9 @@ from specc.compiler.programs.programs import Programs
 
 
 def derive_weights(programs: Programs) -> Programs:
-    """Returns the programs, in which a function call replaces each matrix that products read and that depends only on
-    parameters, such as a matrix with a folded factor. `Programs.derived` lists the functions."""
+    """Moves the computation of derived weights into functions. A derived weight is a matrix that matrix products read
+    and that depends only on parameters, such as a matrix with a folded factor. Returns the new programs, whose
+    `derived` lists the functions."""
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}
     functions = tuple(_derived(graph, derived) if graph.name in whole else graph for graph in programs.functions)

@@ -51,7 +51,7 @@ class _Scale:
         variable: The variable of the product in the expression of `reader`.
         factor: The factor.
         total: The expression of `reader` without the factor.
-        operands: The ref of the value of each variable of `factor`.
+        operands: For each variable of `factor`, the ref of its value.
     """
 
     reader: Node
@@ -135,7 +135,7 @@ def _factor(term: Expr, variable: str) -> Expr | None:
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
-    """Returns the sum, in which `term` replaces the term that `_term` finds."""
+    """Replaces the term that `_term` finds with `term`. Returns the new sum."""
     match expression:
         case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
             if variable in variables(a):
@@ -185,7 +185,7 @@ def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
 
 
 def _applied(graph: Graph, scale: _Scale) -> Graph:
-    """Returns the graph, in which the factor is multiplied into the matrix instead of applied by the reader."""
+    """Multiplies the factor into the matrix, so that the reader no longer applies it. Returns the new graph."""
     product, reader = scale.product, scale.reader
     matrix = product.inputs[scale.weight]
     added: list[Node] = []

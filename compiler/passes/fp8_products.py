@@ -19,8 +19,8 @@ SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Returns the programs, in which training programs compute the matrix products that `train.precision.fp8` selects
-    in 8-bit floats.
+    """Replaces the matrix products that `train.precision.fp8` selects with products of 8-bit floats, in training
+    programs. Returns the new programs.
 
     Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
     tokens. If a training program and another program call the same function, the training program calls a copy.

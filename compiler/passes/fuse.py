@@ -17,7 +17,7 @@ FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 
 
 def fuse(programs: Programs, points: FusePoints) -> Programs:
-    """Returns the programs, in which one `fused` node replaces the nodes of each fusion point.
+    """Replaces the nodes of each fusion point with one `fused` node. Returns the new programs.
 
     Fusion points apply to the programs in `programs.whole`, which compute whole sequences. Programs that decode one
     token at a time are not fused.
@@ -118,8 +118,8 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
-    """Returns the programs, in which one graph has a single fused node in place of the members of one scope. The fused
-    node has the name of the last member."""
+    """Replaces the members of one scope in one graph with a single fused node. Returns the new programs. The fused node
+    has the name of the last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = shared(programs, build_group(graph, scope, nodes, chunks))

@@ -10,7 +10,7 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_codes(graph: Graph) -> Graph:
-    """Returns the graph, in which a node that rounds a product to codes becomes a part of the product's epilogue.
+    """Makes each node that rounds a product to codes a part of the product's epilogue. Returns the new graph.
 
     The unrounded result remains an output only if another node reads it.
     """
@@ -26,7 +26,7 @@ def join_codes(graph: Graph) -> Graph:
 
 
 def _joined(graph: Graph, source: Node, codes: Node) -> Graph:
-    """Returns the graph, in which the epilogue of `source` computes the node `codes`."""
+    """Moves the node `codes` into the epilogue of `source`. Returns the new graph."""
     op, rounding = source.epilogue, codes.op
     assert isinstance(op, Pointwise) and isinstance(rounding, Fp8Codes)
     i = source.outputs.index(codes.inputs[0])

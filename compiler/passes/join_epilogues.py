@@ -12,8 +12,8 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Returns the graph, in which every pointwise node that is the only reader of a matrix product has become the
-    epilogue of the product.
+    """Makes each pointwise node that is the only reader of a matrix product the epilogue of this product. Returns the
+    new graph.
 
     If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
     pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a small tensor,
@@ -81,8 +81,8 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
 
 
 def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
-    """Returns the epilogue of a product of codes, in which the first variable is multiplied by two scales. The state
-    that holds the scales is the last input."""
+    """Multiplies the first variable of an epilogue by the two scales of a product of codes. Returns the new epilogue.
+    The state that holds the scales is the last input."""
     scale = _free("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
@@ -115,7 +115,7 @@ def _buffers(node: Node) -> tuple[str, ...]:
 
 
 def _composed(graph: Graph, first: Node, second: Node) -> Graph:
-    """Returns the graph, in which the epilogue of `first` also computes `second`. Its outputs are those of `second`,
+    """Moves the node `second` into the epilogue of `first`. Returns the new graph. Its outputs are those of `second`,
     then those of `first` that the graph returns."""
     before, after = first.epilogue, second.op
     assert isinstance(before, Pointwise) and isinstance(after, Pointwise)

@@ -192,7 +192,7 @@ def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
 
 
 def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
-    """Returns the graph, in which one product replaces the layers."""
+    """Replaces the layers with one product. Returns the new graph."""
     first = layers[0]
     matrices = tuple(layer.inputs[1] for layer in layers)
     labels = _labels(layers)

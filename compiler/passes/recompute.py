@@ -16,7 +16,7 @@ PREFIX = "recomputed_"  # the name prefix of the functions
 
 
 def recompute(programs: Programs, train: TrainSpec) -> Programs:
-    """Returns the programs, in which each part of a block that `train.recompute` names is a separate function.
+    """Moves each part of a block that `train.recompute` names into a function of its own. Returns the new programs.
 
     The function keeps the names of the nodes, so that values, weights and random numbers of dropout are unchanged.
     `Programs.recomputed` lists the functions that the backward pass recomputes. For `block`, these are the functions of
@@ -103,7 +103,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
 
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
-    """Returns the function of a block, in which a call replaces the nodes of a part. Adds the function of the part to
+    """Replaces the nodes of a part with a call. Returns the new function of the block. Adds the function of the part to
     `parts`, unless `parts` has an equal one.
 
     Raises ValueError with the reason if the part cannot be a function.

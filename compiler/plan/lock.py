@@ -149,9 +149,9 @@ class StepTiming(StrictModel):
 class TargetLock(StrictModel):
     """The measurements of one target.
 
-    The keys of `kernels` are kernel symbols. A key of `groups` consists of the names of a group and of its first
-    kernel. The keys of `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a whole
-    training step.
+    The keys of `kernels` are kernel symbols. A key of `groups` consists of the name of a group and the name of its
+    first kernel. The keys of `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a
+    whole training step.
     """
 
     machine: Machine

@@ -252,7 +252,7 @@ class Programs:
 
     @property
     def derived_weights(self) -> tuple[DerivedWeight, ...]:
-        """The matrices of all blocks that training computes once per step."""
+        """The derived weights of all blocks, which training computes once per step."""
         return tuple(
             DerivedWeight(
                 at, name.partition(".")[2], tuple(f"{at}.{param}" for param, _ in function.params), shape, type.dtype
@@ -281,7 +281,7 @@ class Programs:
 
 
 def in_dtype(programs: Programs, dtype: str) -> Programs:
-    """Returns the programs, in which `dtype` replaces COMPUTE, the placeholder for the compute dtype."""
+    """Replaces COMPUTE, the placeholder for the compute dtype, with `dtype`. Returns the new programs."""
 
     def change(type: TensorType) -> TensorType:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type

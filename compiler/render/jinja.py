@@ -49,7 +49,7 @@ def _ident(value: object) -> str:
 
 
 class TemplateFault(SpeccError):
-    """An error in a template. `message` states its file and line."""
+    """Raised for an error in a template. `message` states the file and the line of the template."""
 
     code = "G003"
 

@@ -22,7 +22,7 @@ _F32 = BYTES["f32"]
 
 
 def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
-    """Maps each view to the value that it is a view of.
+    """Maps each view to the value whose memory it shares.
 
     A node returns views if it has one input, computes nothing, and preserves the dtype and, over all of its outputs,
     the number of elements. If `parts` is false, a node with several outputs returns no views.
@@ -88,7 +88,7 @@ class Pass:
 
     @cached_property
     def views(self) -> Mapping[str, str]:
-        """Maps each view to the value that it is a view of."""
+        """Maps each view to the value whose memory it shares."""
         return aliases(self.graph, self.sizes)
 
     @cached_property

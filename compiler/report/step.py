@@ -65,7 +65,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A class of work of a step."""
+    """One class of work in a training step, with its time."""
 
     name: str
     rows: tuple[StepRow, ...]

@@ -236,7 +236,7 @@ def _work_line(summary: Summary, work: Work) -> str:
 
 
 def by(work: Work) -> str:
-    """Returns the language or library of the kernels of a class of work, and whether they were chosen by rule."""
+    """Returns, for one class of work, the language or library of its kernels, and whether they were chosen by rule."""
     kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
     ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
     return f"{kernels}, by rule" if ruled else kernels

@@ -1,4 +1,4 @@
-"""The setting `train.start`: weights that a run starts from."""
+"""The setting `train.start`: weights with which a run starts."""
 
 from typing import Annotated
 

@@ -193,7 +193,7 @@ class TrainSpec(StrictModel):
 
     @property
     def starts_from(self) -> StartSpec | None:
-        """The weights that the run starts from; None for initial values."""
+        """The weights with which the run starts; None for initial values."""
         return StartSpec(path=self.start) if isinstance(self.start, str) else self.start
 
     @property

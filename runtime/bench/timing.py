@@ -42,7 +42,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
     Args:
         calls: the calls, by name.
-        device: the device that they run on.
+        device: the device on which they run.
         touched: the bytes that a call moves.
 
     Returns:

@@ -104,7 +104,8 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
-    """Returns the parameter name of the second argument of a call of `function`, and the node of the first argument.
+    """Looks at a call of `function`. Returns the name of the parameter that is its second argument, and the node that
+    is its first argument.
 
     Returns None for other nodes, and if the second argument is not a parameter.
     """

@@ -23,7 +23,7 @@ NUMBER = re.compile(
 
 
 class CompareError(RuntimeFailure):
-    """The runs cannot be compared, or a word names no runs."""
+    """Raised if runs cannot be compared, or if a word of the command line names no runs."""
 
     code = "U017"
     exit_code = 2

@@ -4,7 +4,7 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class DataError(RuntimeFailure):
-    """A source, tokenizer or stream cannot be used as requested (exit code 2).
+    """Raised if a source, tokenizer or stream cannot be used as requested (exit code 2).
 
     Attributes:
         message: the problem and its location (file and line, if any).
@@ -16,14 +16,14 @@ class DataError(RuntimeFailure):
 
 
 class DataIntegrityError(DataError):
-    """A file on disk is truncated, damaged, or was changed while in use (exit code 5)."""
+    """Raised if a file on disk is truncated, damaged, or was changed while in use (exit code 5)."""
 
     code = "I002"
     exit_code = 5
 
 
 class LineError(DataError):
-    """A line cannot be used. `row` is its index, from 0, if there are several lines."""
+    """Raised if a line cannot be used. `row` is the index of the line, counted from 0, if there are several."""
 
     code = "U006"
 

@@ -105,7 +105,7 @@ class PagedDecoder:
         return sum(rows.replayed.preparing for rows in self._rows.values())
 
     def pages_of(self, most: int) -> int:
-        """Returns the number of pages of a text of at most `most` tokens."""
+        """Returns how many pages a text of at most `most` tokens needs."""
         return -(-min(most, self._window) // self._page)
 
     def fits(self, most: int) -> bool:

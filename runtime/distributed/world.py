@@ -57,7 +57,7 @@ class World:
     Attributes:
         rank, size: the rank, 0 .. size - 1, and the number of processes over all hosts.
         local_rank: the rank among the processes on this host.
-        device: the device that this process computes on.
+        device: the device on which this process computes.
     """
 
     rank: int = 0

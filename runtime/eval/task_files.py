@@ -34,7 +34,7 @@ def evaluate_tasks(
 
     Args:
         opened: the model.
-        files: the tasks, and the files that they were read from.
+        files: the tasks, and the files from which they were read.
         options: the window, the stride and the batch.
         progress: called with the number of scored rows and the total, on this process.
         world: the processes that share the work.

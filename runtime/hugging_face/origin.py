@@ -26,7 +26,7 @@ class _Record(StrictModel):
 
 @dataclass(frozen=True)
 class Origin:
-    """The dtypes of the tensors that a run was imported from.
+    """The dtypes of the tensors from which a run was imported.
 
     Attributes:
         dtype: the dtype of most tensors, as in safetensors.

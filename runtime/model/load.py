@@ -37,7 +37,7 @@ class TargetError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with the spec, target and programs that it was generated from.
+    """A module, with the spec, target and programs from which it was generated.
 
     `directory` contains its code. `stored` holds the arrays of the quantized model from which the floats were
     dequantized, by parameter and suffix; None if there is no quantized model.
@@ -64,7 +64,7 @@ def instantiate(
     Args:
         spec: the spec.
         target: the target to generate for.
-        directory: the folder that the code is written to.
+        directory: the folder to which the code is written.
         fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
         lock: measured tile sizes of the kernels.
         deployed: whether to generate the module that runs from an artifact. Allowed only if it differs from the
@@ -100,7 +100,7 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
     Args:
         loaded: the model.
         files: the generated files of the other programs.
-        directory: the folder that the files are written to.
+        directory: the folder to which the files are written.
 
     Returns:
         The module, in eval mode. Its parameters are the tensors of the loaded model, without a copy.

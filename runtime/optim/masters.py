@@ -45,9 +45,9 @@ class Masters:
 
     Attributes:
         tensors: the masters.
-        model_parameters: the parameters that the model computes with.
+        model_parameters: the parameters with which the model computes.
         gradients: f32, in the order of `tensors`. Views of `sums`.
-        quantized: the quantized weights that the model computes with. None if it computes with the masters.
+        quantized: the quantized weights with which the model computes. None if it computes with the masters.
         loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
         sums: f32 [N], one buffer for all sums of a step.
         common: the part of `sums` after the gradients of `sharded`. Several processes sum it in one call.

@@ -20,7 +20,7 @@ BEGIN, REFRESH = "begin", "refresh"
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The preconditioner of the rows or of the columns of a bank.
+    """The preconditioner for one side of a bank's matrices: their rows or their columns.
 
     Attributes:
         rows: whether this is the preconditioner of the rows.

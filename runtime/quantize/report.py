@@ -52,7 +52,7 @@ class InputRow:
 
     Attributes:
         maker: the node that computes the input.
-        weights: the names of the weights that it is multiplied by.
+        weights: the names of the weights by which it is multiplied.
         features: the number of features K.
         peak: the largest magnitude in the calibration.
         rms: the root mean square of its values in the calibration.

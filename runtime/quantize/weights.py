@@ -86,7 +86,7 @@ def quantize_weights(
 
     Args:
         model: the weights, the modules to calibrate, and the data.
-        quant: the settings of the calibration and of the choice of bits, and the byte budget.
+        quant: the settings for calibration, the settings for the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
         measure: a function that returns the exact bytes of an artifact. The choice of bits calls it.
         say: called with a line of text for each stage and each allocation that is measured.

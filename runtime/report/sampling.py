@@ -101,7 +101,7 @@ def _lines(opened: OpenedModel, options: SampleOptions) -> Samples:
 
 
 def _validation_lines(opened: OpenedModel) -> list[str]:
-    """Returns the first sources of the validation split of a run of lines."""
+    """Returns the first source lines of a run's validation split."""
     assert not isinstance(opened.spec.train.data, TextData)
     task = task_of(opened.spec.train.data)
     if opened.data in (None, task.name):

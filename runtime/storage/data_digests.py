@@ -10,7 +10,8 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class DataDigests(StrictModel):
-    """SHA-256 digests (hex) of the content of the two splits of a data set, independent of its location."""
+    """SHA-256 digests (hex) of the two splits of a data set. They depend only on the content, and not on its
+    location."""
 
     train: Sha256
     val: Sha256

@@ -13,7 +13,8 @@ from specc.runtime.distributed.world import World
 class DropoutDraws:
     """Writes the keys and row numbers of dropout into the buffers of a model; see `specc.compiler.ops.dropout`.
 
-    A pass of rank r of W computes every W-th sequence of the step, starting at sequence `part * rows * W + r`.
+    Of W processes, the process with rank r computes every W-th sequence of the step. Its micro-batch number `part`
+    begins at sequence `part * rows * W + r`.
 
     Args:
         model: the model that trains.

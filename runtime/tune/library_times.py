@@ -91,7 +91,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
         say: reports progress.
 
     Returns:
-        The time of a step in ms, the peak memory in bytes, and the ms per step of each class of work outside of nodes.
+        The time of a step in ms, the peak memory in bytes, and, for each class of work outside of nodes, its time per
+        step in ms.
 
     Raises:
         RunFailure: if the device is not a GPU, or a loss is not finite.
@@ -114,8 +115,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the ms per step of each class of work outside of the nodes of a plan, and of the remaining time, which
-    includes idle time."""
+    """Returns, for each class of work outside of the nodes of a plan, its time per step in ms, and likewise the
+    remaining time, which includes idle time."""
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}

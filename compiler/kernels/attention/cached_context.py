@@ -91,7 +91,7 @@ class CachedContext:
         kernel, join: The signatures of the kernels.
         begin: The position of the first query of a text.
         bounds: Lines that define the first and last token of a block of queries; none if no other line reads them.
-        queries: The mask of the valid elements of a block of queries.
+        queries: The mask that selects the valid elements of a block of queries.
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
             because Triton prefetches no tile that is converted for two products.
@@ -99,11 +99,11 @@ class CachedContext:
         positions: Lines that define the names of a block of queries that the score reads.
         tiles: Lines that count the tiles of keys that a block of queries may see.
         loops: The loops over tiles of keys.
-        key_mask, value_mask: The masks of the valid elements of a tile of keys and of values.
+        key_mask, value_mask: The masks that select the valid elements of a tile of keys and of a tile of values.
         other: The value of other elements.
         decode: The conversion of loaded keys and values.
         weights: The weights of values.
-        unit: The value of one unit of the sums of values.
+        unit: The number that one unit of the integer sums represents.
         inside: The condition on channels of values, as text to append to another condition.
         finish_whole, finish_parts: Lines that complete the denominator, for all keys, and for parts of them.
         element, stored: The dtypes of the operands of matrix products, and of y.
@@ -166,7 +166,7 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def sizes_of(site: Site) -> tuple[int, int]:
-    """Returns the numbers of channels of keys and of values."""
+    """Returns two numbers of channels: that of keys and that of values."""
     return number_of(site.inputs[0].width), number_of(site.node.type.width)
 
 

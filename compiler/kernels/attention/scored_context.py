@@ -84,7 +84,8 @@ class ScoredContext:
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The arguments of the launches of these kernels.
-        queries, keys: The masks of the valid elements of a block of queries (over i) and of keys (over j).
+        queries, keys: The masks that select the valid elements of a block of queries (over i) and of a block of keys
+            (over j).
         key_rows, rows: The same masks in the kernel of dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
         row: The row of tiles of a program.

@@ -65,10 +65,10 @@ class ShortContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        queries: The mask of the valid elements of a block of queries.
-        keys: The mask of the valid elements of a block of keys.
+        queries: The mask that selects the valid elements of a block of queries.
+        keys: The mask that selects the valid elements of a block of keys.
         causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
-        element: The dtype that results are rounded to.
+        element: The dtype to which results are rounded.
         body: The template of the loop over the query heads that share a key head.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.

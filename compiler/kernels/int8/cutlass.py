@@ -29,7 +29,7 @@ class Int8Source:
         pointers: The signature of the function that assembles the GEMM's arguments.
         nulls: The statement that returns the workspace size. It passes null pointers for all tensors.
         entry: The signature of the C entry point.
-        arguments: The arguments that the entry point passes on.
+        arguments: The arguments that the entry point passes to the kernel.
     """
 
     op: GeneratedFunction

@@ -24,7 +24,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """The features of the tensor that dx is a part of."""
+        """The number of features of the tensor that contains dx."""
         return number_of(self.inputs[WHOLE].width)
 
     @property

@@ -63,7 +63,7 @@ class HeadContext:
         halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
             once. Otherwise it holds whole heads, and also loads the other channel of each pair.
         other: The channel that forms a pair with channel c of a whole head.
-        pair: The index of the pair of channel c of a whole head.
+        pair: The index of the channel pair that contains channel c of a head.
         signed: The signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
         loops: Whether a program has a loop over several sequences.

@@ -18,8 +18,7 @@ CODES, SCALE = "_codes", "_scale"  # suffixes of the names of buffers
 
 
 def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs, in which every `RowLinear` reads codes and scales if all of its weights are stored as
-    codes.
+    """Lets every `RowLinear` read codes and scales if all of its weights are stored as codes. Returns the new programs.
 
     Weights may have different numbers of bits in the blocks that share a function. Such a function is copied for each
     combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node, or the reason why a

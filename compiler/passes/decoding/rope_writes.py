@@ -13,7 +13,7 @@ from specc.compiler.programs.programs import Programs
 
 
 def rope_writes(programs: Programs) -> Programs:
-    """Returns the programs, in which a `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
+    """Returns the programs in which a `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
     the rounding of the rotated k and of v to codes, and their writes to a cache. Nothing else may read the written
     rows. For latents, a row consists of v and the rotated k. Angles are read from a table.
 

@@ -1,4 +1,4 @@
-"""The base class of methods that adapt a model to the text it is evaluated on."""
+"""The base class of methods that adapt a model to the text on which it is evaluated."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar

@@ -10,7 +10,7 @@ DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST di
 
 
 class Hashes:
-    """A set of hashes of the documents of a split.
+    """The set of the hashes of all documents in a split.
 
     If there are more than MOST hashes, the set contains only those whose first `level` bits are 0. They are a sample of
     about `2**-level` of all hashes. Copies of a document have equal hashes, so the sample contains either all copies or

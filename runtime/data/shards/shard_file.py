@@ -238,7 +238,8 @@ def holds_byte_counts(name: str) -> bool:
 
 
 def byte_counts_of(shard: Path) -> Path:
-    """Returns the path of the file with the byte counts of the tokens of a shard, which need not exist."""
+    """Returns the path of a shard's file of byte counts, which states the bytes of each token. The file need not
+    exist."""
     named = _SPLIT_IN_NAME.sub(lambda match: f"{match[0]}_bytes", shard.name, count=1)
     return shard.with_name(named)
 

@@ -55,8 +55,8 @@ def write_shards(
         name: format string for file names. Its argument is the index of the shard.
         shard_tokens: number of tokens of every shard except the last.
         marks: BOS before each document, or only before the first.
-        byte_counts: whether to write a second file per shard, with the number of source bytes that each token stands
-            for.
+        byte_counts: whether to write a second file per shard, with the number of source bytes that each token
+            represents.
         progress: called with the number of document bytes tokenized so far.
 
     Returns:
@@ -110,7 +110,8 @@ def write_shards(
 def _byte_counts(
     tokenizer: Tokenizer, texts: Sequence[bytes], encoded: Sequence[TokenArray], marks: Sequence[bool]
 ) -> npt.NDArray[np.int64]:
-    """Returns the number of bytes of each token of a batch of documents. BOS, which `marks` places, has 0 bytes.
+    """Returns, for the tokens of a batch of documents, how many bytes each token represents. BOS, which `marks` places,
+    has 0 bytes.
 
     Raises DataError if one token stands for more bytes than a shard can count.
     """
