@@ -79,7 +79,7 @@ def command(
 ) -> int:
     """Export a run as an artifact, safetensors, a graph, a folder of Transformers or a submission.
 
-    Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to
+    Each written file is read back and compared before the command succeeds. The exit code is 1 if a submission to
     parameter-golf exceeds its budget.
     """
     from specc.runtime.export.format import ExportRequest

@@ -1,5 +1,4 @@
-"""The facts of a run. They are read from its spec, its log, its checkpoints, and the results of quantization and
-evaluation.
+"""What the files of a run state: its spec, its log, its checkpoints, and the results of quantization and evaluation.
 
 Reports and model cards take every number from this module. A number that no file states is missing, and is never
 estimated.

@@ -114,7 +114,7 @@ class Blocks(Block):
 
     @property
     def prefix(self) -> str:
-        """The prefix of the paths of learned values that all blocks share."""
+        """The path prefix for learned values that all blocks share."""
         return ""
 
     @property

@@ -37,7 +37,7 @@ class Scope:
         branches: `y` and `h` of the last part.
         inputs: the results of `read` expressions. A key consists of an expression and the references of the values that
             it reads.
-        head_values: the values of the heads of attention, by the title of the part.
+        head_values: the per-head values of attention layers, by the title of the layer.
         shared: the token positions of the program, and the computations that its parts share.
         added: the references of learned values. A key consists of the path of a learned value and the value that it
             reads.

@@ -67,7 +67,7 @@ class Side:
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
         """Returns the types of the state that `stages`, by default all stages, store between tokens. The result is by
-        side, stage and key. It is valid only after the stages were added."""
+        side, stage and key. This value is valid only after the stages have been added."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)

@@ -13,7 +13,7 @@ BEFORE_THE_LOOP = "put it before the stage that attends with the state of a late
 
 
 def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
-    """Yields the problems of the positions of stages. Paths are relative to the model."""
+    """Yields the problems of stages that are in an invalid position. Paths are relative to the model."""
     looped = {first + i for _, first, group in groups(stages) for i in range(1, len(group))}
     for i, stage in enumerate(stages):
         earlier, later = [other.title for other in stages[:i]], stages[i + 1 :]

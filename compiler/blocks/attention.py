@@ -79,8 +79,8 @@ class Attention(ScoreAndMask):
             projection. `value(k)` stands for the values of the layer of the same name in run k, after its expression
             `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
-        pool: pooled keys and values of blocks of earlier tokens. They are attended to in addition to the tokens that
-            the mask lets through.
+        pool: keys and values that represent blocks of earlier tokens. A query attends to them in addition to the tokens
+            that the mask admits.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")

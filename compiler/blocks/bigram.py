@@ -24,8 +24,8 @@ class Bigram(Embed):
     The bucket is a hash of the token and the previous token. The first token has the last bucket.
 
     Attributes:
-        buckets: the number of rows of E.
-        dim: the number of columns of E.
+        buckets: the number of rows of the table E.
+        dim: the number of columns of the table E.
         scale: the initial value of the learned number.
         init: the initialization of E.
         bos: the id that starts a document. A token with this id is treated as a first token.

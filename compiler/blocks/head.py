@@ -32,7 +32,7 @@ class LogitHead(StrictModel):
     Attributes:
         tied: whether the matrix is the token table itself (Press and Wolf, 2017).
         softcap: a number that limits the logits z to softcap * tanh(z / softcap); or an expression of z, such as `30 *
-            sigmoid(z / 7.5)`, or `z / 8` for a scale. Both may have a schedule.
+            sigmoid(z / 7.5)`, or `z / 8` for a scale. Both forms may have a schedule.
         bias: whether a learned vector is added to the logits.
         init: the initialization of the matrix; if unset, the model's `init`.
     """

@@ -40,10 +40,11 @@ class LatentNorm(StrictModel):
 class Latent(ScoreAndMask):
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
-    The latent c of a token is a normalized product of its input, [B, T, kv_rank]. Keys and values of all heads are
-    products of c. Separate channels carry the positions: each head has a rotated part of q, and all heads share one
-    rotated part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs with a cache never compute
-    keys and values of cached tokens: they multiply q by the key matrix, and the attended latents by the value matrix.
+    The latent c of a token is a normalized product of its input, [B, T, kv_rank]. The keys and values of all heads are
+    computed from c by matrix products. Separate channels carry the positions: each head has a rotated part of q, and
+    all heads share one rotated part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs with a
+    cache never compute keys and values of cached tokens: they multiply q by the key matrix, and the attended latents by
+    the value matrix.
 
     Attributes:
         kv_rank: the number of features of the latent from which keys and values are computed.

@@ -31,7 +31,7 @@ Biases = Annotated[tuple[Literal["router", "up", "gate", "down"], ...], Field(mi
 
 
 class Router(StrictModel):
-    """The choice of experts. Logits and scores are computed in f32.
+    """The router, which chooses the experts of each token. Logits and scores are computed in f32.
 
     Attributes:
         score: how scores are computed from logits: the softmax over the experts, or the sigmoid of each logit.

@@ -175,8 +175,8 @@ class Part(StrictModel):
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
-        """Returns the number of heads and the number of channels per head of the attention values that later blocks may
-        read, in a model of `dim` features. None if there are no such values."""
+        """Returns two numbers for the attention values that later blocks may read, in a model of `dim` features: the
+        number of heads, and the number of channels per head. None if there are no such values."""
         return None
 
     @property
@@ -218,7 +218,8 @@ class Part(StrictModel):
         Args:
             b: the builder of the function or program.
             x: the input, [B, T, D]; empty for a part that `starts`.
-            shape: the shape dims of the model, with D features. For a part of `embed`, the features of the model.
+            shape: the shape dims of the model, with D features. For a part of `embed`, this is the number of features
+                of the model.
             context: the other values that the part can read.
 
         Raises:

@@ -19,8 +19,8 @@ MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole
 
 
 class Pool(StrictModel):
-    """Pooled keys and values of blocks of tokens. They are attended to in addition to the single tokens that the
-    attention mask lets through.
+    """Pooled keys and values, which represent whole blocks of tokens. A query attends to them in addition to the single
+    tokens that the attention mask admits.
 
     Attributes:
         block: the number of tokens of a block.
@@ -70,8 +70,8 @@ class Pool(StrictModel):
             )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the canonical text of the mask of blocks, given the `mask` of single tokens. Raises the same errors
-        as `bound_blocks`."""
+        """Returns the mask that applies to blocks, as canonical text, given the `mask` that applies to single tokens.
+        Raises the same errors as `bound_blocks`."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
@@ -109,8 +109,8 @@ class Pool(StrictModel):
             b: the builder of the function.
             rows: the keys `k` and values `v` to attend to, [B, S, G, C], which include those of the input tokens.
             latents: the latent tokens, if the pooling reads them.
-            context: the positions of the input tokens, and the state of the layer.
-            ring: the ring of the cache of single tokens.
+            context: provides the positions of the input tokens and the state of the layer.
+            ring: the ring buffer that stores single tokens.
         """
         op, state = PoolWrite(*self._settings, ring), {}
         values = {"keys": (rows["k"],), "latents": latents}

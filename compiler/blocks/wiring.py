@@ -73,12 +73,12 @@ class Learned(StrictModel):
             )
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the dims of the value of a token. Raises ExprError if a formula has no value for `sizes`."""
+        """Returns the dims of one token's value. Raises ExprError if a formula has no value for `sizes`."""
         return tuple(_number(count, sizes) for count in self.counts)
 
     @property
     def counts(self) -> Counts:
-        """The dims of the value of a token, as the spec states them."""
+        """The dims of one token's value, as the spec states them."""
         return self.shape if isinstance(self.shape, tuple) else (self.shape or "dim",)
 
     def size_problem(self, sizes: Mapping[str, int], *at: str | int) -> Iterator[Problem]:

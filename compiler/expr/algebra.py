@@ -1,4 +1,4 @@
-"""Normal form of sums and products.
+"""Converts sums and products to a normal form.
 
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
@@ -212,7 +212,7 @@ def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
 
 
 def sum_of(terms: Iterable[Term]) -> Expr:
-    """Builds the expression of a sum. It begins with the first positive term: 1 - x instead of -x + 1."""
+    """Builds the expression of a sum. The sum begins with the first positive term: 1 - x instead of -x + 1."""
     left = list(terms)
     if not left:
         return ZERO

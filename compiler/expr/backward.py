@@ -58,10 +58,10 @@ class Backward:
     """A plan for the value and the gradients of a pointwise y = f(...).
 
     Attributes:
-        saves: extra outputs of the forward: (name, expression over the variables of f).
+        saves: extra outputs of the forward pass, as pairs (name, expression over the variables of f).
         value: y, as an expression over the variables of f and the saved names.
         grads: (variable, gradient), as expressions over `d` (the gradient of y), `y`, the saved names and `needs`.
-        needs: the variables of f that the backward reads. They must be in memory during the backward.
+        needs: the variables of f that the backward reads. These values must be in memory during the backward pass.
         strategy: linear, output, derivative, inputs or recomputed.
     """
 

@@ -1,4 +1,4 @@
-"""Derivatives of expressions, their comparison by case distinction, and their degrees of homogeneity."""
+"""Derivatives of expressions, comparisons of derivatives by case distinction, and degrees of homogeneity."""
 
 from collections.abc import Hashable
 from fractions import Fraction

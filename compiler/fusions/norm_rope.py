@@ -15,7 +15,7 @@ from specc.compiler.ops.positions import Rope
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members to fuse.
+    """The members of a fusion point that are fused.
 
     Attributes:
         norm: the norm before or after the rope.

@@ -117,7 +117,8 @@ class Editor:
         new: New nodes, by the name of the original node before which they are inserted.
         gone: Names of the removed nodes.
         names: Maps the ref of each removed value to the ref that replaces it.
-        shared: The refs of the codes of each value, by the ref of the value and the leader of its input scale.
+        shared: The refs of the codes into which values were quantized, by the ref of the value and the leader of its
+            input scale.
     """
 
     graph: Graph
@@ -192,7 +193,7 @@ class Editor:
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
     def input_bits(self, weight: str) -> Literal[8, 16]:
-        """Returns the bits of the input of the product with `weight`."""
+        """Returns the number of bits to which the input of the product with `weight` is quantized."""
         leaders = {self.sources[at + weight[1:]].leader for at in self.places}
         names = [name for name, source in self.sources.items() if source.leader in leaders]
         widths = {self.schemes[name].input_bits for name in names}

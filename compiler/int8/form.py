@@ -17,7 +17,8 @@ SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 @dataclass(frozen=True, slots=True)
 class Int8Form:
-    """The int8 form of the nodes of one op. The catalogue discovers one module-level instance of each subclass."""
+    """The rule that converts the nodes of one op to int8. The catalogue discovers one module-level instance of each
+    subclass."""
 
     name: str
     takes: ClassVar[type[Op]]
@@ -52,7 +53,7 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the first part of an epilogue: an expression of `p`, the integer sums of the product.
+    """Returns the first part of an epilogue, an expression of `p`, which stands for the integer sums of the product.
 
     A 16-bit input has second codes. Their product, f32 [..., N], is then added to the graph as a node, and the
     expression adds its result.
@@ -62,7 +63,7 @@ def weighed(
         name: The name of the product, and the prefix of the name of the second product.
         codes: Refs of the codes of the input. The first product reads the first codes.
         weight: Ref of the weight.
-        held: Refs of codes, offset and scale of the weight.
+        held: The refs of the weight's codes, offset and scale.
         at: The original node whose position new nodes take.
 
     Returns:

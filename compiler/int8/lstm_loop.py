@@ -37,8 +37,7 @@ def add_loop(
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
         name: Prefix of the names of new nodes.
-        inputs: Refs of x, of the initial h and c, and of the part of the gates that x contributes, in order of the
-            steps.
+        inputs: Refs of x, of the initial h and c, and of what x contributes to the gates, in the order of the steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 

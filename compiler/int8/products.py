@@ -48,7 +48,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs of the deployed model, without training programs, with int8 products.
 
     Every node whose weights have an integer scheme is replaced by its int8 form. The parameters of such a node are
-    replaced by codes [N, K], offset [N] and scale [N] of each weight, and inverse [K] of each input.
+    replaced by the codes [N, K], offset [N] and scale [N] of each weight, and by the inverse scale [K] of each input.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.

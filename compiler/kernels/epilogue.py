@@ -77,7 +77,7 @@ class Rounding:
 
     @property
     def most(self) -> float:
-        """The largest number of the format."""
+        """The largest number that the format can represent."""
         return MOST[self.factor]
 
 

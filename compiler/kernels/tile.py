@@ -17,7 +17,7 @@ FEWEST_STAGES, MOST_STAGES = 3, 4
 ACCUMULATORS = 2  # with more accumulators, each has too few columns to amortize the reads of x
 BARRIERS = 1024  # bytes
 LARGEST_SIDE = 256  # the most rows or columns of a block that TMA loads
-MOST_WARPS = 32  # the most warps per program, and the most programs per multiprocessor
+MOST_WARPS = 32  # the most warps per program instance, and the most program instances per multiprocessor
 DEEPEST = 16  # stages
 
 
@@ -60,13 +60,13 @@ def power(name: str, value: int, least: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of one program of a matrix product.
+    """The tile of one program instance of a matrix product.
 
     Attributes:
         m: Rows of each accumulator.
         n: Columns of each accumulator.
         k: Elements of the reduction dim per iteration.
-        warps: Warps per program.
+        warps: Warps per program instance.
         stages: Loads in flight.
         resident: Programs per multiprocessor, for a persistent kernel.
 
@@ -151,7 +151,7 @@ def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
 
 
 def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
-    """Returns the shared memory, in bytes, that the loads in flight of one program occupy."""
+    """Returns the shared memory, in bytes, that the loads in flight of one program instance occupy."""
     return (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype] * tile.stages
 
 

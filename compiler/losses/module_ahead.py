@@ -10,7 +10,8 @@ from specc.compiler.strict import NonNegative
 
 
 class ModuleAhead(LossTerm):
-    """The mean of the cross-entropies of `modules` later tokens. Module k predicts the token k places after the next.
+    """The mean cross-entropy over `modules` later tokens, each predicted by a module. Module k predicts the token k
+    places after the next.
 
     A module is a block like the last one, with a norm after it and the head of the model. The parameters of the modules
     have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints have them; scoring, generation and artifacts do not.

@@ -1,4 +1,4 @@
-"""The base class of all terms of `train.losses`, and the sum of the terms."""
+"""The base class of all terms in `train.losses`, and the sum of the terms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal

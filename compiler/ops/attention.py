@@ -111,10 +111,9 @@ class AttendContext:
         summary: the docstring of the file.
         doc: the first sentence of the docstring of the function, as lines.
         signature: the first line of the function.
-        visible: the first line of the function of the mask.
+        visible: the first line of the mask function.
         mask: the lines of the body of that function.
-        scored: the first line of the function of the score; empty if the score is s, the scaled product of query and
-            key.
+        scored: the first line of the score function; empty if the score is s, the scaled product of query and key.
         score: the lines of the body of that function.
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
         tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
@@ -125,7 +124,7 @@ class AttendContext:
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
         places: the lines that compute the positions i and j in a cache.
-        package: the package of the model, for the names of custom ops.
+        package: the package of the model, which is a part of the names of custom ops.
     """
 
     function: str
@@ -172,7 +171,7 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """A copy of only the fields of this class, for ops over another kind of cache."""
+        """A copy that has only the fields of this class, for ops over another kind of cache."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property

@@ -47,7 +47,7 @@ def step_of(bits: int) -> float:
 
 
 def wide(bits: int) -> str:
-    """Returns the suffix of names for inputs of more than 8 bits."""
+    """Returns the suffix that names have if inputs have more than 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 

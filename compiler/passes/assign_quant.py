@@ -109,7 +109,8 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first of several parameters: the number of other parameters."""
+    """Returns the end of a message that names only the first of several parameters. It states the number of other
+    parameters."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 

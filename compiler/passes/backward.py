@@ -195,13 +195,13 @@ class Derivation:
         Args:
             name: The name of the node.
             title: The title of its pointwise op.
-            texts: The expression of the gradient of each variable.
+            texts: For each variable, the expression of its gradient.
             operands: For each variable, the ref of the forward value that it represents.
             readable: The ref of the forward value that is read for each variable of an expression.
             grad: The incoming gradient.
 
         Returns:
-            Pairs of a forward ref and the name of its gradient.
+            Pairs (ref of a forward value, name of its gradient).
         """
         read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
         inputs = (grad, *(self.saved(readable[v]) for v in read))

@@ -1,5 +1,5 @@
 """Merges several graphs, the variants, into one list of nodes (anti-unification). Each merged node records the variants
-that run it.
+in which it runs.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
 code runs a node of all variants unconditionally, and other nodes under a condition. If a node reads a different value

@@ -1,4 +1,4 @@
-"""The graphs of whole-sequence programs, and those of their nodes that a key of the spec names."""
+"""The graphs of whole-sequence programs, and the nodes in them that a key of the spec selects."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

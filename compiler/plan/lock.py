@@ -150,8 +150,8 @@ class TargetLock(StrictModel):
     """The measurements of one target.
 
     The keys of `kernels` are kernel symbols. A key of `groups` consists of the name of a group and the name of its
-    first kernel. The keys of `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a
-    whole training step.
+    first kernel. The keys of `timings` are the keys (`Site.key`) of nodes that a library computes. `step` is the time
+    of a whole training step.
     """
 
     machine: Machine
@@ -323,7 +323,8 @@ def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
     Args:
         kernel: the kernel that computes the node.
         site: the node and its target.
-        tile: the effective tile, as in `Rendered.tile`. It differs from `kernel.tile` if a rule chooses the tile.
+        tile: the effective tile, as in `Rendered.tile`. The key differs from that of `kernel.tile` if a rule chooses
+            the tile.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))

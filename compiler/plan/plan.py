@@ -83,7 +83,7 @@ class SaveChoices:
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
-        """The nodes that have kernels, for each save choice. They identify the entry of the group in a lock."""
+        """The nodes that have kernels, for each save choice. These nodes identify the entry of the group in a lock."""
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 

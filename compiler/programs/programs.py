@@ -75,7 +75,7 @@ class Group:
     Attributes:
         name: the name of the group.
         scope: the scope of its nodes.
-        members: the names of the replaced nodes of the function.
+        members: the names of the nodes that the group replaces.
         forward: the forward graph, whose nodes have epilogues.
         backward: the backward graph, whose nodes have epilogues; empty if no gradient flows through the group.
         saved: the values of `forward` that `backward` reads in addition to the incoming gradient.
@@ -164,7 +164,7 @@ class Rewriting:
 
     Attributes:
         step: the pass.
-        nodes: the paths of the nodes, with `*` for the numbers of blocks.
+        nodes: the paths of the nodes, with `*` in place of block numbers.
         text: the effect of the pass; empty if it did not rewrite the nodes.
         refusal: the reason why the pass did not rewrite the nodes; empty if it did.
     """
@@ -342,9 +342,9 @@ def _inlined(
     def inline(
         graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim], region: str = ""
     ) -> list[str]:
-        """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters begin with `at`,
-        names of nodes with `run`. `values` replaces references, and `dims` replaces dims, such as T with S in an
-        encoder. `region` becomes the region of the nodes."""
+        """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters are prefixed with
+        `at`, and names of nodes with `run`. `values` replaces references, and `dims` replaces dims, such as T with S in
+        an encoder. `region` becomes the region of the nodes."""
         prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
         def place(ref: str) -> str:

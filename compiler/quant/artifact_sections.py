@@ -66,7 +66,8 @@ class Stream:
         return self.columns * ITEM_BYTES[self.kind]
 
     def cuts(self) -> Iterator[int]:
-        """Yields the number of rows of each section. Sections have about equal sizes, of at most 512 KiB."""
+        """Yields, for each section, the number of rows that it contains. Sections have about equal sizes, of at most
+        512 KiB."""
         count = -(-self.rows // (CHUNK_BYTES // self.row_bytes))
         yield from (self.rows * (i + 1) // count - self.rows * i // count for i in range(count))
 

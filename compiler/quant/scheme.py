@@ -116,7 +116,7 @@ class Seen:
     """Calibration data for a parameter that is the weight or the bias of a matrix product.
 
     Attributes:
-        hessian: X^T X [K, K] of the input of a weight.
+        hessian: the matrix X^T X [K, K] of the inputs X of a weight.
         input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
         weight: for a bias, the stored arrays of the weight of the same product.
         solved: a function that is called with a `Solution` if the Hessian is used.

@@ -82,7 +82,7 @@ class Body:
         wanted: preferred names of some values.
         unpacks: the assigned names, the text and the variants of each line that unpacks state. A line is inserted
             before the first read of one of its names.
-        constants: the names of constants, by the text of their values.
+        constants: the names of constants, keyed by the text of their values.
         regions: adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.

@@ -87,8 +87,8 @@ def tuple_text(texts: Sequence[str]) -> str:
 def optional_arguments(
     merged: Merged, inputs: Sequence[tuple[str, TensorType, Where]], flags: Sequence[str], state: Sequence[str]
 ) -> Sequence[str]:
-    """Returns the text of the arguments of a method. The docstring of the method states the types and shapes of inputs.
-    An input that some variants lack is optional.
+    """Returns the argument list of a method, as text. The docstring of the method states the types and shapes of
+    inputs. An input that some variants lack is optional.
 
     Args:
         merged: The variants of the method.
@@ -124,7 +124,7 @@ def typed(type: TensorType) -> str:
 
 
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
-    """Returns the text of a call of a group's function with `args`.
+    """Returns the text that calls a group's function with `args`.
 
     If the group takes rows, the call flattens the leading dims of an argument to one dim, and unflattens the result.
     """

@@ -83,7 +83,7 @@ class LoopText:
         block: the class of its blocks.
         tables: the tables of the module.
         keeper: the name of the state argument in the function.
-        first: the index of the state of the first block in a cache.
+        first: the index, in a cache, at which the state of the first block is stored.
         flags: for each flag of the blocks, the variants in which it is true.
     """
 

@@ -91,7 +91,7 @@ def parameter_lines(
 
 
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
-    """Returns the definition of the table of buffers; empty if there are none."""
+    """Returns the lines that define the table of buffers. Returns no lines if there are no buffers."""
     stored = [(path, type) for path, type in params if type.storage]
     rows = [f'    "{path}": ({shape_text(type)}, {DTYPES[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()

@@ -34,7 +34,7 @@ OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Equivalent nodes of a step.
+    """One row of the table of a step: a group of equivalent nodes.
 
     Attributes:
         node: the path of the nodes, with wildcards.

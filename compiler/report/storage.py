@@ -62,7 +62,7 @@ class Storage:
 
 
 def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
-    """Returns the estimated bytes of an artifact of `spec` that is quantized by the rules of `quant`.
+    """Estimates the bytes of an artifact of `spec` that is quantized by the rules of `quant`.
 
     Args:
         spec: the spec.
@@ -118,7 +118,7 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
         widths = ", ".join(map(str, sorted(set(quant.allocate.bits))))
         stds = ", ".join(f"{clip:g}" for clip in sorted(set(quant.allocate.clip_stds)))
         clips = f" and clips of {stds} deviations" if stds else ""
-        chosen = f"chosen per tensor within {quant.budget_bytes:,} bytes"
+        chosen = f"chosen per tensor so that the artifact has at most {quant.budget_bytes:,} bytes"
         return f"`{quant.allocate.match}` in {widths} bits{clips}, {chosen}"
     if quant.promote is None:
         return ""

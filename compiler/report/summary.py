@@ -159,11 +159,7 @@ class Summary:
         is none."""
         if not self.storage.chosen:
             return ""
-        quant = self.spec.quant
-        decides = (
-            ", which decides whether the budget is met" if quant is not None and quant.allocate is not None else ""
-        )
-        return f"then {self.storage.chosen}{decides}"
+        return f"then {self.storage.chosen}"
 
     @property
     def saved(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ScheduleSpec(StrictModel):
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
-        """Returns the number of warm-up steps and of warm-down steps in a run of `steps` steps."""
+        """Returns the number of warm-up steps and the number of warm-down steps in a run of `steps` steps."""
         # in floating point, 0.29 * 100 is slightly less than 29
         parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (

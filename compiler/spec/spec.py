@@ -92,8 +92,8 @@ class Allocate(StrictModel):
     Hessians and gradients. Sizes are measured on quantized, compressed data.
 
     Attributes:
-        bits: the bits to choose from. They may include fewer bits than the rule for a tensor, so that larger models fit
-            the budget.
+        bits: the bits to choose from. The list may include fewer bits than the rule for a tensor states, so that larger
+            models fit the budget.
         clip_stds: clips to try with each number of bits, in standard deviations of a row, for tensors whose scheme
             supports clips. A wider clip gives coarser steps, and the codes compress to fewer bytes.
         match: the pattern of the names of the tensors.
@@ -214,8 +214,9 @@ class Spec(StrictModel):
         name: the name of the model, of the folder in generated/, and of runs.
         targets: the machines to generate code for.
         model: the architecture.
-        fuse: the fusion points. Each is a pattern of parts, and a list of nodes of each part that are fused. A point
-            that ends in the loss may have `chunks`, the number of chunks of tokens that are computed one after another.
+        fuse: the fusion points. Each fusion point is a pattern that selects parts, and a list of the nodes in each part
+            that are fused. A point that ends in the loss may have `chunks`, the number of chunks of tokens that are
+            computed one after another.
         merge: patterns of linear layers that read the same value. Such layers are computed as one product in programs
             over whole sequences. `auto`: all layers for which this moves fewer bytes.
         fold: patterns of linear layers whose outputs are multiplied by numbers or learned vectors. In programs over

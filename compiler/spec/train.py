@@ -69,7 +69,7 @@ else:
 
 
 class EmaSpec(StrictModel):
-    """An exponential moving average of the weights. It replaces the weights when the run ends.
+    """An exponential moving average of the weights. The average replaces the weights when the run ends.
 
     Attributes:
         decay: the factor of the previous average; the factor of the current weights is 1 - `decay`.
@@ -334,7 +334,7 @@ class BitsSpec(StrictModel):
             has learned positions.
         stride: the tokens from one window to the next; the window if unset.
         batch: the windows of one forward pass.
-        adapt: the settings of `specc eval --adapt KIND`. They do not affect the score.
+        adapt: the settings of `specc eval --adapt KIND`. These settings do not affect the score.
     """
 
     untagged: ClassVar[bool] = True

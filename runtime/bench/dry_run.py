@@ -46,8 +46,8 @@ class DryRun:
         size: the step that ran, in words.
         loss: the loss of the step on the CPU.
         seconds: the seconds of that step.
-        peak: the peak bytes of tensors on the CPU, from the creation of the model to the end of the step. Python, the
-            libraries of Torch and mapped files are not included.
+        peak: the peak number of bytes of tensors on the CPU, from the creation of the model to the end of the step.
+            Python, the libraries of Torch and mapped files are not included.
         estimate: the estimate of `peak`.
     """
 
@@ -83,7 +83,7 @@ def dry_run(
     Args:
         spec: the spec.
         target: the target that the run would train. No GPU is needed.
-        data: the data of the run. They are opened, and tokenized if they are text. None to skip them.
+        data: the data of the run. The data are opened, and tokenized if they are text. None to skip them.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: called with lines of text that report the progress.

@@ -1,5 +1,5 @@
-"""Measures optimizer updates: the trainer's update, the update of each optimizer of the spec alone, and that of Torch's
-AdamW.
+"""Measures optimizer updates: the update of the trainer, the update by each single optimizer of the spec, and the
+update by Torch's AdamW.
 
 Consecutive updates are timed together, and the time is divided by their number. Work that only some updates do is
 therefore averaged. Torch's AdamW updates all parameters of the model in f32, in three forms: fused, with multi-tensor

@@ -116,8 +116,8 @@ class Table:
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps. The ratio of both is that of held-out
-    lines to samples per epoch.
+    """Returns the number of validation steps for a number of training steps. The ratio of validation steps to training
+    steps is the ratio of held-out lines to samples per epoch.
 
     Each step has `rows` lines. Raises RunFailure if there are fewer than `rows` held-out lines.
     """

@@ -7,7 +7,7 @@ rows:
 
 - a product y = W x adds l = dl/dy, r = x for each row of x. If a block runs several times per token, each call adds one
   term.
-- a lookup y = W[v] is the product of W^T with the one-hot vector of v. It adds l = one-hot(v), r = dl/dy.
+- a lookup y = W[v] is the product of W^T with the one-hot vector of v. The lookup adds l = one-hot(v), r = dl/dy.
 
 Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. As in K-FAC (Martens and Grosse 2015), the
 terms of different uses, calls and positions are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated

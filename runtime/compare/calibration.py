@@ -70,7 +70,7 @@ class Calibration:
 
 
 class Tally:
-    """A count of targets by the probability of the most probable token."""
+    """Counts targets by the probability of the most probable token."""
 
     def __init__(self) -> None:
         # For each bin: the number of targets, the sum of probabilities, and the number of right predictions

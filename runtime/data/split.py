@@ -1,4 +1,4 @@
-"""The names of the splits of a data set."""
+"""The names of the two splits of a data set."""
 
 from typing import Literal
 

@@ -61,7 +61,8 @@ class _Text:
 
 
 class PagedDecoder:
-    """Samples tokens of texts that grow, join and leave. The host does not wait for the device.
+    """Samples tokens for texts that grow. Texts can be added and removed at any step. The host does not wait for the
+    device.
 
     When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a text
     has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.

@@ -54,7 +54,8 @@ class Exported:
 
 
 class ExportFormat(ABC):
-    """A format. Each subclass is in a file of `runtime/export/formats`. The name of the format is the name of the file.
+    """A format of `specc export`. Each subclass is in a file of `runtime/export/formats`. The name of the format is the
+    name of the file.
 
     Attributes:
         options: the names of the options that the format reads.

@@ -1,4 +1,4 @@
-"""A program of a run as a torch.export graph of ATen operations, and its comparison with the model of the run.
+"""Exports a program of a run as a torch.export graph of ATen operations, and compares it with the model of the run.
 
 The formats that contain a graph share this module. The code is that of the CPU target in f32, without fusion.
 """

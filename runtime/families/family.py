@@ -25,7 +25,7 @@ class NotOfFamily(Exception):
 
 @dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family of decoders.
 
     Attributes:
         name: `model_type` in config.json.
@@ -35,7 +35,7 @@ class Family:
         config: a function that converts a model to the fields of a config, which the caller checks with `model`. It
             raises NotOfFamily.
         table: a function that returns the rows of all tensors that a model with a given config can have.
-        buffers: patterns of tensors that hold no parameter, in files of older versions.
+        buffers: patterns that match the names of tensors without parameters, which files of older versions contain.
         prefix: a prefix of tensor names. Files that contain the model without its head omit it.
     """
 

@@ -38,7 +38,8 @@ def attention(
     Args:
         config: the config.
         rope: the rotary positions.
-        head_dim: the default number of channels of a head; None for the number of features divided by that of heads.
+        head_dim: the default number of channels per head; None if it is the number of features divided by the number of
+            heads.
         kv_heads: the default number of key heads. None, like null in the config, stands for the number of query heads.
         more: further fields, which precede the rotary positions.
     """
@@ -54,8 +55,8 @@ def attention(
 
 
 def require_divisor(config: Config) -> None:
-    """Checks that the number of heads divides that of features. For some families, Transformers requires this even with
-    an explicit `head_dim`."""
+    """Checks that the number of heads divides the number of features. For some families, Transformers requires this
+    even with an explicit `head_dim`."""
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
         raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")

@@ -17,7 +17,7 @@ class Row:
 
     Attributes:
         parameters: the names of the parameters. `{i}` is the index of a block.
-        tensors: the names of the tensors. `{i}` is the index of a block, `{e}` that of an expert.
+        tensors: the names of the tensors. `{i}` is the index of a block, and `{e}` is the index of an expert.
         split: a function that computes the parameters from the tensors.
         join: a function that computes the tensors from the parameters.
         dims: the row applies only if the first parameter has this number of dims. None for any number.

@@ -55,8 +55,8 @@ class InspectOptions:
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
         cache: the folder of tokenized text.
-        kinds: the data on which the load of experts is measured, by the name of the kind of documents. If empty, the
-            validation split of `data` is the only kind.
+        kinds: the data on which the load of experts is measured, keyed by the name of the kind of documents. If empty,
+            the validation split of `data` is the only kind.
     """
 
     parts: tuple[str, ...] = PARTS

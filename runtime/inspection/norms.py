@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
 A block consists of all nodes whose names begin with the same index, such as `blocks.3`, if one of them is a matrix
-product with weights. The stream after a block is the last of its values that have the width of the model and that a
-node outside of the block reads.
+product with weights. Of the values that a block computes, some have the width of the model and are read outside of the
+block. The last of these is the stream after the block.
 """
 
 import re

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric.
+    """A metric of model quality, with its unit.
 
     Attributes:
         name: the field of the metric in a log, such as `bpb`.

@@ -70,8 +70,8 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A measurement of the first `max_tokens` targets of a text stream, or of all targets if it is None. A batch has
-    `batch` windows. The first `unscored` targets of a window are not scored."""
+    """Measures the loss on the first `max_tokens` targets of a text stream, or on all targets if `max_tokens` is None.
+    A batch has `batch` windows. The first `unscored` targets of a window are not scored."""
 
     stream: TokenStream
     tokenizer: Tokenizer

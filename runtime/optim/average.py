@@ -53,8 +53,8 @@ class Average:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Copies `weights` into the mean and `state` into the state. Both must have the current names and shapes,
-        except that unknown names in `state` are ignored."""
+        """Copies `weights` into the mean and `state` into the state. Names and shapes must be the current ones, except
+        that unknown names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

@@ -10,7 +10,7 @@ from specc.runtime.dtypes import DTYPES
 
 
 class DerivedWeights:
-    """The derived weights of a model, as leaves of the gradient.
+    """The derived weights of a model, as leaf tensors of autograd.
 
     A leaf replaces the method that computes the matrix, and backward passes accumulate the gradient of the leaf.
     `add_gradients` then applies the chain rule and adds the gradients of the parameters. Because this is linear in the

@@ -37,11 +37,12 @@ class Masters:
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, one part per process.
         copied: the parameters that have a separate master, although the model computes with them in f32.
-        unclipped: the parameters whose gradients are not clipped, and do not count in the norm of `finish`. They must
-            not be in `sharded`.
-        in_bf16: whether the bf16 parameters of the model are themselves the masters. They must not be in `copied`.
-        derived: the matrices that the model computes from parameters. They are computed with each cast, and their
-            gradients are converted to gradients of the parameters once per step.
+        unclipped: the parameters whose gradients are not clipped, and do not count in the norm of `finish`. These
+            parameters must not be in `sharded`.
+        in_bf16: whether the bf16 parameters of the model are themselves the masters. These parameters must not be in
+            `copied`.
+        derived: the matrices that the model computes from parameters. Derived weights are computed with each cast, and
+            their gradients are converted to gradients of the parameters once per step.
 
     Attributes:
         tensors: the masters.

@@ -74,9 +74,9 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """Returns an approximation of the nearest semi-orthogonal matrix of each matrix. The singular values of the result
-    are roughly 0.7 .. 1.2. The method `turbo` first rescales the rows of a wide matrix or the columns of a tall matrix,
-    and then orthogonalizes the rescaled matrix.
+    """Returns, for each matrix, an approximation of the nearest semi-orthogonal matrix. The singular values of the
+    result are roughly 0.7 .. 1.2. The method `turbo` first rescales the rows of a wide matrix or the columns of a tall
+    matrix, and then orthogonalizes the rescaled matrix.
 
     Products are in bf16 on a GPU and in f32 on the CPU.
 

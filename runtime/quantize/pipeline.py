@@ -66,8 +66,8 @@ class QuantizeResult:
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
-        seconds: the duration of the calibration; 0.0 without a calibration. It is not in report.json, whose content
-            depends only on the run.
+        seconds: the duration of the calibration; 0.0 without a calibration. This value is not in report.json, whose
+            content depends only on the run.
     """
 
     artifact: Path

@@ -19,7 +19,7 @@ def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> Qu
         size: the size of the artifact in bytes.
         when: the state that has this size, e.g. "before any promotion".
         budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
-        reserved: bytes of the spec's budget for the code of a submission.
+        reserved: the bytes of the spec's budget that are reserved for the code of a submission.
         hint: the setting to change.
 
     Returns:

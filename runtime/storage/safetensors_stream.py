@@ -34,8 +34,8 @@ def stream(
 
     Args:
         entries: the tensors, in the order of the file.
-        read: a function that returns a tensor by name, in its dtype and shape. It is called once for each entry, in
-            order.
+        read: a function that returns a tensor by name, in its dtype and shape. The function is called once for each
+            entry, in order.
         metadata: texts in the header.
 
     Raises:

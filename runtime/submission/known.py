@@ -48,7 +48,7 @@ def unused(*arguments: object) -> NoReturn:
 
 
 def nothing(*arguments: object) -> None:
-    """Replaces `compile_ahead` for a model without sources to compile."""
+    """Replaces `compile_ahead` if the model has no sources to compile."""
 
 
 class NoBuffers:

@@ -1,4 +1,4 @@
-"""The names of the two files of a submission, and their size limit."""
+"""The names of the two files in a submission, and the limit of their total size."""
 
 CODE = "train_gpt.py"
 WEIGHTS = "final_model.specc"

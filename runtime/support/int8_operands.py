@@ -1,4 +1,4 @@
-"""Checks of the operands of int8 products and LSTM steps at every launch.
+"""Checks the operands of int8 products and LSTM steps at every launch.
 
 Kernels receive pointers without shapes, so these checks are the only protection against operands that do not fit.
 """
@@ -84,20 +84,20 @@ def check_step(
     extent: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """Checks the operands of a step of an LSTM with an int8 product.
+    """Checks the operands of an LSTM step with an int8 product.
 
     All tensors must be on one device, and contiguous and 16-byte aligned except for h and c.
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.
         h: the hidden state, [..., H] in `dtype`. If it is a matrix, its row stride may be a larger multiple of 4
-            elements. It must be aligned to 4 elements, or to 16 bytes if that is less.
+            elements. The pointer must be aligned to 4 elements, or to 16 bytes if that is less.
         c: the cell state, with the shape, dtype, strides and alignment of h.
         x: the input contribution to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].
         offset: the offset of the sums, i32 [4H].
         scale: the scale of the sums, f32 [4H].
-        inverse: the inverse of the scale of h, f32 [H].
+        inverse: the inverse scale of h, f32 [H].
         extent: (H, K) of the kernel.
         dtype: the dtype of the state.
 

@@ -56,7 +56,7 @@ class PlannedQuantization:
     """The quantization of a copy of a finished run.
 
     Attributes:
-        name: the name of the run directory of the copy.
+        name: the name of the copy's run directory.
         setting: the name of the entry of `quantize`.
         of: the name of the run.
         seed: the seed of the run.

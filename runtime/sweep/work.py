@@ -44,7 +44,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot, in which one job runs at a time. `environment` contains the variables that select it."""
+    """A slot on a GPU or on the CPU, in which one job runs at a time. `environment` contains the variables that select
+    it."""
 
     name: str
     environment: Mapping[str, str]

@@ -27,11 +27,12 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A tracker. Only the process that writes the log creates and calls it.
+    """The interface of a tracker, which receives the records of a run. Only the process that writes the log creates and
+    calls it.
 
     Attributes:
         name: the value of `specc train --track`.
-        package: the package that the tracker needs. It is imported when the tracker starts.
+        package: the package that the tracker needs. The package is imported when the tracker starts.
         extra: the extra of specc that installs this package.
     """
 

@@ -104,7 +104,7 @@ class Loop:
         save: a function that commits a snapshot and returns the path of its checkpoint. It raises RunFailure if the
             disk is full.
         advice: a function that returns the advice to the user after a GPU ran out of memory.
-        start: the seconds of the phases of the start so far. None if the start begins here.
+        start: the seconds of each completed phase of the start. None if the start begins here.
     """
 
     def __init__(

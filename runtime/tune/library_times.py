@@ -35,7 +35,7 @@ def measure_rest(
 
     Args:
         spec: the spec, for its sizes.
-        target: the name of the target of the device.
+        target: the name of the target that matches the device.
         path: the lock, which contains the measured tiles.
         machine: this machine, in the form of locks.
         only: only nodes whose path contains this text are measured.

@@ -355,7 +355,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
 
 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
-    """Returns consistent values of a node's inputs, in the domain of its op.
+    """Returns consistent values for a node's inputs, within the domain of its op.
 
     `sample` contains small inputs of the same types. If the value of the node on `sample` is NaN, all operands are
     replaced by their absolute values. Inputs that are functions of other inputs are computed from them.

@@ -26,7 +26,7 @@ class Library:
         name: The common name of the library.
         call: The name of its calls in templates/torch/attention_calls.jinja.
         widest: The largest number of channels per head.
-        step: The number of channels per head must be a multiple of this.
+        step: The number of channels per head must be a multiple of this number.
         home: Features of targets. A target with one of these features prefers the library, as Torch's own dispatch
             does.
         extra: Whether the library has to be installed in addition to Torch.

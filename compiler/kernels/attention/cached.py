@@ -1,8 +1,9 @@
 """Attention of a few queries over a cache, in Triton. The keys are divided into ranges that are read in parallel.
 
-A decoding step reads the cache once and computes little, so reading bounds its time from below. A program reads a range
-of the visible keys of one text and one key head, for all query heads that share the key head, and writes partial sums.
-A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context inference").
+A decoding step reads the cache once and computes little, so reading bounds its time from below. A program instance
+reads a range of the visible keys of one text and one key head, for all query heads that share the key head, and writes
+partial sums. A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context
+inference").
 """
 
 from dataclasses import dataclass, replace
@@ -71,9 +72,9 @@ def cached_tile(site: Site) -> CachedTile:
     flight.
 
     A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is in
-    flight while another is multiplied; four programs on a multiprocessor then have 64 KiB in flight, and occupy 128 KiB
-    of shared memory. Latents of 512 + 64 channels serve as keys and values: 32 of them occupy 36 KiB. In a paged cache,
-    one more stage loads the page number before the keys of the page.
+    flight while another is multiplied; four program instances on a multiprocessor then have 64 KiB in flight, and
+    occupy 128 KiB of shared memory. Latents of 512 + 64 channels serve as keys and values: 32 of them occupy 36 KiB. In
+    a paged cache, one more stage loads the page number before the keys of the page.
     """
     row, page = row_bytes(site), page_of(site)
     keys = 64 if row <= WIDE_ROW else 32
@@ -88,8 +89,8 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def row_bytes(site: Site) -> int:
-    """Returns the bytes that a program loads per position: those of the padded key and, unless the loaded key is also
-    the value, of the value."""
+    """Returns the bytes that a program instance loads per position: those of the padded key and, unless the loaded key
+    is also the value, of the value."""
     op, inputs = op_of(site), inputs_of(site)
     channels, values = sizes_of(site)
     if op.values is None:

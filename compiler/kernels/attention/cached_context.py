@@ -1,4 +1,4 @@
-"""The context of the template of attention over a cache."""
+"""The template context for attention over a cache."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
 
-MOST_ROWS = 64  # rows per program
+MOST_ROWS = 64  # rows per program instance
 SUMS = 128  # f32 sums per thread; a thread has 255 registers
 # Scales of values are multiplied by this, which brings them near 1 for 16-bit products; a power of two is exact
 UNIT = 256.0
@@ -35,7 +35,7 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
 @dataclass(frozen=True, slots=True)
 class CachedTile:
-    """The number of keys that a program reads at a time, with `warps` warps and `stages` reads in flight.
+    """The number of keys that a program instance reads at a time, with `warps` warps and `stages` reads in flight.
 
     The keys of a text are split into parts, so that each multiprocessor has up to `programs` programs.
 
@@ -58,8 +58,8 @@ class CachedTile:
         return f"{counted(self.keys, 'key')}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}, {each}"
 
     def loaded_bytes(self, row: int) -> int:
-        """Returns the bytes of shared memory that the loads in flight of one program occupy. A position has `row`
-        bytes."""
+        """Returns the bytes of shared memory that the loads in flight of one program instance occupy. A position has
+        `row` bytes."""
         return self.stages * self.keys * row
 
 
@@ -86,7 +86,7 @@ class CachedContext:
 
     Attributes:
         how: A description of the kernels' algorithm.
-        settings: Lines that assign the constants of the tile and of the layout.
+        settings: Lines that assign the constants that describe the tile and the layout of the cache.
         helpers: Templates of functions that the kernels call.
         kernel, join: The signatures of the kernels.
         begin: The position of the first query of a text.
@@ -111,7 +111,7 @@ class CachedContext:
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts.
         arguments, join_arguments: The arguments of the launches.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
     """
 
     op: GeneratedFunction

@@ -1,5 +1,5 @@
-"""Attention with a score and a mask, and its gradient, by flash-attn-4. The expressions of score and mask become
-functions of the CuTe DSL."""
+"""Attention with a score and a mask, and its gradient, by flash-attn-4. The expressions for the score and the mask
+become functions in the CuTe DSL."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.kernels.lines import flowed
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
-# Keys per block; for heads of up to 128 channels, a program of flash-attn-4 computes this many keys at a time
+# Keys per block; for heads of up to 128 channels, a program instance of flash-attn-4 computes this many keys at a time
 KEYS = 128
 HOOK_END = "q_idx, kv_idx, seqlen_info, aux_tensors"  # the parameters of hooks; flash-attn-4 passes them by name
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
@@ -68,7 +68,7 @@ class FlashScoredContext:
         helpers: The functions that hooks call, each with its name and its value.
         hooks: The score, its gradient, and the mask.
         blocks: The lists of blocks of scores; None if the mask does not need them.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
         call: The lines that call flash-attn-4 and return its results.
         fake: The return statement of the fake implementation; the outputs that it returns have no values.
     """
@@ -131,7 +131,7 @@ class _FlashWriter:
         self.score, self.mask = self.op.parsed(inputs_of(site)["q"].shape[-2])
         self.backward = is_gradient(site)
         self.read = (*(("start",) if self.op.documents else ()), *map(table_name, self.op.tables))
-        # A program of flash-attn-4 on a B200 computes two tiles of 128 queries.
+        # A program instance of flash-attn-4 on a B200 computes two tiles of 128 queries.
         self.queries = 256 if "tcgen05" in site.target.features else 128
 
     def context(self, repeats: str) -> FlashScoredContext:

@@ -26,7 +26,7 @@ class FlexContext:
 
     Attributes:
         how: A sentence that states whether repeated calls return the same bits.
-        visible: The first line of the function of the mask.
+        visible: The first line of the mask function.
         mask: The body of that function.
         scored: The first line of the function of the score; "" if the score is s.
         score: The body of that function.
@@ -34,8 +34,8 @@ class FlexContext:
         scores: The score of a pair.
         attend: The first line of the function that calls FlexAttention.
         lines: The body of that function.
-        blocks: The lists of blocks of scores.
-        wanted: Rows of the table of input checks.
+        blocks: The lists that select the blocks of scores to compute.
+        wanted: Rows for the table of input checks.
         gradient: Whether the kernel is the gradient.
         call: The lines that call the function and return the results.
         fake: The statement that returns outputs without values.

@@ -2,7 +2,7 @@
 
 Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
 are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
-are i, j and h in fp32. They are converted once per position: a conversion for each score would take as long as its
+are i, j and h in fp32. Positions are converted once each, because a conversion for each score would take as long as the
 exponential.
 """
 

@@ -1,4 +1,4 @@
-"""The contexts of the templates of attention with a score and a mask."""
+"""The template contexts for attention with a score and a mask."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
-# The most elements of a table whose index is not a function of i - j: a program holds one sum per element
+# The most elements of a table whose index is not a function of i - j: a program instance holds one sum per element
 MOST_ENTRIES = 2048
 SPLITS = 16  # number of programs that share the tiles of one offset, in the kernel that sums over pairs of equal i - j
 LISTS = ("counts", "order")
@@ -41,10 +41,10 @@ class Part:
     Attributes:
         comment: A comment on the loop.
         span: The bounds of the loop, as arguments of `tl.range`.
-        tiles: The number of tiles of the loop, in the kernel of dk and dv.
+        tiles: The number of tiles that the loop visits, in the kernel that computes dk and dv.
         start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
             the row.
-        keys: Additional arguments of the loads of keys and values.
+        keys: Additional arguments for the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
         base: The value that is subtracted from scores before the exponential is taken.
         weights: The weights of the softmax.
@@ -80,7 +80,7 @@ class ScoredContext:
         mixed: Lines that compute the scores of a tile with masked pairs.
         located: The reads whose elements are gathered before the launch, by head and distance.
         helpers: Templates of functions that the kernels call.
-        entries: The largest number of elements of a table whose sums fit into a program.
+        entries: The largest number of elements of a table whose sums fit into a program instance.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The arguments of the launches of these kernels.
@@ -88,17 +88,17 @@ class ScoredContext:
             (over j).
         key_rows, rows: The same masks in the kernel of dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
-        row: The row of tiles of a program.
+        row: The row of tiles that a program instance computes.
         parts, key_parts: The loops over the tiles of a row of queries, and of keys.
         element: The dtype of the operands of matrix products.
         slope: The gradient of the scaled product.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
-        key_sums_begin, key_sums_end: The same lines of the kernel of dk and dv.
+        key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
         delta: The expression that the kernel of dq stores as the sum of dy y.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
         allocated: Lines that allocate the outputs.
     """
 

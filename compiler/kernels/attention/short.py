@@ -35,10 +35,10 @@ MOST_PAIRS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """The work of one program. A pair is one key head of one sequence.
+    """The work of one program instance. A pair is one key head of one sequence.
 
-    A program of `warps` warps processes `pairs` pairs in sequence, with `stages` loads in flight. Raises ValueError if
-    a field is out of its bounds.
+    A program instance of `warps` warps processes `pairs` pairs in sequence, with `stages` loads in flight. Raises
+    ValueError if a field is out of its bounds.
     """
 
     pairs: int
@@ -70,7 +70,7 @@ class ShortContext:
         causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
         element: The dtype to which results are rounded.
         body: The template of the loop over the query heads that share a key head.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
         allocated: Lines that allocate the outputs.
     """
 
@@ -148,8 +148,8 @@ SHORT_SEEN_GRAD = ShortAttention("short_seen_attention_grad", "triton", _NEEDS, 
 
 
 def pair_tile(site: Site) -> PairTile:
-    """Returns the default tile. A program processes one pair, and has the smallest number of warps whose registers hold
-    the scores and heads of the pair."""
+    """Returns the default tile. A program instance processes one pair, and has the smallest number of warps whose
+    registers hold the scores and heads of the pair."""
     rows, width = _rows(site), _block(number_of(inputs_of(site)["q"].width))
     if rows <= 32:
         return PairTile(1, max(1, width // 32), 1)

@@ -10,8 +10,9 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed
 from specc.compiler.ops.caches.key_value_cache import LARGEST, ToCodes
 
-WIDEST = 4096  # largest number of channels; a program holds whole rows in registers
-ELEMENTS = 1024  # elements per program; a decoding step rounds few rows, and many small programs finish soonest
+WIDEST = 4096  # largest number of channels; a program instance holds whole rows in registers
+# Elements per program instance; a decoding step rounds few rows, and many small programs finish soonest
+ELEMENTS = 1024
 WARPS = 4
 
 
@@ -21,8 +22,8 @@ class CodesContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        width: The channels of a row, padded to a power of two.
-        rows: The rows of a program.
+        width: The number of channels per row, padded to a power of two.
+        rows: The number of rows per program instance.
         inside: The mask of valid elements.
         largest: The largest number of e4m3.
         dtype: The dtype of x.

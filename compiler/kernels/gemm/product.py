@@ -1,5 +1,5 @@
-"""The Python function that generated code calls for a matrix product and its epilogue. It is the same for kernels in
-all languages."""
+"""The Python function that generated code calls for a matrix product and its epilogue. This signature is the same for
+kernels in all languages."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Product:
 
     Attributes:
         x: The input of the product. The other inputs must have the same number of rows and the same device.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
         allocated: Lines that allocate the outputs.
         result: The returned expression.
         changed: The names of the inputs that the kernel changes, as a tuple.

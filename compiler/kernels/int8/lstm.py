@@ -14,7 +14,7 @@ from specc.compiler.ops.quantized import FINE, LARGEST
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """The template context of the Python function of a step. Fields with code hold whole lines.
+    """The template context for the Python function that computes one step. Fields with code hold whole lines.
 
     Attributes:
         nodes: The tuple of all nodes that call the function, for the error messages of its input check.

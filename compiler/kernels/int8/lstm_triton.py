@@ -1,5 +1,5 @@
-"""One step of an int8 LSTM as one Triton kernel: a program computes all four gates of a tile of rows and hidden
-units."""
+"""One step of an int8 LSTM as one Triton kernel: a program instance computes all four gates of a tile of rows and
+hidden units."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,7 +10,7 @@ from specc.compiler.kernels.tile import Tile, whole_tiles
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 
 NARROWEST_K = 32  # the number of codes that one tensor-core instruction multiplies
-WHOLE_K = 256  # up to this K, a program loads all of K at once
+WHOLE_K = 256  # up to this K, a program instance loads all of K at once
 BLOCK_K = 128
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 # Tiles worth measuring: rows, hidden units, warps. The first is the default. A step is short, so many small programs
@@ -83,5 +83,6 @@ def _stages(k: int) -> int:
 
 
 def _loaded_bytes(tile: Tile) -> int:
-    """Returns the shared memory, in bytes, that the loads of h and w of one program occupy. h is counted as f32."""
+    """Returns the shared memory, in bytes, that the loads of h and w of one program instance occupy. h is counted as
+    f32."""
     return (4 * tile.m + 4 * tile.n) * tile.k * tile.stages

@@ -15,14 +15,14 @@ from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
 LARGEST_HEAD = 4096  # the most channels of a head, which stays in registers
-MOST_GAINS = 256  # the most heads whose gains a program can sum at its end
-LARGEST_TILE = 1 << 17  # the number of elements that a program holds at once
+MOST_GAINS = 256  # the most heads whose gains a program instance can sum at its end
+LARGEST_TILE = 1 << 17  # the number of elements that a program instance holds at once
 LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vector load
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """The work of one program of `warps` warps: the same `rows` rows (pairs of position and head) of each of
+    """The work of one program instance of `warps` warps: the same `rows` rows (pairs of position and head) of each of
     `sequences` sequences, one sequence after another. Raises ValueError if a field is out of its bounds."""
 
     rows: int
@@ -44,7 +44,7 @@ def head_tile(block: int) -> HeadTile:
 
     Each thread has one load per tensor in flight, so all loads of a tile are issued before the first value is used.
     With two loads per tensor, the compiler would wait for the first. Four sequences share one read of the angles. More
-    sequences per program would leave too few programs to fill a GPU.
+    sequences per program instance would leave too few program instances to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
@@ -59,24 +59,24 @@ class HeadContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        inside: The mask of valid elements of a tile.
-        halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
-            once. Otherwise it holds whole heads, and also loads the other channel of each pair.
+        inside: The mask that selects the valid elements of a tile.
+        halves: Whether a program instance holds the two halves of each head in separate tiles, so that every pair is
+            loaded once. Otherwise it holds whole heads, and also loads the other channel of each pair.
         other: The channel that forms a pair with channel c of a whole head.
         pair: The index of the channel pair that contains channel c of a head.
         signed: The signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
-        loops: Whether a program has a loop over several sequences.
+        loops: Whether a program instance has a loop over several sequences.
         indent: The indentation of the lines that are in the loop, if there is a loop.
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
         after: Lines after the loop, which write the program's partial sums of the gradients of weight and gain.
         conditions: The end of the op's docstring, which states the required layouts.
-        wanted: Rows of the table of input checks.
+        wanted: Rows for the table of input checks.
         allocated: Lines that allocate the outputs.
         into: Whether dx is written to a part of a given tensor.
-        begins: Lines of the backward that compute the address of the first result.
+        begins: Lines of the backward kernel that compute the address of the first result.
         advances: The line of the backward that advances this address to the next sequence.
         head: The first line of the custom op.
         ending: The lines of the function after its docstring, if the function is not the custom op itself.
@@ -250,7 +250,8 @@ def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
     return f"{', '.join(gradients)} = {call}", f"return {', '.join((WHOLE, *gradients))}"
 
 
-PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the partial sums of each program, which Torch adds
+# The partial sums of each program instance, which Torch adds
+PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}
 
 _INTO = ("whole_at = token.to(tl.int64) * WIDTH + AT + head * C", "whole_ptr += first * T * WIDTH")
 _SPACING = (

@@ -21,7 +21,7 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 
-WIDEST = 1024  # the most channels of a head, which one program holds
+WIDEST = 1024  # the most channels of a head, which one program instance holds
 HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of one head
 
 
@@ -121,10 +121,10 @@ class RopeWriteContext:
         fake: the signature of its fake implementation.
         known: the line that names the sizes.
         copied: the line that copies inputs that are not contiguous.
-        wanted: rows of the table of input checks.
+        wanted: rows for the table of input checks.
         allocated: the lines that allocate the new outputs.
         created: the new outputs.
-        called: the assignment of the results of the custom op.
+        called: the assignment that receives the results of the custom op.
         result: all outputs.
         helpers: the templates of functions that the Torch code calls.
         torch_rows: the Torch lines that compute the rows.
@@ -329,7 +329,7 @@ def _allocated(name: str, type: TensorType, q: TensorType) -> str:
 
 
 class RopeWriteTriton(Kernel):
-    """Each program handles one head of one token."""
+    """Each program instance handles one head of one token."""
 
     def rejects(self, site: Site) -> str | None:
         op, (q, k, v, cos, sin, *_) = op_of(site), site.inputs

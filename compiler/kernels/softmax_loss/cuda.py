@@ -85,16 +85,16 @@ class StagedContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        copiers: The number of additional threads that issue the copies of a row.
+        copiers: The number of additional threads that issue the copies for a row.
         prelude: Functions that `functions` call.
-        functions: Name, comment and body of each function of a logit.
+        functions: The name, comment and body of each function that is applied to a logit.
         parts: The templates of the device code, in order.
         begun: Lines that load a row's additional targets, and their logits.
         value: Lines that write the loss of a row.
         parameter: The parameter of `differentiate` for the factor of the exponentials; empty if the factor is 1.
         argument: The argument that is passed for `parameter`.
         factor: The factor itself.
-        ended: Lines that write the gradient of the logits of the targets.
+        ended: Lines that write the gradient with respect to the logits of the targets.
     """
 
     op: GeneratedFunction

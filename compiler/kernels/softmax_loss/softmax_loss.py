@@ -34,12 +34,12 @@ from specc.compiler.ops.loss import SoftmaxLoss
 LOGITS = ("bf16", "f32")
 WHOLE = 8192  # columns; longer rows do not fit in registers
 LARGEST = 1 << 17  # elements per tile
-TILE = 4096  # elements that a program holds: 32 per thread, each of which needs two to four floats
+TILE = 4096  # elements that a program instance holds: 32 per thread, each of which needs two to four floats
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The work of one program: `rows` rows, read `columns` columns at a time, by `warps` warps.
+    """The work of one program instance: `rows` rows, read `columns` columns at a time, by `warps` warps.
 
     If `columns` covers whole rows, the rows stay in registers. Raises ValueError if a field is out of its bounds.
     """
@@ -61,10 +61,10 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the default tile for rows of `width` columns.
 
-    A row that fits in registers is read once; a program processes several rows if they are short. A longer row is read
-    twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so the number
-    of rows in flight must be small. Therefore a program has 16 warps, so that at most four programs share a
-    multiprocessor.
+    A row that fits in registers is read once; a program instance processes several rows if they are short. A longer row
+    is read twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so the
+    number of rows in flight must be small. Therefore a program instance has 16 warps, so that at most four program
+    instances share a multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -96,7 +96,7 @@ class Loss:
         fake: The shape of the output that the op's fake returns.
         targets: The parameters of the op that hold further targets.
         signature: The first line of the op that computes the gradient.
-        fake_signature: The first line of the fake of that op.
+        fake_signature: The first line of that op's fake implementation, which only computes shapes.
         returned: The return statement of the function that calls the op.
     """
 
@@ -120,14 +120,14 @@ class LossContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        functions: Name, docstring and return statement of each function of a logit.
+        functions: The name, docstring and return statement of each function that is applied to a logit.
         body: The template of the kernel.
         wanted: The expression of the target's logit after `bound`.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether a tile may have columns that are not logits.
         padded: Whether rows have padding after the logits.
-        inside: The mask of the elements of a tile that are inside the tensor of logits.
+        inside: The mask that selects the elements of a tile that are inside the tensor of logits.
         slope: The multiplication by the derivative of `f`, or "".
         begun: Lines that load the further targets of a token, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute its operands.

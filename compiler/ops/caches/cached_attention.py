@@ -88,8 +88,8 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. The rows of the
-        input tokens follow the rows of a ring."""
+        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. With a ring, the
+        rows of the input tokens follow the rows of the ring."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -17,7 +17,8 @@ STORAGE = "packed"  # marks the buffers of codes and scales
 
 
 def lanes_of(features: int) -> int:
-    """Returns the number of lanes of a row of `features` codes. It is also the number of bytes per bit of a code."""
+    """Returns the number of lanes of a row of `features` codes. This is also the number of bytes that one bit of all
+    codes of a row needs."""
     return -(-features // (CODES * ALIGNMENT)) * ALIGNMENT
 
 

@@ -36,8 +36,8 @@ class PoolFields(ScoredBase):
         by: the name of the pooling, a key of `POOLINGS`.
         tokens: the number M of pooled keys per block.
         seed: the seed of a sample.
-        pooled: the canonical text of the mask of pooled keys. In this mask and in the score, the position j of a pooled
-            key is the first position of its block.
+        pooled: the mask that applies to pooled keys, as canonical text. In this mask and in the score, the position j
+            of a pooled key is the first position of its block.
     """
 
     block: int = 64

@@ -115,13 +115,13 @@ def priority(position: int, seed: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolContext:
-    """The context of a template of `pool`.
+    """The context of the templates that render the function `pool`.
 
     Attributes:
         tokens: the number M of results per block.
         block: the number P of tokens of a block.
         seed: the seed of a sample.
-        multipliers: the multipliers of the hash of a position.
+        multipliers: the multipliers in the hash function of positions.
     """
 
     tokens: int

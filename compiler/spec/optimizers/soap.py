@@ -30,8 +30,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates per element of matrices of one shape: gradient and direction in the
-        bases, their next rotations, and two terms of the denominator."""
+        """The number of f32 values that an update allocates per matrix element: the gradient and the direction in the
+        eigenbases, their next rotations, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:

@@ -186,8 +186,8 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether a document (or path) with these bytes is in the val split. This holds for 1 in 10, by their
-    SHA-256."""
+    """Returns whether a document (or path) with these bytes is in the val split. This is the case for 1 document in 10,
+    as its SHA-256 determines."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 

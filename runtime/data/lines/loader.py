@@ -110,7 +110,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         batch: number of rows per pass on this rank.
         passes: the number of passes per step. Each call of `next` returns the data of one pass.
         device: device of the batches.
-        rank, world: index of this process, and number of processes (see the module).
+        rank, world: the index of this process, and the number of processes (see the module).
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
 
         The loss of a step is the mean over all target tokens of the step, without padding. Each pass has a mean loss
-        and a weight. The mean of the products of the two, over all passes of all ranks, equals the loss of the step.
-        `samples` and `tokens` (of sources and targets, without padding) count the data of all ranks, in complete steps.
+        and a weight. The loss of the step is the mean of (loss times weight) over all passes of all ranks. `samples`
+        and `tokens` (of sources and targets, without padding) count the data of all ranks, in complete steps.
         """
         if self._taken == self._passes:
             self._begin()

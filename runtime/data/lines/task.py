@@ -38,7 +38,7 @@ class LineStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The overlap of a set of lines with the training set.
+    """How many lines of a set are also in the training set.
 
     Attributes:
         lines: the fraction of the lines that equal a training line, 0 to 1.

@@ -24,7 +24,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem. `damage` is True if a file is missing, is damaged, or differs from the record."""
+    """A problem of a folder of shards. `damage` is True if a file is missing, is damaged, or differs from the
+    record."""
 
     where: str
     what: str
@@ -42,7 +43,7 @@ class SplitFacts:
         shards: number of shards.
         tokens: number of tokens.
         highest: the highest token id; -1 if there are no tokens.
-        bos: number of BOS tokens; None if the id of BOS is unknown.
+        bos: the number of BOS tokens; None if the BOS id is unknown.
         longest: length of the longest document in tokens, without BOS.
         lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
             BOS. Empty if documents are not separated by BOS.

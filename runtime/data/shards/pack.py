@@ -32,13 +32,13 @@ class PackOptions:
 
     Attributes:
         sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
-        out: the folder to create. It must not exist, or be empty. A link is followed.
+        out: the folder to create. The folder must not exist, or must be empty. A link is followed.
         tokenizer: a name for `open_tokenizer`, or the data of a spec. The tokenizer's file is copied into the folder.
         name: the first part of the names of the shards: `NAME_train_000000.bin` and `NAME_val_000000.bin`. Loaders of
             other trainers expect names of this form.
         marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
             scoring requires it.
-        shard_tokens: number of tokens of each shard except the last of a split.
+        shard_tokens: the number of tokens in each shard, except the last shard of a split.
         search: folders to search for the tokenizer.
     """
 

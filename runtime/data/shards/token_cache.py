@@ -32,11 +32,11 @@ class CacheRecord(StrictModel):
     Attributes:
         format: version of the cache.
         source, split: the source and the split of the text.
-        tokenizer, tokenizer_digest, vocab: name, digest and number of ids of the tokenizer.
+        tokenizer, tokenizer_digest, vocab: the name of the tokenizer, its digest, and its number of ids.
         documents: number of documents.
         document_bytes: bytes of the documents in the source.
         tokens: number of tokens.
-        shards: number of tokens of each shard, in order.
+        shards: the number of tokens in each shard, in order.
         sha256: SHA-256 (hex) of all tokens.
     """
 

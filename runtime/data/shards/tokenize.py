@@ -26,7 +26,7 @@ class Written:
     Attributes:
         documents: number of documents.
         document_bytes: bytes of the documents in the source.
-        shards: number of tokens of each file, by file name.
+        shards: the number of tokens in each file, by file name.
         sha256: SHA-256 (hex) of all tokens as little-endian u16 or u32, as stored.
     """
 
@@ -53,7 +53,7 @@ def write_shards(
         tokenizer: the tokenizer.
         folder: the folder to write to.
         name: format string for file names. Its argument is the index of the shard.
-        shard_tokens: number of tokens of every shard except the last.
+        shard_tokens: the number of tokens in every shard except the last.
         marks: BOS before each document, or only before the first.
         byte_counts: whether to write a second file per shard, with the number of source bytes that each token
             represents.

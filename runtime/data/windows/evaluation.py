@@ -124,7 +124,7 @@ def read_batch(
         windows: all windows of the evaluation.
         number: index of the batch.
         chosen: indices of the windows in the batch, which have equal lengths.
-        rows: number of rows; missing rows are copies of the last window.
+        rows: the number of rows; missing rows are copies of the last window.
         unscored: number of targets at the start of each window that are not scored.
 
     Returns:

@@ -199,7 +199,7 @@ class Loader(BackgroundReader[_Step]):
         length: window length in tokens.
         order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
         seed: seed of the order.
-        rank, world: index of this process, and number of processes (see the module).
+        rank, world: the index of this process, and the number of processes (see the module).
         prefetch: maximum number of batches that the background thread reads ahead.
         device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
         bos: the id that starts a document; required by "best_fit".
@@ -275,7 +275,8 @@ class Loader(BackgroundReader[_Step]):
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues with the batch after the last batch of `state`, in the order of the version of the state.
+        """Continues with the batch after the last batch of `state`, in the order that belongs to the version of
+        `state`.
 
         Raises:
             DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is

@@ -21,7 +21,7 @@ _PIECE = 4 * 1024 * 1024  # the number of tokens per read in the search for BOS
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """A row of documents.
+    """A row that is packed with documents.
 
     Attributes:
         parts: pairs (document, tokens), in order: the index of a document, and how many of its first tokens are in the

@@ -26,8 +26,8 @@ class TokenStream:
 
     Attributes:
         shards: the files, in order.
-        starts: first position of each shard, followed by the total number of tokens.
-        vocab: number of ids of the tokenizer. Every token is less than `vocab`.
+        starts: the first position of each shard, followed by the total number of tokens.
+        vocab: the number of ids of the tokenizer. Every token is less than `vocab`.
         documents: number of documents; None if no record states it.
         document_bytes: bytes of the documents in the source, without separators; None if no record states them.
         tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.

@@ -37,7 +37,8 @@ class Placed:
 
 @dataclass
 class Work:
-    """A model, and the text to score. No parameter of the model requires gradients, unless a method enables them.
+    """The work of an evaluation: a model, and the text to score. No parameter of the model requires gradients, unless a
+    method enables them.
 
     Attributes:
         account: accumulates the losses of the batches.

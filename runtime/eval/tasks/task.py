@@ -142,7 +142,7 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Returns the measures for the scores of the rows of each example."""
+        """Returns the measures of the task, given the scores of the rows of each example."""
 
 
 def read_task(path: Path) -> Task:

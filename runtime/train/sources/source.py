@@ -30,7 +30,7 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The sizes of a set of pairs of lines.
+    """The sizes of a set of line pairs.
 
     Attributes:
         samples: the number of samples per epoch.
@@ -46,11 +46,11 @@ class OpenData(Protocol):
 
     @property
     def digests(self) -> DataDigests:
-        """The digests of the content of both splits."""
+        """The digests of both splits."""
 
     @property
     def epoch(self) -> Epoch | None:
-        """The epoch of pairs of lines. None for other data."""
+        """The sizes of an epoch, for data that are line pairs. None for other data."""
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         """Returns the data for this process, and registers the resources to close with `stack`."""
@@ -94,7 +94,7 @@ class Source(ABC):
     @staticmethod
     @abstractmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
-        """Returns the feed of a process that only measures the speed of training steps. It reads no file.
+        """Returns the feed of a process that only measures the speed of training steps. No file is read.
 
         Args:
             spec: the spec.

@@ -73,7 +73,7 @@ LINES = {
         "blocks.*.attention.k [256, 512] -> [512, 512]",
         "sm90/causal_attention__h8_g4_c64.py -> causal_attention__h4_g4_c128.py",
     ),
-    "bits": ("which decides whether the budget is met", "66 tensors int5 -> int6", "(+3,763,", "changed      nothing"),
+    "bits": ("so that the artifact has at most", "66 tensors int5 -> int6", "(+3,763,", "changed      nothing"),
     "fuse": (
         "step         at least 411 ms -> at least 433 ms",
         "fused products           55 ms -> none",
