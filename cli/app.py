@@ -34,8 +34,8 @@ class LazyGroup(click.RichGroup):
     Args:
         name: the name of the group.
         package: the package of the modules. Each module has the name of its subcommand.
-        entries: maps each subcommand to the first sentence of its help, or to a group, in the order of the help
-            listing.
+        entries: a mapping from each subcommand to the first sentence of its help, or to a group, in the order of the
+            help listing.
         help: the help of the group.
     """
 

@@ -236,8 +236,8 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
 def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
     """Renders the files of one target: model.py, its ops and its kernels. Returns file name -> text.
 
-    Raises TemplateFault if a template fails to render. The message names the node and the line of `source` that it was
-    rendered for.
+    Raises TemplateFault if a template fails to render. The message names the node, and the line of `source`, for which
+    the template was rendered.
     """
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import first_caller, model_context

@@ -143,7 +143,7 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
     Args:
         spec: the spec.
         target: the name of a target, whose dtype the programs have.
-        until: the name of the last pass to run. `lower` runs no pass, None runs all.
+        until: the name of the last pass to run. With `lower`, no pass runs; with None, all passes run.
         form: the form of the model, which selects the passes.
 
     Returns:

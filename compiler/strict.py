@@ -116,7 +116,7 @@ class StrictModel(BaseModel):
     """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
     `untagged` is True for the default member of a union, which applies if the data states no kind. `described` is the
-    word for a whole file of this model in messages.
+    name that messages use for a whole file of this model, such as `the spec`.
     """
 
     untagged: ClassVar[bool] = False
@@ -130,8 +130,8 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data that are keyed by their names in a mapping. An entry consists of the path, the
-        expected type, and the data with inherited tags."""
+        """Yields the parts of the data that are keyed by their names in a mapping. An entry consists of the path of a
+        part, its expected type, and its data with inherited tags."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:

@@ -16,12 +16,12 @@ class Target:
         dtype: the dtype in which the model computes.
         features: the hardware features that kernels may require, such as `wgmma`.
         languages: the languages of the kernels that run on it.
-        shared_memory: bytes of shared memory per thread block.
+        shared_memory: the bytes of shared memory per thread block.
         arch: the compute capability for which Triton compiles; 0 on the CPU.
         nvcc: the architecture name for CUDA C++; empty on the CPU.
         flops: peak dense operations per second in `dtype`; 0 if unknown.
         bandwidth: peak memory bandwidth in bytes per second; 0 if unknown.
-        workspace: bytes of the workspace that cuBLAS allocates for each thread and stream.
+        workspace: the bytes of the workspace that cuBLAS allocates for each thread and stream.
         machine: the machine whose rates are `flops` and `bandwidth`. Plans compute lower bounds on time from these
             rates.
     """

@@ -200,7 +200,7 @@ def realize(
         TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
         RunFailure: no target of the spec runs on this machine.
         EnvironmentFailure: the GPU does not exist.
-        IntegrityError: names or shapes of the weights do not match the model.
+        IntegrityError: the names or shapes of the weights do not match the model.
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))

@@ -32,7 +32,7 @@ class Score:
     """One measurement of the quality of a model.
 
     Attributes:
-        model: names the weights that were scored.
+        model: the name of the weights that were scored.
         step: the step of the weights; None if it is not recorded.
         data: the data on which the weights were scored.
         metric: the name of the metric.

@@ -77,7 +77,7 @@ class Architecture(StrictModel):
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
-        """The spec paths that set the id that starts a document, each with its id."""
+        """The ids with which documents start, each with the spec path that sets it."""
         return ()
 
     @property
@@ -97,7 +97,7 @@ class Architecture(StrictModel):
         return None
 
     def place_of(self, init: Init) -> Path:
-        """Returns the spec path of an initialization."""
+        """Returns the spec path of the field that states an initialization."""
         return ("model", *next((path for path, other in values_in(self, Init) if other is init), ()))
 
     @property

@@ -51,8 +51,8 @@ class EncoderDecoder(Architecture):
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to a residual stream; `init` if unset.
         encoder: the stages of the encoder.
-        bridge: computes the first state of the decoder from the last state of a recurrent encoder. If unset, the state
-            starts at 0.
+        bridge: the part that computes the first state of the decoder from the last state of a recurrent encoder. If
+            unset, the state starts at 0.
         decoder: the stages of the decoder.
         head: the computation of logits.
     """

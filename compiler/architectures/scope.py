@@ -32,7 +32,7 @@ class Scope:
         common: further values, by name.
         at: the prefix of the names of nodes.
         norm: the norm of the block.
-        shape_of: returns the sizes that the learned value with a given path may read.
+        shape_of: a function that returns the sizes that the learned value with a given path may read.
         values: the values of parts, by title.
         branches: `y` and `h` of the last part.
         inputs: the results of `read` expressions. A key consists of an expression and the references of the values that

@@ -37,7 +37,7 @@ class SharedValues:
         Args:
             b: the builder of the program.
             part: the part.
-            shape: the shape dims of the part.
+            shape: the sizes of the part.
             context: the values that the part can read.
         """
         computations = part.shared(shape)

@@ -218,8 +218,8 @@ class Part(StrictModel):
         Args:
             b: the builder of the function or program.
             x: the input, [B, T, D]; empty for a part that `starts`.
-            shape: the shape dims of the model, with D features. For a part of `embed`, this is the number of features
-                of the model.
+            shape: the sizes of the model, with D features. For a part of `embed`, this is the number of features of the
+                model.
             context: the other values that the part can read.
 
         Raises:

@@ -28,7 +28,7 @@ class Scaling(StrictModel):
 
     Attributes:
         factor: the divisor of slow frequencies.
-        trained: the context length that the model was trained with before the scaling.
+        trained: the context length with which the model was trained before the scaling.
         low: a pair is slow if it makes at most this many turns over `trained` tokens.
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
     """
@@ -79,7 +79,8 @@ class Yarn(Scaling):
     Attributes:
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
         whole: whether the bounds of the blend are rounded outward to whole pairs.
-        magnitude: the factor that rotated queries and keys are multiplied by: a number or a formula of `factor`.
+        magnitude: the factor by which queries and keys are multiplied after the rotation: a number or a formula of
+            `factor`.
     """
 
     kind: Literal["yarn"]

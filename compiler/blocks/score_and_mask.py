@@ -98,7 +98,7 @@ class ScoreAndMask(Layer):
         return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
     def bound_score(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of the score with a canonical mask. Raises ExprError if it is invalid."""
+        """Returns the canonical text of the score, given a canonical mask. Raises ExprError if it is invalid."""
         sizes, visible = self._sizes(shape), self.visible(mask, shape)
         tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
         settings = (self.heads, shape.context, shape.prefix, tuple(sizes.items()))
@@ -326,8 +326,8 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` adds the value that the
-        expression reads. Without an expression, this value is the result."""
+        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` is a function that adds
+        the value that the expression reads. Without an expression, this value is the result."""
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

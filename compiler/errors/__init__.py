@@ -87,7 +87,7 @@ class MissingPackage(EnvironmentProblem):
 
 
 class DiskProblem(EnvironmentProblem):
-    """A disk is full, or a file cannot be read or written."""
+    """Raised if a disk is full, or a file cannot be read or written."""
 
     code = "E003"
 

@@ -30,7 +30,7 @@ class Positional(Function):
     """A function of masks and scores. Its first argument is a whole number, and all others are constants.
 
     Attributes:
-        check: returns the reason why the arguments are invalid, or None if they are valid.
+        check: a function that returns the reason why the arguments are invalid, or None if they are valid.
         sign: the sign of the values, as in `Primitive`.
     """
 

@@ -57,12 +57,12 @@ class Source:
         node: The node that contains the product.
         weight: The weight.
         bias: The bias, or "" if there is none in int8.
-        read: Indices of the node inputs that are multiplied with the weight.
-        outputs: Indices of the node's outputs that are multiplied with the weight.
+        read: The indices of the node inputs that are multiplied with the weight.
+        outputs: The indices of the node's outputs that are multiplied with the weight.
         maker: The node or input that produces the first of the inputs.
         leader: The first weight, in table order, among all products that share the input scale.
-        part: Index of the slice of the features that is multiplied with the weight.
-        parts: Number of such slices, which have equal sizes.
+        part: The index of the slice of the features that is multiplied with the weight.
+        parts: The number of such slices, which have equal sizes.
     """
 
     node: str
@@ -84,12 +84,12 @@ class Factor:
     divided into `parts` equal slices of features, and the weight is multiplied with slice `part`.
 
     Attributes:
-        weight: Ref of the weight [N, K].
-        bias: Ref of the bias [N], or "" if there is none.
-        read: Indices of the node inputs that are multiplied with the weight.
-        outputs: Indices of the node outputs that are multiplied with the weight.
-        part: Index of the slice.
-        parts: Number of slices.
+        weight: The ref of the weight [N, K].
+        bias: The ref of the bias [N], or "" if there is none.
+        read: The indices of the node inputs that are multiplied with the weight.
+        outputs: The indices of the node outputs that are multiplied with the weight.
+        part: The index of the slice.
+        parts: The number of slices.
     """
 
     weight: str
@@ -113,9 +113,9 @@ class Editor:
         sources: The int8 products of the model, by weight.
         functions: New functions, shared by all graphs.
         added: The types of the declared constants, by name.
-        types: Types of all values, original and new.
+        types: The types of all values, original and new.
         new: New nodes, by the name of the original node before which they are inserted.
-        gone: Names of the removed nodes.
+        gone: The names of the removed nodes.
         names: Maps the ref of each removed value to the ref that replaces it.
         shared: The refs of the codes into which values were quantized, by the ref of the value and the leader of its
             input scale.
@@ -243,7 +243,7 @@ class Editor:
         Args:
             name: The name of the node.
             op: The op of the node.
-            inputs: Refs of the inputs.
+            inputs: The refs of the inputs.
             at: The original node at whose position the new node is inserted.
 
         Returns:

@@ -28,8 +28,8 @@ def fake_quantized_gates(
     Args:
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
-        name: Prefix of the names of new nodes.
-        x: Ref of the input.
+        name: The prefix of the names of new nodes.
+        x: The ref of the input.
         factors: The matrix products of the direction, with x and with h.
         backward: Whether the direction runs backward in time.
 

@@ -61,8 +61,8 @@ def weighed(
     Args:
         edit: The graph.
         name: The name of the product, and the prefix of the name of the second product.
-        codes: Refs of the codes of the input. The first product reads the first codes.
-        weight: Ref of the weight.
+        codes: The refs of the codes of the input. The first product reads the first codes.
+        weight: The ref of the weight.
         held: The refs of the weight's codes, offset and scale.
         at: The original node whose position new nodes take.
 

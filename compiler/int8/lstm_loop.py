@@ -36,8 +36,9 @@ def add_loop(
     Args:
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
-        name: Prefix of the names of new nodes.
-        inputs: Refs of x, of the initial h and c, and of what x contributes to the gates, in the order of the steps.
+        name: The prefix of the names of new nodes.
+        inputs: The refs of x, of the initial h and c, and of what x contributes to the gates, in the order of the
+            steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 

@@ -23,7 +23,7 @@ class Site:
 
     Attributes:
         node: The node.
-        inputs: Types of the node's inputs, in order.
+        inputs: The types of the node's inputs, in order.
         target: The target to compile for.
         label: The node's path in the spec for readers, e.g. `blocks.*.mlp.up + act`.
         module: The name of the model.

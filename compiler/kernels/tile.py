@@ -63,12 +63,12 @@ class Tile:
     """The tile of one program instance of a matrix product.
 
     Attributes:
-        m: Rows of each accumulator.
-        n: Columns of each accumulator.
-        k: Elements of the reduction dim per iteration.
+        m: The number of rows of each accumulator.
+        n: The number of columns of each accumulator.
+        k: The number of elements of the reduction dim per iteration.
         warps: Warps per program instance.
         stages: Loads in flight.
-        resident: Programs per multiprocessor, for a persistent kernel.
+        resident: The number of program instances per multiprocessor, for a persistent kernel.
 
     Raises:
         ValueError: If a field is out of its bounds.

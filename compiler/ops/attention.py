@@ -32,7 +32,7 @@ class Attention(Op):
     They compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H. The output
     is [B, T, H, D].
 
-    The score is q k^T / sqrt(C) unless a subclass changes it. Subclasses differ in the keys that a query attends to. A
+    The score is q k^T / sqrt(C) unless a subclass changes it. Subclasses differ in the keys to which a query attends. A
     query that attends to no key has output 0, as in Torch.
     """
 

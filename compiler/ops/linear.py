@@ -10,7 +10,7 @@ from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, Typ
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
-    """Returns all dims except the last. Kernels flatten them to one dim, the rows."""
+    """Returns all dims except the last. Kernels flatten these dims to one dim, the rows."""
     return type.shape[:-1]
 
 

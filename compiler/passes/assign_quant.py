@@ -31,9 +31,9 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: Names of the weights whose inputs calibration observes, from `observed`. If None, it is not checked that
-            calibration observes the inputs that a scheme needs.
-        looked: Names of the embedding tables whose lookups calibration observes, from `observed`.
+        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, it is not checked
+            that calibration observes the inputs that a scheme needs.
+        looked: The names of the embedding tables whose lookups calibration observes, from `observed`.
 
     Raises:
         LoweringError: Lists all problems: a rule that matches nothing, overlaps another rule or cannot store a
@@ -208,7 +208,7 @@ def _calibrated(
         what: The setting and its pattern, as text for the problem.
         pattern: The pattern.
         chosen: The scheme of each parameter.
-        seen: Names of the parameters that calibration observes.
+        seen: The names of the parameters that calibration observes.
         use: The use of a parameter that calibration observes, e.g. `product`, as text for the problem.
     """
     covered = [name for name in chosen if matches(pattern, name)]

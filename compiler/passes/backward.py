@@ -140,8 +140,8 @@ class Derivation:
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns the gradient `value`, which a rule has computed, with the pending factor `by` of the incoming
-        gradient, which the rule did not apply."""
+        """Returns the gradient `value` that a rule has computed, together with the factor `by` of the incoming
+        gradient. The rule did not apply this factor, so that it is still pending."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -197,7 +197,7 @@ class Derivation:
             title: The title of its pointwise op.
             texts: For each variable, the expression of its gradient.
             operands: For each variable, the ref of the forward value that it represents.
-            readable: The ref of the forward value that is read for each variable of an expression.
+            readable: For each variable of an expression, the ref of the forward value that is read.
             grad: The incoming gradient.
 
         Returns:

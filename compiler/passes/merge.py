@@ -340,7 +340,7 @@ class _Variables:
 
     def roots(self) -> Mapping[str, str]:
         """Maps every value that shares a variable to the first value that the variable holds. If an input shares the
-        variable, the input is the first."""
+        variable, the input counts as the first value."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

@@ -62,10 +62,10 @@ def outline(
         graphs: The programs, rolled and aligned.
         sides: The first words of node names that denote a part of the model, such as `encoder`.
         taken: The names of the model's methods.
-        reserved: Names that no argument may have.
+        reserved: The names that no argument may have.
         kind: Returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, a section
-            that fewer programs share is tried.
+        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, the pass
+            tries a section that fewer programs share.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -243,7 +243,7 @@ class _Section:
         return any(column & refs.items() and column & others.items() for column in columns)
 
     def bodies(self) -> list[Graph]:
-        """Returns one graph per program: its nodes of the section."""
+        """Returns one graph per program, which contains the nodes of the program that belong to the section."""
         bodies = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]

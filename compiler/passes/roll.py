@@ -23,7 +23,7 @@ class Loop(Op):
         at: The path of the module list.
         names: The names of the blocks' inputs, except the first input, which is the residual stream. If different
             blocks read different values under one name, there is one entry per value: the name, a space, and the value.
-        some: Pairs of an input that only some blocks read, and the indices of these blocks.
+        some: Pairs of (an input that only some blocks read, the indices of these blocks).
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
             output (empty for the residual stream), and pairs of a run that reads the input and the earlier run whose
             output it reads.

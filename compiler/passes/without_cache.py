@@ -14,7 +14,7 @@ SIDE = "decoder."  # the name prefix of nodes that a decoder without a cache rec
 
 
 def uncached(programs: Programs) -> Programs:
-    """Returns the programs `score`, `encode` and `logits` of a model of pairs. The latter two are the halves of
+    """Returns the programs `score`, `encode` and `logits` of a model of pairs. `encode` and `logits` are the halves of
     `score`.
 
     `encode` maps the source i64[B,S] to the state of the encoder. The program `encode` contains every node that depends

@@ -99,8 +99,8 @@ def used_parameters(programs: Programs) -> int:
 def flops_per_token(programs: Programs, tokens: int) -> int:
     """Returns the operations of matrix products and attention in a forward pass over one window, divided by its tokens.
 
-    A model with a source also reads a source of `tokens` tokens. Training takes three times as many operations, because
-    each matrix product has two gradients of the same cost.
+    A model of line pairs also reads a source line of `tokens` tokens. Training takes three times as many operations,
+    because each matrix product has two gradients of the same cost.
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens

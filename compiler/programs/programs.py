@@ -429,5 +429,5 @@ def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
 
 
 def owner(ref: str) -> str:
-    """Returns the class that a function belongs to: `block` for `block.forward`."""
+    """Returns the class to which a function belongs: `block` for `block.forward`."""
     return node_of(ref).partition(".")[0]

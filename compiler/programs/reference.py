@@ -26,7 +26,7 @@ def run(
         program: the name of the program to run.
         inputs: the inputs of the program, by name.
         params: the parameters, by name.
-        observe: called with each node, its inputs and its outputs; see `Observe`.
+        observe: a function that is called with each node, its inputs and its outputs; see `Observe`.
 
     Returns:
         The outputs by label.

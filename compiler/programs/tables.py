@@ -71,7 +71,7 @@ class Tables:
             programs: the programs of the model.
             whole: the names of the programs that read whole sequences at once.
             context: the maximum number of tokens of a sequence.
-            place_of: returns the spec path of an initialization, for errors.
+            place_of: a function that returns the spec path of an initialization, for errors.
 
         Raises:
             LoweringError: if a parameter cannot have its initialization.

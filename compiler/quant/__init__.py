@@ -1,1 +1,2 @@
-"""Quantization schemes, one module each: the arrays stored for a parameter, and the conversions in both directions."""
+"""Quantization schemes, one module each. A scheme states which arrays are stored for a parameter, and how to quantize
+and dequantize it."""

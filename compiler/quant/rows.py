@@ -2,7 +2,7 @@
 
 A value is code * scale, with the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] stored in one byte. Codes are not packed:
 brotli compresses whole bytes almost to their entropy. Packed bits compress worse: files are 13 % larger at int6, and 25
-% larger at int5. A row is the values along the last dim.
+% larger at int5. A row consists of the values along the last dim.
 """
 
 import math
@@ -30,9 +30,9 @@ class PerRow(Scheme):
 
     Attributes:
         bits: the bits of a code.
-        clip_floor: the smallest |w| that maps to the largest code. Rows with only smaller values share one step, and
-            therefore compress better. Records of parameter-golf use 1.0, so that a scale is at least 1/31 at int6. With
-            0, each row has a separate step.
+        clip_floor: the smallest |w| that maps to the largest code. All rows with only smaller values have the same
+            step, and therefore compress better. Records of parameter-golf use 1.0, so that a scale is at least 1/31 at
+            int6. With 0, each row has a separate step.
         correction_rank: the rank of a low-rank correction of the rounding error, which is stored in 2 and 4 bits.
     """
 

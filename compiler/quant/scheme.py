@@ -1,4 +1,5 @@
-"""The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions.
+"""The interface of quantization schemes. A scheme states which arrays are stored for a parameter, and how to quantize
+and dequantize it.
 
 A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
 runtime/quantize/assignment.py decides the scheme of each parameter.

@@ -134,7 +134,7 @@ class _Uses:
         return frozenset().union(*self.layers.values())
 
     def having(self, graphs: Iterable[Graph]) -> frozenset[int]:
-        """Returns the blocks that run one of the functions `graphs`."""
+        """Returns the blocks that run any of the functions `graphs`."""
         return frozenset().union(*(self.layers[graph.name] for graph in graphs))
 
 
@@ -172,7 +172,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         plan: the plan.
         uses: the functions of the list.
         tables: the tables of the module.
-        reserved: names that local variables must not have.
+        reserved: the names that local variables must not have.
         taken: the names of earlier classes.
     """
     begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]

@@ -73,20 +73,20 @@ class Body:
 
     Attributes:
         merged: the graphs to render, as variants of one function.
-        spell: returns the text of a node that calls a kernel, group or block, and None for other nodes.
+        spell: a function that returns the text of a node that calls a kernel, group or block, and None for other nodes.
         names: the Python names of inputs that have another name in the graph.
         facts: the conditions that distinguish the variants, in order of preference.
-        reserved: names that locals must not have.
+        reserved: the names that locals must not have.
         alive: the inputs that generated code reads after the body, so that their names must not be reassigned.
         scopes: the first words of paths that the names of values omit.
         wanted: preferred names of some values.
         unpacks: the assigned names, the text and the variants of each line that unpacks state. A line is inserted
             before the first read of one of its names.
         constants: the names of constants, keyed by the text of their values.
-        regions: adds the lines of a node that is not an expression. Returns False for other nodes.
+        regions: a function that adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.
-        held: all values that were assigned to each name.
+        held: for each name, all values that were assigned to it.
         pending: values that are computed but not yet assigned to a name. Their text can be inlined into the line of a
             reader.
         conditions: the names of the facts that conditions use.

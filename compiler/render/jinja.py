@@ -87,7 +87,7 @@ def render(template: str, context: object, source: str, key: str, known: Collect
         context: the typed context, which the template reads as `c`.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: names that the text may read without defining them, because the module that contains the text defines
+        known: the names that the text may read without defining them, because the module that contains the text defines
             them elsewhere.
 
     Raises:

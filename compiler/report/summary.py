@@ -128,7 +128,7 @@ class Summary:
 
     @property
     def memory_parts(self) -> str:
-        """The parts of the memory forecast for a step, in words, the largest first."""
+        """The parts of the memory that is forecast for a step, in words, the largest part first."""
         parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 

@@ -18,7 +18,7 @@ class ScheduleSpec(StrictModel):
 
     The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a
     fraction of the run. A fraction refers to seconds if the run is limited by `budget_seconds`, and to steps otherwise.
-    If a shape is set without a span, the warm-down is all of the run after the warm-up.
+    If a shape is set without a length, the warm-down is the whole run after the warm-up.
 
     Attributes:
         warmup_steps: the number of warm-up steps.

@@ -61,7 +61,7 @@ class Fp8Spec(StrictModel):
         return self.history or 16
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for delayed scales of rows, because a row holds another token in each step, and for
+        """Yields a problem for delayed row scales, because a row contains another token in each step, and a problem for
         `history` without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
             message = "row scales cannot be delayed, because a row contains other tokens in each step"

@@ -151,8 +151,8 @@ class TrainSpec(StrictModel):
             gradients are not clipped.
         precision: the dtypes of training.
         recompute: the parts of each block whose values the backward pass recomputes, so that they are not kept in
-            memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients do
-            not change. If unset, all values that the backward pass reads are kept.
+            memory: the names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and
+            gradients do not change. If unset, all values that the backward pass reads are kept.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.

@@ -143,11 +143,11 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: returns the pair (interface digest, layout) that the local compiler derives from the bytes of the
-            spec.
+        layout_of: a function that returns the pair (interface digest, layout) that the local compiler derives from the
+            bytes of the spec.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
-        judge: called with the text of the table of arrays before any array is decompressed. The text is empty if the
-            file has no table. It raises IntegrityError to reject the file.
+        judge: a function that is called with the text of the table of arrays before any array is decompressed. The text
+            is empty if the file has no table. It raises IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.

@@ -55,7 +55,7 @@ class DecodeRow:
         building: the seconds from the spec to the module on its device, including kernel compilation.
         first: the seconds by which the untimed first pass exceeds the others.
         exact: the number of lines that equal their target.
-        agreeing: the share of lines equal to those of the decoder with a cache. None for that decoder.
+        agreeing: the share of lines that equal the lines of the decoder with a cache. None for that decoder.
     """
 
     name: str

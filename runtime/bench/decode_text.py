@@ -130,9 +130,10 @@ class _Decoder:
     """A decoder. Its objects are created for each batch and context.
 
     Attributes:
-        logits: returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are prefilled, and
-            the last is decoded.
-        passes: returns the function to time, for a number of texts and a number of tokens of a completed text.
+        logits: a function that returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are
+            prefilled, and the last is decoded.
+        passes: a function that returns the function to time, for a number of texts and a number of tokens of a
+            completed text.
         programs: the programs whose parameters and cache a step reads.
         most: the largest number of texts for which a step runs these programs; None for no limit.
     """
@@ -277,7 +278,7 @@ def _ours(
         loaded: the model.
         device: its device.
         programs: the programs whose parameters and cache a step reads.
-        step_of_rows: returns the step for a number of texts.
+        step_of_rows: a function that returns the step for a number of texts.
     """
     model: Any = loaded.model
 

@@ -86,7 +86,7 @@ def dry_run(
         data: the data of the run. The data are opened, and tokenized if they are text. None to skip them.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
-        say: called with lines of text that report the progress.
+        say: a function that is called with lines of text that report the progress.
         lock: the measured kernels.
 
     Raises:

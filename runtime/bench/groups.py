@@ -44,7 +44,8 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The output of the group: the value of the last node. Nodes outside of the group read no other value."""
+        """The output of the group: the value of the last node. Nodes outside of the group read no other value of the
+        group."""
         return self.nodes[-1].name
 
 

@@ -66,8 +66,8 @@ def kernel_rows(
         setup: the setup of the benchmark.
         plan: the plan.
         module: the generated model.py.
-        ready: waits until the kernel of a choice can be called. This function is called after torch.compile has
-            finished.
+        ready: a function that waits until the kernel of a choice can be called. This function is called after
+            torch.compile has finished.
         at: the text that paths must contain.
 
     Raises:

@@ -80,7 +80,7 @@ def product_rows(
         setup: the setup of the benchmark.
         plan: the deployed plan.
         module: the generated model.py of the plan.
-        ready: waits until a choice's kernel can be called.
+        ready: a function that waits until a choice's kernel can be called.
         at: the text that paths must contain.
 
     Raises:

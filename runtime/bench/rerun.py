@@ -90,7 +90,7 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows to continue with, by the same rule as decoders with a cache."""
+        """Returns the number of rows in the next steps. The rule is the same as for decoders with a cache."""
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
         return going if going <= 0.75 * now else now

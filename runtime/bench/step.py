@@ -37,7 +37,7 @@ class Build:
         steps: the number of timed steps.
         tokens: the mean number of tokens per step, without padding.
         flops: the operations of the model per step: three times those of its forward pass, without recomputation.
-        start_seconds: seconds from the spec to the end of the warm-up.
+        start_seconds: the seconds from the spec to the end of the warm-up.
         compile_seconds: `start_seconds` without the time of normal steps.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.

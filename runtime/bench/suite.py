@@ -115,8 +115,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the benchmark on a process other than the first. If the table is measured, this process takes part in the
-    measurement. Raises the same errors as `bench`."""
+    """Takes part in the benchmark, in any process except the first. The process only helps to measure the table, if the
+    table is requested. Raises the same errors as `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)

@@ -91,7 +91,7 @@ def record_trace(
         out: the file for the trace, a gzipped Chrome trace.
         lock: the measured tiles.
         force: whether to replace an existing file.
-        say: called with lines of text that report the progress.
+        say: a function that is called with lines of text that report the progress.
         limit: the largest size of the file in bytes.
 
     Returns:

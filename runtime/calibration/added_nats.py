@@ -32,10 +32,11 @@ def added_nats(
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: returns batches of (ids, targets), i64 [rows, window]. It is called until `PASSES` rows are read.
+        windows: a function that returns batches of (ids, targets), i64 [rows, window]. It is called until `PASSES` rows
+            are read.
         errors: errors of parameters, in the shapes of the parameters, by name.
         device: the device of the model.
-        progress: called as `progress(done, total)` with the number of backward passes.
+        progress: a function that is called as `progress(done, total)` with the number of backward passes.
 
     Returns:
         The rises, in the order of the errors, by name.

@@ -60,10 +60,11 @@ class Capture(fx.Interpreter):
 
     Args:
         model: the model, generated without fusions.
-        observe: called with the name of the weight and the input [..., features] of each linear. The third argument is
-            `ends` of `Product` for the matrices of experts, and None otherwise.
-        results: called like `observe`, but with the output [..., features] of each linear.
-        looked: called with the name of the table, the ids [...] and the output [..., features] of each lookup.
+        observe: a function that is called with the name of the weight and the input [..., features] of each linear. The
+            third argument is `ends` of `Product` for the matrices of experts, and None otherwise.
+        results: a function that is called like `observe`, but with the output [..., features] of each linear.
+        looked: a function that is called with the name of the table, the ids [...] and the output [..., features] of
+            each lookup.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ def capture_hessians(
         model: the model, generated without fusions, on `device`.
         windows: batches of (ids, targets), i64 [rows, window].
         device: the device of the model and of the result.
-        progress: called with the number of processed rows after each batch.
+        progress: a function that is called with the number of processed rows after each batch.
 
     Returns:
         The Hessians by parameter name, f64 [features, features] or [experts, features, features] on `device`.

@@ -37,7 +37,7 @@ def input_ranges(
         sources: the int8 products.
         batches: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
-        progress: called with the number of processed rows after each batch.
+        progress: a function that is called with the number of processed rows after each batch.
         scales: the existing scales of inputs, f32 [1] or [K] by leader. For these inputs, clipping is also measured.
 
     Returns:
@@ -109,7 +109,7 @@ def input_scales(
         programs: the lowered programs, before any pass.
         sources: the int8 products.
         schemes: the scheme of each parameter.
-        rows: returns the batches to measure, as inputs of `score` by name.
+        rows: a function that returns the batches to measure, as inputs of `score` by name.
         weights: the parameters by name, f32, all on one device.
 
     Returns:

@@ -19,8 +19,8 @@ class InputScales:
     Args:
         model: the model that trains, on its device.
         leaders: the leader of each weight, by weight name.
-        measure: returns the scales, f32 [1] or [K] by leader, for weights (f32, by parameter name). Only rank 0 calls
-            it, so that all ranks have the same scales.
+        measure: a function that returns the scales, f32 [1] or [K] by leader, for weights (f32, by parameter name).
+            Only rank 0 calls it, so that all ranks have the same scales.
         world: the ranks of the run.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The uses of a parameter in a model: the matrix products that multiply with it, and the lookups of its rows.
+"""The uses of a parameter in a model, which are matrix products with it and lookups of its rows.
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
 rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model
@@ -59,7 +59,7 @@ def capture_uses(
         names: the parameters [N, K].
         windows: batches of (ids, targets), i64 [rows, window].
         device: the device of the model and of the result.
-        progress: called with the number of processed rows after each batch.
+        progress: a function that is called with the number of processed rows after each batch.
 
     Returns:
         For each name, one use for all products and one for all lookups, as far as there are any.

@@ -116,7 +116,7 @@ def calibration_of(
     Args:
         opened: the model.
         max_tokens: the number of targets from the start of the split. None for all.
-        progress: called with the number of targets so far and the total.
+        progress: a function that is called with the number of targets so far and the total.
 
     Returns:
         The calibration.

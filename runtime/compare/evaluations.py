@@ -16,8 +16,8 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the root mean square over the runs of the standard error over examples; None if a result lacks this
-            error.
+        error: the standard error over examples, combined over the runs as a root mean square; None if a result lacks
+            this error.
     """
 
     summary: Summary

@@ -35,7 +35,7 @@ class Welch:
         error: the standard error of the difference.
         t: the difference of the means, in units of its standard error.
         df: degrees of freedom by the Welch-Satterthwaite equation.
-        p: two-sided probability of a |t| at least this large if the means are equal.
+        p: the two-sided probability of a |t| at least this large if the means are equal.
         low, high: 95 % confidence interval of the difference.
     """
 

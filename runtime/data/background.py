@@ -20,7 +20,7 @@ def saved_position(
     Args:
         state: the saved state.
         identity: the entries that determine the order of the data. The state must contain them with equal values.
-        places: names of the entries that state the position.
+        places: the names of the entries that state the position.
         hint: the hint of the error if `identity` differs.
 
     Returns:

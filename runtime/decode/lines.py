@@ -34,8 +34,8 @@ class Translator:
         window: the maximum length of sources and targets in tokens, including stop tokens.
         fixed: whether sources must be padded to the window, because the model attends to padding.
         device: device of the model.
-        batch: number of sources per batch.
-        beam: beam size; 1 is greedy decoding.
+        batch: the number of sources per batch.
+        beam: the beam size; 1 is greedy decoding.
     """
 
     steps: Steps
@@ -230,8 +230,8 @@ def translator(
         spec: the spec of the model.
         tokenizer: the characters of the model.
         device: device of the model.
-        batch: number of beams per batch. The number of sources per batch is `batch // beam`.
-        beam: beam size. None is greedy decoding.
+        batch: the number of beams per batch. A batch contains `batch // beam` sources.
+        beam: the beam size. None is greedy decoding.
         compiled: on a GPU, run every step as a CUDA graph.
 
     Returns:
@@ -270,7 +270,7 @@ def decoder_inputs(
         source: i64 [B, S].
         target: i64 [B, T].
         forcing: bool [T] or [B, T].
-        writes: names of the programs that encode the source and extend the target by a token.
+        writes: the names of the programs that encode the source and extend the target by a token.
 
     Returns:
         Decoder inputs, i64 [B, T].

@@ -1,4 +1,4 @@
-"""Samples many texts of different lengths from a paged cache. When a text ends, another takes its place."""
+"""Samples many texts of different lengths from a paged cache. When a text ends, another text takes its place."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -47,13 +47,14 @@ def sample_texts(
     Yu et al., 2022, "Orca").
 
     Tokens are sampled in blocks, and a GPU computes the next block while the host reads one. Texts join and leave
-    between blocks. A text that reaches its number of tokens leaves immediately. A text that ends with `last` leaves
-    after the block that is being computed when the host reads this token, and its tokens after `last` are discarded.
+    between blocks. A text that reaches its number of tokens is removed immediately. A text that ends with `last` is
+    removed after the block that is being computed when the host reads this token. Its tokens after `last` are
+    discarded.
 
     Args:
         decoder: the decoder of the model.
         prompts: the tokens of each prompt.
-        vocab: number of logits to use, from id 0.
+        vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
         count: the number of tokens to sample for a text.

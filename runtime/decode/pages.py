@@ -1,4 +1,4 @@
-"""Decodes texts of different lengths, which join and leave a batch, from a paged KV cache.
+"""Decodes texts of different lengths from a paged KV cache. Texts can be added to a batch and removed from it.
 
 On a GPU, each step is a CUDA graph.
 """
@@ -64,8 +64,8 @@ class PagedDecoder:
     """Samples tokens for texts that grow. Texts can be added and removed at any step. The host does not wait for the
     device.
 
-    When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a text
-    has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
+    When a text is added, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a
+    text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
 
     A step reads the same number of pages of each text: that of the longest text, rounded up to one of a few numbers. On
     a GPU there is one CUDA graph per such number and per number of texts, rounded up to a power of two. A separate page
@@ -110,7 +110,7 @@ class PagedDecoder:
         return -(-min(most, self._window) // self._page)
 
     def fits(self, most: int) -> bool:
-        """Returns whether a text of at most `most` tokens can join now."""
+        """Returns whether a text of at most `most` tokens can be added now."""
         return self.pages_of(most) <= len(self._free)
 
     def join(self, key: int, tokens: Sequence[int], most: int) -> None:
@@ -119,7 +119,7 @@ class PagedDecoder:
         Args:
             key: the key of the text, which no other text has.
             tokens: its tokens, at most `window`.
-            most: the most tokens that it can have before it leaves.
+            most: the most tokens that the text can have before it is removed.
 
         Raises:
             RunFailure: there are not enough free pages.
@@ -132,11 +132,11 @@ class PagedDecoder:
 
     def leave(self, key: int) -> None:
         """Removes a text. Its pages can be used again immediately, because the device finishes reading them before it
-        writes those of a text that joins later."""
+        writes the pages of a text that is added later."""
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
-        """Returns whether a text has just joined or is full, so that `begin` samples its next token."""
+        """Returns whether a text was just added or is full, so that `begin` samples its next token."""
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
@@ -145,7 +145,7 @@ class PagedDecoder:
 
     @torch.no_grad()
     def begin(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Reads texts that have just joined or are full, one by one, and samples the next token of each.
+        """Processes texts that were just added or are full, one by one, and samples the next token of each.
 
         Args:
             keys: the texts.
@@ -175,7 +175,7 @@ class PagedDecoder:
         too.
 
         Args:
-            keys: the texts, none of which begins.
+            keys: the texts. `begins` must be false for each of them.
             sampling: the sampling settings.
             vocab: the number of logits to use, from id 0.
             uniform: random numbers in [0, 1), f64 [n, texts] on the host, with n <= BLOCK and n <= `room(keys)`.

@@ -267,7 +267,7 @@ def sample_blocks(
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
-        vocab: number of logits to use, from id 0.
+        vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per row. A row's random numbers depend only on its seed.
         count: the number of tokens of each row.
@@ -298,7 +298,7 @@ def sample_tokens(
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
-        vocab: number of logits to use, from id 0.
+        vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per row.
         count: the number of tokens of each row.

@@ -46,7 +46,7 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads before this process exits, and waits at most LEAVE seconds for them. If Python exited
+        """Ends both threads before this process exits, and waits for them for at most LEAVE seconds. If Python exited
         during a thread's call to the store, the process would abort."""
         self._ends.set()
         for thread in self._threads:

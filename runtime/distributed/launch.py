@@ -99,7 +99,7 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 
 def cpu_target(path: Path, spec: Spec) -> str | None:
-    """Returns the CPU target of the run or artifact at `path`: the target that the run was trained on, or the only
+    """Returns the CPU target of the run or artifact at `path`: the target on which the run was trained, or the only
     target of the artifact. Returns None if there is no such target, or if a target of the spec runs on a GPU of this
     machine. Raises the errors of `Run.open`."""
     if not path.is_dir() and len(spec.targets) > 1:
@@ -137,7 +137,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
         options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. If no option names a rendezvous,
             the run consists only of these processes.
         command: the command.
-        say: called with a line if a signal ended a process.
+        say: a function that is called with a line if a signal ended a process.
 
     Returns:
         The exit code of the process that failed first; 0 if none failed.

@@ -44,7 +44,7 @@ def evaluate(
         options: the data and the settings. With `adapt`, the model adapts to the text, and the result is not a score of
             the model.
         target, device, quantized, search, say: as for `open_model`.
-        progress: called with the number of scored tokens or lines and the total.
+        progress: a function that is called with the number of scored tokens or lines and the total.
         world: the processes that share the work. Each of them calls this function for its device.
         gpus: the requested number of processes; None if not specified. The processes run on GPUs, unless `target` is
             the CPU. If `target` is None, `cpu_target` decides.

@@ -30,7 +30,7 @@ class SetScore:
         score: the score of the lines that were decoded.
         overlap: the fraction of these lines that are in the fixed training set; None if unknown.
         held_out: whether these lines are the validation split of the training file.
-        untried: number of lines that were not decoded, because no earlier line was exact.
+        untried: the number of lines that were not decoded, because no earlier line was exact.
     """
 
     name: str
@@ -85,7 +85,7 @@ def evaluate_lines(
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: called with the number of scored lines and the total.
+        progress: a function that is called with the number of scored lines and the total.
         world: must be None or a single process.
 
     Returns:

@@ -31,8 +31,8 @@ class EvaluateOptions:
         data: for text, a source that `specc.runtime.data.windows.stream.open_stream` accepts. For lines, a file of
             lines, the name of the task for all its held-out splits, or `TASK:SPLIT` for a single split. None selects
             the data of the run.
-        stride: distance between windows in tokens, 1 to the window.
-        batch: number of windows, or lines, per batch.
+        stride: the distance between windows in tokens, 1 to the window.
+        batch: the number of windows, or lines, per batch.
         max_tokens: the number of tokens to score, from the start of the split. For lines, target tokens are counted.
         cache: folder of tokenized text.
         compiled: whether to use torch.compile on a GPU.

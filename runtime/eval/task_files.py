@@ -36,7 +36,7 @@ def evaluate_tasks(
         opened: the model.
         files: the tasks, and the files from which they were read.
         options: the window, the stride and the batch.
-        progress: called with the number of scored rows and the total, on this process.
+        progress: a function that is called with the number of scored rows and the total, on this process.
         world: the processes that share the work.
 
     Returns:

@@ -20,7 +20,7 @@ class ExportRequest:
         out: the output file or folder; None for the default in the run directory.
         force: whether to replace an existing output.
         search: additional folders to search for the tokenizer.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
         options: the values of the options that the user gave, by name.
     """
 

@@ -81,7 +81,7 @@ class Agreement:
     """The differences between the outputs of an exported file and of the model of the run.
 
     Attributes:
-        batches: the number of batches that were compared, of random ids and various sizes.
+        batches: the number of compared batches, which have random ids and various sizes.
         largest: the largest difference of an output.
         bits: the difference of the mean loss in bits per token. It bounds the difference in bits per byte, because a
             token that has bytes has at least one.
@@ -143,7 +143,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
     Args:
         export: the program.
         call: runs the file.
-        say: called with the result as a line of text.
+        say: a function that is called with the result as a line of text.
 
     Raises IntegrityError if they differ by more than `TOLERANCE`, or if the file cannot be run.
     """

@@ -50,7 +50,7 @@ class ExportOptions:
 
     Attributes:
         out: the folder; None for `NAME-hf` in the run directory.
-        dtype: `f32`, `bf16` or `f16`; None for the dtypes that the run was imported with, or f32.
+        dtype: `f32`, `bf16` or `f16`; None for the dtypes with which the run was imported, or f32.
         shard: the largest size of a weight file in bytes. A tensor that is larger has a separate file.
         search: folders to search for the tokenizer.
         force: whether to replace a folder that an export wrote.
@@ -71,7 +71,7 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     Args:
         path: the run directory.
         options: the path, the dtype and the size of files.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
 
     Raises:
         NoFamily: no family of Transformers has the model of the run (exit code 2).

@@ -85,8 +85,8 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
 
     Args:
         path: a folder with config.json and safetensors.
-        options: names and paths.
-        say: called with lines of text for the user.
+        options: the names and paths.
+        say: a function that is called with lines of text for the user.
 
     Raises:
         ConfigError: the folder has no model, or a model with a feature that specc lacks (exit code 2).
@@ -227,7 +227,7 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter, and caches the other parameters of the same row until they are read.
+        """Returns a parameter. Other parameters that come from the same tensors are cached until they are read.
 
         Raises IntegrityError if a tensor is damaged, or not finite.
         """

@@ -1,4 +1,4 @@
-"""Finds the family and the config of the model of a spec, or the first feature that no family supports."""
+"""Finds the family and the config that describe the model of a spec, or the first feature that no family supports."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

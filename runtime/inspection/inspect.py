@@ -111,8 +111,8 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
     Args:
         path: the run directory.
         options: the parts, the sizes and the data.
-        say: called with lines of text for the user.
-        progress: called as `progress(stage, done, total)`.
+        say: a function that is called with lines of text for the user.
+        progress: a function that is called as `progress(stage, done, total)`.
 
     Returns:
         The results.

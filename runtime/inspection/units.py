@@ -2,7 +2,7 @@
 
 The units of a layer are the features of a pointwise node in the graph of the program. The node depends only on outputs
 of matrix products, and is multiplied with a weight. Examples are the activation of an MLP, with or without a gate, and
-that of experts.
+the activation of experts.
 """
 
 from collections.abc import Iterator, Sequence

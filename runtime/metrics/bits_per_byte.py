@@ -29,11 +29,11 @@ class BitsPerByte:
     """The result of `evaluate_bits`.
 
     Attributes:
-        nats: sum of the loss over the scored tokens, in nats.
-        tokens: number of scored tokens, including separators, which have no bytes.
+        nats: the sum of the loss over the scored tokens, in nats.
+        tokens: the number of scored tokens, including separators, which have no bytes.
         document_bytes: the number of bytes of the documents. If the stream has byte counts, this is their sum over the
             scored tokens. Otherwise, it is None if only a part was scored, or if the source does not state it.
-        piece_bytes: bytes that the scored tokens represent.
+        piece_bytes: the bytes that the scored tokens represent.
         bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per piece byte.
         lossless: whether the tokenizer is lossless.
@@ -253,7 +253,7 @@ def evaluate_bits(
         plan: the windows.
         device: device of ids and targets.
         share: the share of this process.
-        progress: called with the number of scored targets and the total, on this process.
+        progress: a function that is called with the number of scored targets and the total, on this process.
 
     Returns:
         The result over all processes.

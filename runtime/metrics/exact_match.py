@@ -21,10 +21,10 @@ class ExactMatch:
 
     Attributes:
         nats: the sum of the teacher-forced loss over all target tokens, including stop tokens but not padding.
-        tokens: number of these tokens.
-        lines: number of scored pairs.
-        exact: number of pairs whose decoded line equals the target.
-        matching: number of these tokens that the decoded line has at the same position.
+        tokens: the number of these tokens.
+        lines: the number of scored pairs.
+        exact: the number of pairs whose decoded line equals the target.
+        matching: the number of these tokens that the decoded line has at the same position.
     """
 
     nats: float
@@ -73,9 +73,9 @@ def exact_match(
         translates: the decoder of the sources.
         pairs: the pairs to score.
         tokenizer: the characters of the pairs.
-        batch: number of pairs per batch.
+        batch: the number of pairs per batch.
         device: device of source and target.
-        progress: called with the number of scored lines and the total.
+        progress: a function that is called with the number of scored lines and the total.
         hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch that contains the last
             of them.
 

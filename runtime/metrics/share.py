@@ -16,8 +16,8 @@ class Share:
     Raises ValueError if `rank` is out of range, or if `reduce` is None and `size` is greater than 1.
 
     Attributes:
-        rank: index of this process, 0 to size - 1.
-        size: number of processes.
+        rank: the index of this process, 0 to size - 1.
+        size: the number of processes.
         reduce: a function that sums a float64 array [N] over all processes; None for a single process.
     """
 

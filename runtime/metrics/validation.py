@@ -42,7 +42,7 @@ class Scorer:
         model: the model.
         score: a function that maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in
             nats, f32 [B, T].
-        window: length of a row in tokens.
+        window: the length of a row in tokens.
         device: device of the model.
         share: the share of this process.
         progress: a function that is called between batches with the number of scored items and the total.

@@ -66,7 +66,7 @@ def instantiate(
         target: the target to generate for.
         directory: the folder to which the code is written.
         fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
-        lock: measured tile sizes of the kernels.
+        lock: the measured tile sizes of the kernels.
         deployed: whether to generate the module that runs from an artifact. Allowed only if it differs from the
             training module of the spec.
 

@@ -17,7 +17,7 @@ class DerivedWeights:
     gradient of the leaf, the result is the same as if every pass computed the matrix.
 
     Args:
-        model: the model, on the device that it will run on.
+        model: the model, on the device on which it will run.
         weights: its derived weights.
 
     Attributes:
@@ -47,7 +47,7 @@ class DerivedWeights:
     def add_gradients(
         self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> None:
-        """Adds to the gradients of parameters the part that follows from the gradients of the matrices.
+        """Adds the gradients that reach the parameters through the matrices to the gradients of the parameters.
 
         Args:
             totals: f32, the gradient of each matrix, in the order of `leaves`.

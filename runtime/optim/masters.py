@@ -47,7 +47,7 @@ class Masters:
     Attributes:
         tensors: the masters.
         model_parameters: the parameters with which the model computes.
-        gradients: f32, in the order of `tensors`. Views of `sums`.
+        gradients: the f32 gradients, in the order of `tensors`. They are views of `sums`.
         quantized: the quantized weights with which the model computes. None if it computes with the masters.
         loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
         sums: f32 [N], one buffer for all sums of a step.

@@ -86,8 +86,8 @@ def allocate_bits(
         estimate: a function that returns the estimated bytes of a parameter with a scheme.
         exact: a function that returns the bytes of the whole artifact. This size determines whether an allocation fits,
             and corrects the sum of the estimates.
-        say: called with a line of text for each allocation that is measured.
-        reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
+        say: a function that is called with a line of text for each allocation that is measured.
+        reserved: the bytes of the budget that are reserved for the code of a submission; used only in messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.

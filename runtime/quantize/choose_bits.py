@@ -32,8 +32,8 @@ def choose_bits(
         quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
         base: the scheme of each parameter according to the rules.
         measure: a function that returns the exact bytes of the artifact.
-        say: called with a line of text for each allocation that is measured.
-        reserved: bytes of the budget that the artifact must not use, for the code of a submission.
+        say: a function that is called with a line of text for each allocation that is measured.
+        reserved: the bytes of the budget that the artifact must not use, for the code of a submission.
 
     Returns:
         The scheme of each parameter, in the order of `base`.

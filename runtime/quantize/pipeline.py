@@ -97,7 +97,7 @@ class QuantizeOptions:
         search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
         overrides: `--set` texts for the spec's `quant`.
-        reserved: bytes of the spec's budget that are reserved for files deployed with the artifact.
+        reserved: the bytes of the spec's budget that are reserved for files deployed with the artifact.
     """
 
     data: str | None = None
@@ -190,9 +190,9 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     Args:
         path: the run directory.
         options: the options of the quantization.
-        say: called with a line of text per stage.
-        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
-            `quantize` and `evaluate`.
+        say: a function that is called with a line of text per stage.
+        progress: a function that is called as `progress(stage, done, total)` in the stages `write`, `calibrate`,
+            `uses`, `gradients`, `quantize` and `evaluate`.
 
     Returns:
         The path and size of the artifact, the resolved spec and the report rows.

@@ -53,8 +53,9 @@ def promote(
         estimate: a function that returns a quick estimate of the bytes of an allocation. The estimate, corrected by its
             error at `base`, determines the first number of promotions to measure.
         exact: a function that returns the bytes of the compressed artifact, which determine whether an allocation fits.
-        say: called with a line of text for each promotion that is undone because the artifact exceeds the budget.
-        reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
+        say: a function that is called with a line of text for each promotion that is undone because the artifact
+            exceeds the budget.
+        reserved: the bytes of the budget that are reserved for the code of a submission; used only in messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.

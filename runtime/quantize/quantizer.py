@@ -53,7 +53,8 @@ class Quantizer:
         weights: the trained parameters, f32, by name.
         statistics: the measurements of the calibration; may be empty if no scheme needs them.
         inputs: the inputs of int8 products; empty if the model has none.
-        progress: called as `progress("quantize", done, total)` after each parameter that is quantized.
+        progress: a function that is called as `progress("quantize", done, total)` after each parameter that is
+            quantized.
 
     Attributes:
         solutions: the damping and the dead columns for each (parameter, scheme) that was solved with its Hessian.

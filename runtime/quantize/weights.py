@@ -89,12 +89,12 @@ def quantize_weights(
         quant: the settings for calibration, the settings for the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
         measure: a function that returns the exact bytes of an artifact. The choice of bits calls it.
-        say: called with a line of text for each stage and each allocation that is measured.
-        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
-            `quantize`.
+        say: a function that is called with a line of text for each stage and each allocation that is measured.
+        progress: a function that is called as `progress(stage, done, total)` in the stages `write`, `calibrate`,
+            `uses`, `gradients`, `quantize`.
         integer_inputs: a function that measures the inputs of int8 products on a text, or on the training data if its
             argument is None. None if the model has no int8 products.
-        reserved: bytes of the budget that the artifact must not use, for the code of a submission.
+        reserved: the bytes of the budget that the artifact must not use, for the code of a submission.
 
     Returns:
         The chosen schemes, the stored arrays and the measurements.
@@ -156,7 +156,8 @@ def statistics_of(
         windows: a function that returns batches of (ids, targets) of the text, i64 [rows, window] each.
         device: the device of the model.
         reused: the parameters whose uses are measured.
-        progress: called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
+        progress: a function that is called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and
+            `gradients`.
         sequences: the number of rows of the text.
         rises: whether to also return a function that estimates the rise of the loss for errors.
 

@@ -66,7 +66,7 @@ def write_text(
         calibrate: sizes, temperature and the first token.
         window: the length of the model's context in tokens.
         seed: the seed of the run.
-        progress: called as `progress(sampled tokens per row, tokens per row)`.
+        progress: a function that is called as `progress(sampled tokens per row, tokens per row)`.
 
     Returns:
         The sampled tokens, i64 [sequences, length + 1], with timings.

@@ -45,11 +45,11 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
 
     Args:
         run: the run.
-        step: the step of its newest checkpoint; None without one.
+        step: the step of the newest checkpoint; None if there is none.
         options: the samples to generate.
         stated: whether the user specified the options. If not, stored samples are returned even if their options
             differ.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
 
     Raises:
         The errors of `open_model` and of `generate`.

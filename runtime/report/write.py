@@ -24,7 +24,7 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
         options: the samples to generate if the run does not store them; None generates none.
         stated: whether the user specified the options of the samples. If not, stored samples are shown even if their
             options differ.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
 
     Raises:
         RunDirectoryError: `run` is not a run (exit code 2).

@@ -40,7 +40,7 @@ class Snapshot:
 
     Attributes:
         step: the number of updates.
-        seconds: seconds of training.
+        seconds: the seconds of training.
         weights: the master weights.
         average: the averaged weights. None if the run does not average its weights.
         optimizer: the optimizers' state, by `kind.slot/parameter`.

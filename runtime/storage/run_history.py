@@ -14,8 +14,8 @@ class LoggedStep:
     """A step of a run.
 
     Attributes:
-        step: number of the step.
-        loss: mean training loss of the step, in nats per token.
+        step: the number of the step.
+        loss: the mean training loss of the step, in nats per token.
         seconds: the seconds of training up to the end of the step.
         tokens: the number of tokens used for training up to the end of the step.
     """

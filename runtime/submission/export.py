@@ -46,8 +46,9 @@ def export_submission(
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
         force: whether to overwrite existing files.
-        say: called with lines of text. They state the requirements of the code, whether the run has newer weights, and
-            whether code and weights exceed `quant.budget_bytes` of the spec or, without it, the limit of the challenge.
+        say: a function that is called with lines of text. They state the requirements of the code, whether the run has
+            newer weights, and whether code and weights exceed `quant.budget_bytes` of the spec or, without it, the
+            limit of the challenge.
 
     Returns:
         The sizes of the code and the weights in bytes.

@@ -45,8 +45,8 @@ class Shaker:
     Args:
         root: the name of the package.
         sources: the source texts of its modules, by module name.
-        replaced: the replacement of each replaced symbol, as (module, name) pairs. A pair (module, None) replaces all
-            names of a module outside the package.
+        replaced: the replacement of each symbol that is replaced. Symbols are pairs (module, name). A pair (module,
+            None) replaces all names of a module outside the package.
         package: the name of the new package. Its modules are named after the old modules, without `root` and with `_`
             for `.`.
     """

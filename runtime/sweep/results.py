@@ -45,8 +45,8 @@ class SettingResult:
         nats: the final validation loss in nats per token.
         raw: the metric of the raw weights, if the final weights are averaged.
         difference: the mean of `metric` minus that of the first setting.
-        seconds: mean seconds of training.
-        tokens_per_second: mean tokens per second of training.
+        seconds: the mean seconds of training.
+        tokens_per_second: the mean tokens per second of training.
         bytes: the size of the largest artifact among quantized runs, or the estimate for the spec if no run is
             quantized; None without `quant`.
         measured: whether `bytes` is the size of an artifact, and not an estimate.
@@ -141,7 +141,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
 
     Args:
         folder: the folder.
-        failed: run -> reason, for the runs that have failed in this process.
+        failed: the reason for each run that has failed in this process.
 
     Returns:
         The results so far.

@@ -124,7 +124,7 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
         slots: the slots.
         threads: the number of CPU threads of each job.
         until: the value of `time.monotonic` after which no job starts.
-        say: called with a line for each start and each end.
+        say: a function that is called with a line for each start and each end.
 
     Returns:
         The results of the jobs.

@@ -48,7 +48,7 @@ class Follower:
 
     Args:
         tracker: the tracker.
-        say: called with a line of text about an error.
+        say: a function that is called with a line of text about an error.
     """
 
     def __init__(self, tracker: Tracker, say: Say) -> None:
@@ -86,7 +86,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
     Args:
         names: the names of the trackers; repetitions count once.
         run: the run that the trackers show.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
         stack: closes the trackers.
 
     Raises:

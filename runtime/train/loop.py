@@ -68,7 +68,7 @@ class TrainResult:
         run: the run directory.
         checkpoint: the checkpoint with the final weights, which are the averaged weights if the spec has an average.
         step: the number of updates.
-        seconds: seconds of training.
+        seconds: the seconds of training.
         complete: False if the run ended early.
         reached: whether a validation reached `train.stop_at_loss`, which ended the run.
         raw, averaged: the validation results of the plain and of the averaged weights.

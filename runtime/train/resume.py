@@ -28,7 +28,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         begun: the run as recorded in its directory.
         run: the same run with the current location of its data.
         trainer: the trainer that receives the state of the checkpoint.
-        say: called with lines of text for the user.
+        say: a function that is called with lines of text for the user.
 
     Raises:
         IntegrityError: if the run has had checkpoints, but none of them is valid.

@@ -106,8 +106,8 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
     Args:
         options: the spec, the data and the run directory.
-        say: called with each line of text for the user. Its errors are ignored, so that the run continues after the
-            terminal is closed.
+        say: a function that is called with each line of text for the user. Its errors are ignored, so that the run
+            continues after the terminal is closed.
         world: the processes that train together. None for this process alone.
 
     Raises:
@@ -115,7 +115,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         EnvironmentFailure: if the machine lacks something that the run needs (3).
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
-        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint is committed before.
+        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint is committed first.
         PeerLost: if another process ended or does not answer (76).
         DataError: if the data cannot be read or do not fit the spec.
     """

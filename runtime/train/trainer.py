@@ -215,8 +215,8 @@ class Trainer:
 
         A step that the loss scale skips does not change the weights. It still counts as a step and consumes data.
 
-        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
-        those before the step.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights then have
+        their values from before the step.
         """
         now = moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, now.done)

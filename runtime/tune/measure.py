@@ -71,7 +71,8 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate as soon as it is compiled, with None if it can be called, and the reason if it cannot.
+        """Yields each candidate as soon as it is compiled, with the reason why it cannot be called, or with None if it
+        can.
 
         Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
         once.

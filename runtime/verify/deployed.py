@@ -129,7 +129,7 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 def near(wrong: Tensor, cost: float) -> bool:
     """Returns True if the errors [samples, tokens] are within tolerance; False if they contain NaN.
 
-    `cost` is the RMS error of int8 against floating point. All errors are in nats.
+    `cost` is the RMS error of the int8 model relative to the floating-point model. All errors are in nats.
     """
     return _middle(wrong) <= SHARE * cost + ROUNDING and rms_of(wrong) <= WHOLE_SHARE * cost + ROUNDING
 

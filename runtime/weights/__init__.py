@@ -1,1 +1,1 @@
-"""Weights that a run starts from: readers of their formats, and the copy into the parameters of a model."""
+"""Weights with which a run starts: readers for each format, and the copy into the parameters of a model."""

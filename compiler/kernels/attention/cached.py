@@ -1,9 +1,9 @@
 """Attention of a few queries over a cache, in Triton. The keys are divided into ranges that are read in parallel.
 
-A decoding step reads the cache once and computes little, so reading bounds its time from below. A program instance
-reads a range of the visible keys of one text and one key head, for all query heads that share the key head, and writes
-partial sums. A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context
-inference").
+A decoding step reads the cache once and computes little, so that it takes at least the time of reading. A program
+instance reads a range of the visible keys of one text and one key head, for all query heads that share the key head,
+and writes partial sums. A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for
+long-context inference").
 """
 
 from dataclasses import dataclass, replace
@@ -102,7 +102,7 @@ def row_bytes(site: Site) -> int:
 
 
 def resident(target: Target, room: int) -> int:
-    """Returns how many programs with `room` bytes of shared memory fit on a multiprocessor at once."""
+    """Returns how many program instances with `room` bytes of shared memory fit on a multiprocessor at once."""
     return min(RESIDENT, target.shared_memory // room)
 
 

@@ -37,7 +37,7 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 class CachedTile:
     """The number of keys that a program instance reads at a time, with `warps` warps and `stages` reads in flight.
 
-    The keys of a text are split into parts, so that each multiprocessor has up to `programs` programs.
+    The keys of a text are split into parts, so that each multiprocessor has up to `programs` program instances.
 
     Raises ValueError if a field is out of its bounds.
     """

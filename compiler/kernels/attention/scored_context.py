@@ -36,7 +36,8 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loop over the tiles of a row that have masked pairs, or over those that have none.
+    """One of two loops over the tiles in a row of tiles. One loop visits the tiles with masked pairs, and the other
+    visits the tiles without masked pairs.
 
     Attributes:
         comment: A comment on the loop.
@@ -86,7 +87,7 @@ class ScoredContext:
         arguments: The arguments of the launches of these kernels.
         queries, keys: The masks that select the valid elements of a block of queries (over i) and of a block of keys
             (over j).
-        key_rows, rows: The same masks in the kernel of dk and dv.
+        key_rows, rows: The same masks for the kernel that computes dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
         row: The row of tiles that a program instance computes.
         parts, key_parts: The loops over the tiles of a row of queries, and of keys.
@@ -95,7 +96,7 @@ class ScoredContext:
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
-        delta: The expression that the kernel of dq stores as the sum of dy y.
+        delta: The expression that the kernel for dq stores as the sum of dy y.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
         wanted: Rows for the table of input checks.

@@ -28,9 +28,9 @@ class GemmTile:
     """The tile of a CUTLASS GEMM.
 
     Attributes:
-        m: Rows of the output per thread block.
-        n: Columns of the output per thread block.
-        k: Elements of the reduction dim per iteration.
+        m: The number of output rows per thread block.
+        n: The number of output columns per thread block.
+        k: The number of elements of the reduction dim per iteration.
         cluster: Thread blocks per cluster, along M and N.
         schedule: CUTLASS's schedule, i.e. how the warps share the work.
         part: The size of the part of a tile that the epilogue stages in shared memory at a time; None for CUTLASS's

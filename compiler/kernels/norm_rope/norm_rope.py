@@ -71,7 +71,8 @@ class HeadContext:
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
-        after: Lines after the loop, which write the program's partial sums of the gradients of weight and gain.
+        after: Lines after the loop, which write the partial sums of a program instance for the gradients of weight and
+            gain.
         conditions: The end of the op's docstring, which states the required layouts.
         wanted: Rows for the table of input checks.
         allocated: Lines that allocate the outputs.

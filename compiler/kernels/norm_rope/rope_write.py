@@ -115,7 +115,7 @@ class RopeWriteContext:
         place: the lines that compute the address of a token's rows in the cache.
         key_lines: the lines that write the row of a rotated key.
         value_lines: the lines that write the row of a value; none if it is part of the row of a key.
-        programs: the number of programs per token.
+        programs: the number of program instances per token.
         arguments: the arguments of the launch.
         custom_op: the decorator of the custom op, and its signature.
         fake: the signature of its fake implementation.

@@ -81,8 +81,8 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 class Loss:
     """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
 
-    The fake of a custom op is a function that returns outputs of the right shape without values. Torch calls the fake
-    for tracing. A further target is one that a token has in addition to the next token.
+    The fake implementation of a custom op is a function that returns outputs of the right shape without values. Torch
+    calls the fake for tracing. A further target is one that a token has in addition to the next token.
 
     Attributes:
         learns: Whether the kernel also computes the gradient.

@@ -26,7 +26,7 @@ class RopeWrite(Op):
         joined: whether the cache has one tensor, `keys`, whose rows are v followed by the rotated k.
         coded: whether the cache holds e4m3 codes and scales, as `ToCodes` rounds the rows.
         ring: the numbers (first, window) of a ring, as in `CacheWrite`.
-        paged: whether the cache is in pages of a table, as in `PagedWrite`.
+        paged: whether the cache is paged, with a page table as in `PagedWrite`.
     """
 
     name: ClassVar[str] = "rope_write"

@@ -1,1 +1,1 @@
-"""Methods that adapt a model to the text it is evaluated on, one file per method."""
+"""Methods that adapt a model to the text on which it is evaluated, one file per method."""

@@ -25,7 +25,7 @@ class Adaptation(StrictModel):
 
     @property
     def sees(self) -> str:
-        """The inputs that a prediction depends on, in words, if the method is causal."""
+        """Describes the inputs on which a prediction depends, if the method is causal."""
         return "the artifact and earlier tokens alone"
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:

@@ -32,7 +32,8 @@ class Corpus:
         in_val: a function that returns whether a document with the given bytes is in val. None if the files determine
             the split.
         bounds: the boundaries between documents; None for the default of each file format.
-        left_out: labels of files that are in neither split. Files are left out if other files are named train and val.
+        left_out: the labels of files that are in neither split. Files are left out if other files are named train and
+            val.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""Documents of plain text: separated by lines, or running text that is cut into blocks."""
+"""Documents of plain text: either separated by certain lines, or continuous text that is divided into blocks."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
     Args:
         file: the open file.
         path: the path of the file, to read it again and for messages.
-        ends: returns whether a line is a separator.
+        ends: a function that returns whether a line is a separator.
         may_run: whether to cut a large file without separators into blocks.
 
     Raises:

@@ -107,7 +107,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
     Args:
         samples: the sequence of samples.
-        batch: number of rows per pass on this rank.
+        batch: the number of rows per pass on this rank.
         passes: the number of passes per step. Each call of `next` returns the data of one pass.
         device: device of the batches.
         rank, world: the index of this process, and the number of processes (see the module).

@@ -44,9 +44,9 @@ class Lines:
     line is printed as `outer * V ** (2 - binomials)` times its binomials, which are in print order.
 
     Attributes:
-        variable: index into VARIABLES, i64 [N].
-        function: index into FUNCTIONS, i64 [N].
-        outer: constant factor, i64 [N]; 1 if there are two binomials.
+        variable: the index into VARIABLES, i64 [N].
+        function: the index into FUNCTIONS, i64 [N].
+        outer: the constant factor, i64 [N]; 1 if there are two binomials.
         forms: a and b of each form, i64 [N, 2, 2].
     """
 
@@ -153,8 +153,8 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
     Args:
         stream: name of the stream.
         seed: seed of the stream.
-        start: index of the first line.
-        count: number of lines.
+        start: the index of the first line.
+        count: the number of lines.
 
     Returns:
         The lines.

@@ -58,7 +58,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     Args:
         split: name of the split.
         seed: seed of the task.
-        count: number of lines, 1 to MOST_HELD_OUT.
+        count: the number of lines, 1 to MOST_HELD_OUT.
         training: the training set.
 
     Returns:

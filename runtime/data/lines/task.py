@@ -42,7 +42,7 @@ class Overlap:
 
     Attributes:
         lines: the fraction of the lines that equal a training line, 0 to 1.
-        structures: fraction of the lines that have the same structure as a training line, 0 to 1.
+        structures: the fraction of the lines that have the same structure as a training line, 0 to 1.
         structure: human-readable name of the structure, such as `coefficients`.
     """
 
@@ -63,7 +63,7 @@ class Task(ABC, Generic[Set]):
 
     Attributes:
         name: the `kind` of `train.data`, which `--data` also accepts.
-        splits: names of the held-out splits. The first has the same distribution as training lines, and is used for
+        splits: the names of the held-out splits. The first has the same distribution as training lines, and is used for
             validation during training.
     """
 
@@ -77,7 +77,7 @@ class Task(ABC, Generic[Set]):
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set. If training draws fresh lines, its first lines are this set."""
+        """The fixed training set. If training draws fresh lines, the first of these are this set."""
 
     @property
     @abstractmethod

@@ -40,14 +40,15 @@ class SplitFacts:
     """The content of a split.
 
     Attributes:
-        shards: number of shards.
-        tokens: number of tokens.
+        shards: the number of shards.
+        tokens: the number of tokens.
         highest: the highest token id; -1 if there are no tokens.
         bos: the number of BOS tokens; None if the BOS id is unknown.
-        longest: length of the longest document in tokens, without BOS.
+        longest: the length of the longest document in tokens, without BOS.
         lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
             BOS. Empty if documents are not separated by BOS.
-        repeated: number of documents that equal an earlier document of the split; an estimate for very many documents.
+        repeated: the number of documents that equal an earlier document of the split; an estimate for very many
+            documents.
     """
 
     shards: int = 0
@@ -117,7 +118,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     Args:
         folder: the folder.
         tokenizer: determines the vocabulary and BOS if there is no record.
-        progress: called with the number of bytes read and the total.
+        progress: a function that is called with the number of bytes read and the total.
 
     Returns:
         The facts and the problems.

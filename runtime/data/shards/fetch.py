@@ -61,8 +61,8 @@ def fetch(
     Args:
         name: a key of SETS.
         out: the folder to write to.
-        shards: number of train shards.
-        say: called with a message for each file.
+        shards: the number of train shards.
+        say: a function that is called with a message for each file.
         repository: another repository to download from; None selects the repository of the set.
         revision: a branch, tag or commit; None selects the default branch.
 

@@ -53,7 +53,7 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
     Args:
         name: a key of TOKENIZERS.
         out: the folder to write to.
-        say: called with a message for the file.
+        say: a function that is called with a message for the file.
         repository: another repository with the same file; None selects that of the tokenizer.
         revision: a branch, tag or commit; None selects the default branch.
 

@@ -91,7 +91,7 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
         repository: the repository, at a commit.
         file: the file, with the size and digest that the hub states.
         folder: the folder to write below.
-        say: called with a message about the file.
+        say: a function that is called with a message about the file.
 
     Returns:
         The path of the file below `folder`.

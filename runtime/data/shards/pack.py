@@ -67,8 +67,8 @@ def pack(
 
     Args:
         options: the text to pack, and the options of packing.
-        progress: called with the split and the number of document bytes tokenized so far.
-        say: called with a message if files of the sources are in neither split.
+        progress: a function that is called with the split and the number of document bytes tokenized so far.
+        say: a function that is called with a message if files of the sources are in neither split.
 
     Returns:
         The record of the folder.

@@ -44,7 +44,7 @@ class ShardRecord(StrictModel):
     """The content of the record.
 
     Attributes:
-        format: version of the record.
+        format: the version of the record.
         source: a human-readable description of the source of the tokens.
         tokenizer, tokenizer_digest, vocab, bos: name, digest, number of ids, and BOS id of the tokenizer.
         marks: BOS before each document, or only before the first document of a split.

@@ -119,7 +119,7 @@ class TokenShard:
     Attributes:
         path: the file.
         form: the format, which states the width of a token.
-        tokens: number of tokens.
+        tokens: the number of tokens.
 
     Raises:
         DataError: the file cannot be opened.

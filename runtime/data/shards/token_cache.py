@@ -30,12 +30,12 @@ class CacheRecord(StrictModel):
     """The record of a cache entry.
 
     Attributes:
-        format: version of the cache.
+        format: the version of the cache.
         source, split: the source and the split of the text.
         tokenizer, tokenizer_digest, vocab: the name of the tokenizer, its digest, and its number of ids.
-        documents: number of documents.
-        document_bytes: bytes of the documents in the source.
-        tokens: number of tokens.
+        documents: the number of documents.
+        document_bytes: the bytes of the documents in the source.
+        tokens: the number of tokens.
         shards: the number of tokens in each shard, in order.
         sha256: SHA-256 (hex) of all tokens.
     """

@@ -24,8 +24,8 @@ class Written:
     """The written shards of a split.
 
     Attributes:
-        documents: number of documents.
-        document_bytes: bytes of the documents in the source.
+        documents: the number of documents.
+        document_bytes: the bytes of the documents in the source.
         shards: the number of tokens in each file, by file name.
         sha256: SHA-256 (hex) of all tokens as little-endian u16 or u32, as stored.
     """
@@ -57,7 +57,7 @@ def write_shards(
         marks: BOS before each document, or only before the first.
         byte_counts: whether to write a second file per shard, with the number of source bytes that each token
             represents.
-        progress: called with the number of document bytes tokenized so far.
+        progress: a function that is called with the number of document bytes tokenized so far.
 
     Returns:
         The shards that were written.

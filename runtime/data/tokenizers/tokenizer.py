@@ -25,7 +25,7 @@ class PieceBytes:
     document.
 
     Attributes:
-        base: bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
+        base: the bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
         leading_space: whether the piece starts with a space mark, bool [vocab].
         boundary: whether the id is control, unknown or unused, bool [vocab].
     """
@@ -46,7 +46,7 @@ class Tokenizer(ABC):
 
     Attributes:
         name: the name for `open_tokenizer`, without a folder.
-        vocab: number of ids, including special ids.
+        vocab: the number of ids, including special ids.
         bos: the id written before each document; None if the tokenizer has none.
         lossless: whether `decode(encode(text)) == text` for every document that it accepts.
     """

@@ -46,12 +46,12 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
 
     Args:
         options: the text and the kind of the tokenizer.
-        say: called with the number of documents and bytes that were read.
+        say: a function that is called with the number of documents and bytes that were read.
 
     Raises:
         DataError: a source cannot be read, the file exists, its suffix is unknown, the vocabulary is too small for the
             bytes and special tokens or too large for the text, or the pattern is not a regular expression.
-        EnvironmentFailure: the package that trains is not installed, or the file cannot be written.
+        EnvironmentFailure: the package that trains the tokenizer is not installed, or the file cannot be written.
     """
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}
     train = writers.get(options.out.suffix)

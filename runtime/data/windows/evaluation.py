@@ -21,10 +21,10 @@ class WindowPlan:
 
     Attributes:
         length: window length in tokens.
-        batch: number of windows per batch.
-        stride: distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap. With a
-            smaller stride, each target after the first window has at least length - stride tokens of context (sliding
-            evaluation).
+        batch: the number of windows per batch.
+        stride: the distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap.
+            With a smaller stride, each target after the first window has at least length - stride tokens of context
+            (sliding evaluation).
         unscored: the number of targets at the start of each window that are not scored.
     """
 
@@ -99,9 +99,9 @@ class Batch:
     """A batch of windows of equal length.
 
     Attributes:
-        number: index of this batch.
+        number: the index of this batch.
         ids, targets: i64 [B, T]. Rows after the last window are copies of the last window, and do not count.
-        at: position of each target in the stream, i64 [B, T].
+        at: the position of each target in the stream, i64 [B, T].
         new: the targets that this batch scores, bool [B, T].
         seen: the targets that earlier windows scored, bool [B, T].
     """
@@ -122,10 +122,10 @@ def read_batch(
     Args:
         stream: the token stream.
         windows: all windows of the evaluation.
-        number: index of the batch.
-        chosen: indices of the windows in the batch, which have equal lengths.
+        number: the index of the batch.
+        chosen: the indices of the windows in the batch, which have equal lengths.
         rows: the number of rows; missing rows are copies of the last window.
-        unscored: number of targets at the start of each window that are not scored.
+        unscored: the number of targets at the start of each window that are not scored.
 
     Returns:
         The batch.

@@ -72,12 +72,12 @@ def epoch_order(
     Version 2 rejects strides that soon return close to an earlier block.
 
     Args:
-        tokens: length of the stream.
+        tokens: the length of the stream.
         length: window length in tokens.
         order: `sequential` or `coprime_stride`.
         seed: seed of the run.
-        epoch: index of the epoch.
-        version: version of the order, 1 or 2.
+        epoch: the index of the epoch.
+        version: the version of the order, 1 or 2.
 
     Returns:
         The order.
@@ -195,12 +195,12 @@ class Loader(BackgroundReader[_Step]):
 
     Args:
         stream: the tokens.
-        batch: number of windows per step on this rank.
+        batch: the number of windows per step on this rank.
         length: window length in tokens.
         order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
         seed: seed of the order.
         rank, world: the index of this process, and the number of processes (see the module).
-        prefetch: maximum number of batches that the background thread reads ahead.
+        prefetch: the maximum number of batches that the background thread reads ahead.
         device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
         bos: the id that starts a document; required by "best_fit".
 

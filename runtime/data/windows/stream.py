@@ -28,9 +28,9 @@ class TokenStream:
         shards: the files, in order.
         starts: the first position of each shard, followed by the total number of tokens.
         vocab: the number of ids of the tokenizer. Every token is less than `vocab`.
-        documents: number of documents; None if no record states it.
-        document_bytes: bytes of the documents in the source, without separators; None if no record states them.
-        tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.
+        documents: the number of documents; None if no record states it.
+        document_bytes: the bytes of the documents in the source, without separators; None if no record states them.
+        tokenizer_digest: the digest of the tokenizer that wrote the tokens; None if no record states it.
         byte_counts: files with the number of source bytes that each token represents: one per shard, with as many
             entries as the shard has tokens. Empty if there are none.
         digest: a SHA-256 (hex). It is computed from the tokens for cached text, from the digests of the shards for

@@ -45,12 +45,12 @@ class Work:
         model: the model.
         score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
             without autograd.
-        features: maps ids to the input of the head, [B, T, D].
-        nats: maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
-        rows: number of rows per batch.
+        features: a function that maps ids to the input of the head, [B, T, D].
+        nats: a function that maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
+        rows: the number of rows per batch.
         world: the processes that share the work.
         seed: seed of random initial values.
-        progress: called with the number of scored targets and the total, on this process.
+        progress: a function that is called with the number of scored targets and the total, on this process.
     """
 
     account: Account
@@ -101,8 +101,8 @@ class Method:
             possible, because the windows of a batch share no parameters.
         chunk: a function that maps the settings to the number of targets that are scored between changes of the model;
             None if the model does not change.
-        run: a function that scores the whole text, and returns a description of the number of adaptations. All
-            processes of a `world` call it.
+        run: a function that scores the whole text, and returns a text that states how many times the model was adapted.
+            All processes of a `world` call it.
     """
 
     name: str

@@ -131,9 +131,9 @@ def score_rows(
         batch: the number of rows per batch.
         greedy: whether to compute `RowScore.greedy`.
         share: the part of the work that this process does.
-        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
+        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
-        progress: called with the number of scored rows and the total, on this process.
+        progress: a function that is called with the number of scored rows and the total, on this process.
 
     Returns:
         One score per row, in order, over all processes.

@@ -22,7 +22,7 @@ from specc.runtime.train.sources.feed import Feed
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """The data to train on and the data to score on."""
+    """The training data and the validation data of a run."""
 
     feed: Feed
     validation: Validates
@@ -34,7 +34,7 @@ class Epoch:
 
     Attributes:
         samples: the number of samples per epoch.
-        held_out: all pairs that are held out.
+        held_out: the pairs that are held out for validation.
     """
 
     samples: int
