@@ -61,7 +61,7 @@ class Block(StrictModel):
 
     @cached_property
     def circuit(self) -> Circuit:
-        """The layers with the expressions of the block."""
+        """The layers of the block, together with the expressions that connect them."""
         return Circuit(self.learn, self.read, self.layers, self.write)
 
     def reads_value(self, name: str) -> bool:

@@ -53,7 +53,7 @@ class Pool(StrictModel):
                 "add the condition on documents to both masks, or remove it from the mask of blocks",
             )
         if self.block > context:
-            message = f"a block has {self.block} tokens, and the context {context}"
+            message = f"a block has {self.block} tokens, but the context has only {context}"
             yield Problem(("block",), "S289", message, f"use at most {context}")
         if self.tokens > 1 and not POOLINGS[self.by].several:
             message = f"{self.by} has one result per block, not {self.tokens}"

@@ -205,7 +205,7 @@ class RopeTable(Shared):
     spec: RopeSpec | None = field(default=None, compare=False)
 
     def rotate(self, b: Builder, x: str, name: str, context: LoweringContext) -> str:
-        """Adds the rotation of heads [B, T, H, C] by the angles as the node `name`."""
+        """Adds a node `name` that rotates heads [B, T, H, C] by the angles."""
         assert self.spec is not None
         op = Rope(self.spec.pairs == "neighbors", self.spec.magnitude != 1)
         return b.add(name, op, (x, *(context.shared[ref] for ref in self.refs)))

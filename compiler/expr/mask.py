@@ -223,8 +223,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns the condition that a mask holds for two positions, either if they are in the same document or if they are
-    in different documents."""
+    """Returns a condition on two positions that is true if the mask may hold for them, whether they are in the same
+    document or not."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 

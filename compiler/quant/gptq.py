@@ -29,7 +29,7 @@ class Gptq(PerRow):
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
         block: the columns that are rounded before the error is propagated to the rest. The block size affects the
-            speed. This affects the codes only through rounding in float64.
+            speed. It changes the codes only through rounding in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
             instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.

@@ -79,7 +79,7 @@ class Summary:
         window = self.spec.model.window
         bytes = cached_bytes(self.main.programs, window)
         numbers, each = (f"{total / window:,.1f}".removesuffix(".0") for total in (self.cached_numbers, bytes))
-        text = f"{numbers} numbers, {each} bytes per token of a full context of {window:,}"
+        text = f"{numbers} numbers, {each} bytes per token if the context of {window:,} is full"
         return text if self.cached_numbers else ""
 
     @cached_property

@@ -118,7 +118,7 @@ def _scale(latent: Latent, size: int) -> Data:
 
     scale = value_of(latent.scale, head_dim=float(size), layer=0.0, layers=1.0)
     if scaling.factor == 1 or scale <= 0:
-        raise NotOfFamily("the scale of the scores does not come from the factor of YaRN")
+        raise NotOfFamily("the scale of the attention scores does not follow from the YaRN factor")
     everywhere = (sqrt(scale * sqrt(size)) - 1) / (0.1 * log(scaling.factor))
     return {"mscale_all_dim": float(f"{everywhere:.12g}")}
 

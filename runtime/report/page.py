@@ -156,7 +156,7 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
         caption = "Measured at each validation on its first windows, without the weight of the term."
         yield chart(f"Term of the loss: {name}", "mean", [Series(name, points, True)], caption)
     yield chart(
-        "Learning rate", "multiplier of the rate", [Series("multiplier", records.series("step", "lr"))], zero=True,
+        "Learning rate", "learning-rate multiplier", [Series("multiplier", records.series("step", "lr"))], zero=True,
         caption=f"Each optimizer multiplies its rate by this value: {_rates(facts)}.",
     )  # fmt: skip
     yield chart("Norm of the gradient", "norm before clipping", [Series("norm", records.series("step", "grad_norm"))])

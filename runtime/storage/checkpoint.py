@@ -193,7 +193,9 @@ def read_state(path: Path) -> State:
     except ValidationError as error:
         raise IntegrityError(f"{path / STATE}: {in_words(error)}", committed.HINT) from None
     if path.name != f"step_{state.step:08d}":
-        raise IntegrityError(f"{path / STATE}: states step {state.step}, unlike its directory", committed.HINT)
+        raise IntegrityError(
+            f"{path / STATE}: states step {state.step}, but its directory is {path.name}", committed.HINT
+        )
     return state
 
 

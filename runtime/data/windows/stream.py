@@ -201,7 +201,7 @@ def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None
             )
     if tokenizer.vocab > first.form.highest + 1:
         what = f"{first.form.bits}-bit tokens have no room for the {tokenizer.vocab:,} ids of {tokenizer.name}"
-        raise DataError(f"{first.path}: {what}", "use shards that this tokenizer wrote: `specc data pack`")
+        raise DataError(f"{first.path}: {what}", "pack the text with this tokenizer: `specc data pack`")
 
 
 def _fingerprint(shards: tuple[TokenShard, ...]) -> str:

@@ -228,7 +228,7 @@ def test_the_state_must_be_of_the_step(folder: Path) -> None:
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps({**state, "step": 2}))
     reseal(path)
-    with pytest.raises(IntegrityError, match="states step 2, unlike its directory"):
+    with pytest.raises(IntegrityError, match="states step 2, but its directory is step_"):
         checkpoint.load(path)
 
 
