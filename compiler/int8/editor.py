@@ -206,7 +206,7 @@ class Editor:
         """Returns the first weight, in table order, of the products that share the input of `weight`."""
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
-            message = f"{self.places[0]}{weight[1:]} shares its input with other products than the same weight in other blocks does"
+            message = f"{self.places[0]}{weight[1:]} shares its input with other products than in other blocks"
             raise TypeRuleError(message)
         return leaders.pop()
 

@@ -80,7 +80,7 @@ def requests(repository: str) -> Iterator[None]:
         first = next(iter(str(error).strip().splitlines()), "")
         raise EnvironmentFailure(
             f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access to it, then run the command again; complete files are kept",
+            "check the network, the repository and your access, then run the command again; complete files are kept",
         ) from error
 
 
