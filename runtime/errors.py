@@ -9,7 +9,7 @@ class RuntimeFailure(Exception):
     """The base class of errors that the user can fix.
 
     Attributes:
-        message: describes the problem and its location.
+        message: the problem and its location, in words.
         hint: a suggested remedy; empty if there is none.
         exit_code: the exit code of a command that ends with this error.
         code: the code of the error, a key of `specc.compiler.errors.codes.CODES`.

@@ -106,9 +106,9 @@ class CacheSpec(StrictModel):
     """The cache of keys, values and latents for generation.
 
     Attributes:
-        page: the number of positions of a page. A paged cache serves texts of different lengths that join and leave a
-            batch; a table lists the pages of each text. If null, the cache has one row per text, and all texts of a
-            batch have the same length.
+        page: the number of positions of a page. A paged cache can store texts of different lengths, which are added to
+            a batch and removed from it at different times; a table lists the pages of each text. If null, the cache has
+            one row per text, and all texts of a batch have the same length.
         dtype: the dtype of cached values; if unset, the dtype of activations. `e4m3`: 8-bit floats, with one f32 scale
             per token and head.
     """

@@ -109,7 +109,7 @@ class Pool(StrictModel):
             b: the builder of the function.
             rows: the keys `k` and values `v` to attend to, [B, S, G, C], which include those of the input tokens.
             latents: the latent tokens, if the pooling reads them.
-            context: provides the positions of the input tokens and the state of the layer.
+            context: the context, which contains the positions of the input tokens and the state of the layer.
             ring: the ring buffer that stores single tokens.
         """
         op, state = PoolWrite(*self._settings, ring), {}

@@ -25,8 +25,8 @@ class LossTerm(StrictModel):
 
     @property
     def per_token(self) -> str:
-        """The loss of a token: an expression over `nats`, the cross-entropy of the token, `lse`, the log of the sum of
-        exp(logits), and `nats_n` for each `n` of `targets`; empty for an auxiliary loss."""
+        """The loss of a token, as an expression; empty for an auxiliary loss. Its variables are `nats` (the
+        cross-entropy of the token), `lse` (log(sum(exp(logits)))), and `nats_n` for each `n` of `targets`."""
         return ""
 
     @property

@@ -19,8 +19,8 @@ class HeadRotation(Op):
     multiplied by a factor.
 
     With `neighbors`, channel 2i is paired with channel 2i + 1. Otherwise, channel i is paired with channel R + i.
-    `weight` is the factor of each channel after the norm: an expression of a learned `w` that all heads share. The text
-    is empty if there is no factor.
+    `weight` is the factor of each channel after the norm: an expression of a learned `w` that all heads share. It is
+    empty if there is no such factor.
     """
 
     planned: ClassVar[bool] = True

@@ -51,7 +51,8 @@ class SavedAttention(Op):
         return self.plain.flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Processes some sequences at a time. Scores and lse have the precision of q, but at least f32."""
+        """Processes the batch in parts of a few sequences each. Scores and lse have the precision of q, but at least
+        f32."""
         import torch
 
         wide = torch.promote_types(inputs[0].dtype, torch.float32)

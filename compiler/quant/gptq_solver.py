@@ -139,6 +139,6 @@ def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -
 
 
 def weighted_error(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Returns dw H dw^T for each row dw of `delta` [rows, n], in float64. Negative results of rounding are replaced
-    with 0."""
+    """Returns dw H dw^T for each row dw of `delta` [rows, n], in float64. Results that are negative because of rounding
+    are replaced with 0."""
     return (delta @ hessian).mul_(delta).sum(1).clamp_(min=0.0)

@@ -17,9 +17,9 @@ from specc.compiler.programs.programs import Parameter, Programs
 class Explained:
     """The kernel of one node on one target.
 
-    `target` is the folder of the generated files, for a target or for a deployed plan. `rejected` are the other
-    kernels, each with the reason why it was not chosen. `passes` lists the passes that rewrote the node or refused to,
-    each with its effect or its reason.
+    `target` is the name of the folder with the generated files, which belongs to a target or to a deployed plan.
+    `rejected` are the other kernels, each with the reason why it was not chosen. `passes` lists the passes that rewrote
+    the node or refused to, each with its effect or its reason.
     """
 
     target: str

@@ -156,8 +156,9 @@ class TrainSpec(StrictModel):
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.
-        stop_at_loss: ends the run at the first validation at which the loss of the current weights, in nats per target,
-            is at most this value. The run logs the seconds of training until then, without compilation and validation.
+        stop_at_loss: a loss in nats per target. The run ends at the first validation at which the loss of the current
+            weights is at most this value. The run logs the seconds of training until then, without compilation and
+            validation.
         validate_tokens: the number of tokens of the validation split that a validation reads; all if unset.
         checkpoint_every: the steps between two checkpoints; 0 for a single checkpoint at the end.
     """

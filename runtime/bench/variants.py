@@ -22,10 +22,10 @@ def left_out(device: torch.device) -> Mapping[str, str]:
 
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
     """Returns `plain` itself, and `plain` under torch.compile in each mode, with fullgraph and fixed shapes. The first
-    call of each compiles.
+    call of each compiled function compiles it.
 
-    Resets the compiler first. The modes share no cache entries: Dynamo's key is the backend, and Inductor's key is its
-    whole configuration.
+    The compiler is reset first. The modes share no cache entries: Dynamo's key is the backend, and Inductor's key is
+    its whole configuration.
     """
     torch.compiler.reset()
     inductor.autotune_num_choices_displayed = 0  # the tables that max-autotune prints would hide the output of specc

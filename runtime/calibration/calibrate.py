@@ -129,7 +129,7 @@ def calibration_windows(
 
     Args:
         stream: the training text.
-        calibrate: supplies `sequences` and `batch`, in rows.
+        calibrate: the settings, of which `sequences` and `batch` are used, in rows.
         window: the length of a row in tokens.
         seed: the seed of the run.
 

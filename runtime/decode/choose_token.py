@@ -160,9 +160,9 @@ def choose_token(
         logits: [B, vocabulary], of any float dtype. The stride of rows may exceed the vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
         counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-        following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-        tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
-            finite.
+        following: a tensor that receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+        tokens: a tensor that receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit
+            is not finite.
         temperature: as in `Sampling`.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.

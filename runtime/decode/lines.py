@@ -29,11 +29,11 @@ class Translator:
     they are.
 
     Attributes:
-        steps: runs the model's programs.
+        steps: the object that runs the model's programs.
         tokenizer: the characters of the model.
         window: the maximum length of sources and targets in tokens, including stop tokens.
         fixed: whether sources must be padded to the window, because the model attends to padding.
-        device: device of the model.
+        device: the device of the model.
         batch: the number of sources per batch.
         beam: the beam size; 1 is greedy decoding.
     """
@@ -229,7 +229,7 @@ def translator(
         model: the generated model of lines.
         spec: the spec of the model.
         tokenizer: the characters of the model.
-        device: device of the model.
+        device: the device of the model.
         batch: the number of beams per batch. A batch contains `batch // beam` sources.
         beam: the beam size. None is greedy decoding.
         compiled: on a GPU, run every step as a CUDA graph.

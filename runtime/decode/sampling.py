@@ -104,9 +104,9 @@ class Sampling:
             logits: [B, vocabulary].
             uniform: random numbers in [0, 1), f64 [P, B].
             counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-            following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-            tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
-                finite.
+            following: a tensor that receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+            tokens: a tensor that receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest
+                logit is not finite.
         """
         if logits.device.type == "cuda":
             from specc.runtime.decode.choose_token import choose_token

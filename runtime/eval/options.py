@@ -34,7 +34,7 @@ class EvaluateOptions:
         stride: the distance between windows in tokens, 1 to the window.
         batch: the number of windows, or lines, per batch.
         max_tokens: the number of tokens to score, from the start of the split. For lines, target tokens are counted.
-        cache: folder of tokenized text.
+        cache: the folder of tokenized text.
         compiled: whether to use torch.compile on a GPU.
         window: window length in tokens. It may exceed the context, unless the model has learned positions.
         adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a

@@ -142,7 +142,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
 
     Args:
         export: the program.
-        call: runs the file.
+        call: a function that runs the file.
         say: a function that is called with the result as a line of text.
 
     Raises IntegrityError if they differ by more than `TOLERANCE`, or if the file cannot be run.

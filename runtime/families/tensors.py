@@ -106,7 +106,8 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
 
 def experts(parameter: str, tensor: str) -> Row:
-    """Returns the row of the matrices of all experts [E, outputs, inputs]. The file has one tensor per expert."""
+    """Returns the row of a parameter that contains the matrices of all experts, [E, outputs, inputs]. The file has one
+    tensor per expert."""
 
     def split(tensors: Tensors) -> Tensors:
         return [torch.stack(list(tensors))]

@@ -103,7 +103,7 @@ class ScoredText:
     """A text to score.
 
     Attributes:
-        stream: tokens of the text.
+        stream: the tokens of the text.
         tokenizer: the tokenizer that produced them.
         max_tokens: the number of targets to score, from the start of the text; None for all.
     """
@@ -251,7 +251,7 @@ def evaluate_bits(
             is shorter. The last batch is padded with copies of its last window, which do not count.
         text: the text.
         plan: the windows.
-        device: device of ids and targets.
+        device: the device of ids and targets.
         share: the share of this process.
         progress: a function that is called with the number of scored targets and the total, on this process.
 

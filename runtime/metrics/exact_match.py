@@ -74,7 +74,7 @@ def exact_match(
         pairs: the pairs to score.
         tokenizer: the characters of the pairs.
         batch: the number of pairs per batch.
-        device: device of source and target.
+        device: the device of source and target.
         progress: a function that is called with the number of scored lines and the total.
         hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch that contains the last
             of them.

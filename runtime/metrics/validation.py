@@ -43,7 +43,7 @@ class Scorer:
         score: a function that maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in
             nats, f32 [B, T].
         window: the length of a row in tokens.
-        device: device of the model.
+        device: the device of the model.
         share: the share of this process.
         progress: a function that is called between batches with the number of scored items and the total.
         compiled: whether `score` is compiled. If so, the measurement compiles all other functions that it runs.

@@ -28,8 +28,8 @@ def choose_bits(
     chosen again, because the corrections use part of the budget.
 
     Args:
-        quantizer: quantizes the weights and estimates their cost and size.
-        quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
+        quantizer: the object that quantizes the weights and estimates their cost and size.
+        quant: the settings, of which `promote`, `allocate`, `correct` and `budget_bytes` are used.
         base: the scheme of each parameter according to the rules.
         measure: a function that returns the exact bytes of the artifact.
         say: a function that is called with a line of text for each allocation that is measured.

@@ -47,7 +47,8 @@ def promote(
     budget.
 
     Args:
-        quant: supplies `promote` and `budget_bytes`, with `reserved` already subtracted.
+        quant: the settings, of which `promote` and `budget_bytes` are used. `reserved` is already subtracted from the
+            budget.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
         estimate: a function that returns a quick estimate of the bytes of an allocation. The estimate, corrected by its

@@ -87,7 +87,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
         names: the names of the trackers; repetitions count once.
         run: the run that the trackers show.
         say: a function that is called with lines of text for the user.
-        stack: closes the trackers.
+        stack: the exit stack that closes the trackers.
 
     Raises:
         EnvironmentFailure: a tracker cannot start.

@@ -44,7 +44,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
     Args:
         phases: the phases of the run, in order. After them the run continues with LAST.
         train: the training spec.
-        window: tokens per window, and per row if `train.context` is unset.
+        window: the number of tokens per window, and per row if `train.context` is unset.
         world: the number of processes.
 
     Raises:

@@ -64,7 +64,7 @@ class TrainableModel:
             `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
             in `parameters`.
         parameters: the parameters, with the dtypes in which the programs read them.
-        window: tokens per row.
+        window: the number of tokens per row.
         spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
         phases: the phases of the run, as in `Programs`.
         schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.

@@ -105,7 +105,7 @@ class Measurement:
             forget(self._place(candidate))
 
     def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
-        """Returns the time of each candidate in ms, measured in turn."""
+        """Measures the candidates in turn, and returns the time of each in ms."""
         if not chosen:
             return {}
         calls = {str(i): partial(self._function(candidate), *self._inputs) for i, candidate in enumerate(chosen)}

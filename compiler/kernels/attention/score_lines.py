@@ -78,8 +78,8 @@ class Reading:
         return not self.per_head and self.distance is None
 
     def source(self, by_keys: bool = False) -> str:
-        """Returns the name of the tensor that the kernel reads: the table or a strip. With `by_keys`, it is the strip
-        for the kernel whose rows of tiles belong to keys."""
+        """Returns the name of the tensor that the kernel reads: the table or a strip. With `by_keys`, the strip is the
+        one for the kernel that computes dk and dv."""
         if self.distance is None:
             return f"{self.table}_table"
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"

@@ -61,7 +61,7 @@ class OptimizerSpec(StrictModel):
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Returns the largest number of f32 numbers that an update of parameters of these shapes allocates at once."""
+        """Returns how many f32 numbers an update of parameters of these shapes allocates at once, at most."""
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)

@@ -25,7 +25,7 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The samples of a step of all ranks, in order.
+    """The samples of one step, over all ranks, in order.
 
     Attributes:
         lengths: the numbers of tokens of each source and of each target, without padding, i64 [N] each.
@@ -109,7 +109,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         samples: the sequence of samples.
         batch: the number of rows per pass on this rank.
         passes: the number of passes per step. Each call of `next` returns the data of one pass.
-        device: device of the batches.
+        device: the device of the batches.
         rank, world: the index of this process, and the number of processes (see the module).
     """
 

@@ -152,7 +152,7 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 
     Args:
         stream: name of the stream.
-        seed: seed of the stream.
+        seed: the seed of the stream.
         start: the index of the first line.
         count: the number of lines.
 

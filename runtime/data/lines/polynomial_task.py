@@ -57,7 +57,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
     Args:
         split: name of the split.
-        seed: seed of the task.
+        seed: the seed of the task.
         count: the number of lines, 1 to MOST_HELD_OUT.
         training: the training set.
 
@@ -96,10 +96,10 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 class Fresh:
     """The endless stream "train", without the lines of the disjoint held-out splits.
 
-    A line is excluded if it equals one of the first MOST_HELD_OUT lines of duplicate-free, or has the coefficients of
-    one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the first
-    `count` lines of the stream, so none of these first lines is excluded. About 1 in 10 of the later lines is excluded.
-    The remaining lines have the distribution of the stream.
+    A line is excluded if it equals one of the first MOST_HELD_OUT lines of the split duplicate-free, or if it has the
+    same coefficients as one of the first MOST_HELD_OUT lines of the split structure-disjoint. Both splits are computed
+    for a training set of the first `count` lines of the stream, so none of these first lines is excluded. About 1 in 10
+    of the later lines is excluded. The remaining lines have the distribution of the stream.
     """
 
     def __init__(self, seed: int, count: int) -> None:

@@ -117,7 +117,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 
     Args:
         folder: the folder.
-        tokenizer: determines the vocabulary and BOS if there is no record.
+        tokenizer: the tokenizer, which determines the vocabulary and BOS if there is no record.
         progress: a function that is called with the number of bytes read and the total.
 
     Returns:

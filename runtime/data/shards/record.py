@@ -47,7 +47,7 @@ class ShardRecord(StrictModel):
         format: the version of the record.
         source: a human-readable description of the source of the tokens.
         tokenizer, tokenizer_digest, vocab, bos: name, digest, number of ids, and BOS id of the tokenizer.
-        marks: BOS before each document, or only before the first document of a split.
+        marks: whether BOS precedes each document, or only the first document of a split.
         splits: the shards of each split.
     """
 

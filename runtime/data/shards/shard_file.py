@@ -1,9 +1,10 @@
 """Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 or u32 tokens.
 
-The magic and the version determine the width of the tokens. They are those of llm.c, which other trainers also use.
+The magic and the version determine the width of the tokens. Both numbers have the values of llm.c, which other trainers
+also use.
 
 Shards are read with `pread` and not through a memory map. If a mapped file is truncated, an access terminates the
-process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error. Both use the page cache.
+process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error. Both methods use the page cache.
 """
 
 import os

@@ -54,7 +54,7 @@ def write_shards(
         folder: the folder to write to.
         name: format string for file names. Its argument is the index of the shard.
         shard_tokens: the number of tokens in every shard except the last.
-        marks: BOS before each document, or only before the first.
+        marks: whether BOS is written before each document, or only before the first.
         byte_counts: whether to write a second file per shard, with the number of source bytes that each token
             represents.
         progress: a function that is called with the number of document bytes tokenized so far.

@@ -35,7 +35,8 @@ class PieceBytes:
     boundary: npt.NDArray[np.bool_]
 
     def count(self, previous: TokenArray, targets: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the bytes of each element of `targets` after the corresponding element of `previous`, i64."""
+        """Returns, for each element of `targets`, the number of bytes that it represents after the corresponding
+        element of `previous`, i64."""
         space = self.leading_space[targets] & ~self.boundary[previous]
         counts: npt.NDArray[np.int64] = self.base[targets] + space
         return counts

@@ -75,7 +75,7 @@ def epoch_order(
         tokens: the length of the stream.
         length: window length in tokens.
         order: `sequential` or `coprime_stride`.
-        seed: seed of the run.
+        seed: the seed of the run.
         epoch: the index of the epoch.
         version: the version of the order, 1 or 2.
 
@@ -198,10 +198,11 @@ class Loader(BackgroundReader[_Step]):
         batch: the number of windows per step on this rank.
         length: window length in tokens.
         order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
-        seed: seed of the order.
+        seed: the seed of the order.
         rank, world: the index of this process, and the number of processes (see the module).
         prefetch: the maximum number of batches that the background thread reads ahead.
-        device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
+        device: the device of the batches. On a GPU, the next batch is copied during the computation of the current
+            batch.
         bos: the id that starts a document; required by "best_fit".
 
     Attributes:

@@ -38,7 +38,7 @@ def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = 
 
     Args:
         documents: pairs (index, length in tokens), in the order in which the documents enter the buffer.
-        capacity: tokens of a row.
+        capacity: the tokens of a row.
         buffer: the number of documents to choose from. Among documents of equal length, the earliest is chosen.
     """
     coming = enumerate(documents)

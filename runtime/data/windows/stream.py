@@ -58,7 +58,8 @@ class TokenStream:
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Thread-safe.
+        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Several threads may call this method
+        at once.
 
         Raises:
             IndexError: the range exceeds the stream.

@@ -41,7 +41,7 @@ class Work:
     method enables them.
 
     Attributes:
-        account: accumulates the losses of the batches.
+        account: the object that accumulates the losses of the batches.
         model: the model.
         score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
             without autograd.
@@ -49,7 +49,7 @@ class Work:
         nats: a function that maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
         rows: the number of rows per batch.
         world: the processes that share the work.
-        seed: seed of random initial values.
+        seed: the seed of random initial values.
         progress: a function that is called with the number of scored targets and the total, on this process.
     """
 

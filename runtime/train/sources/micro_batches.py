@@ -17,7 +17,7 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
 
     Args:
         train: the training spec.
-        window: tokens per row.
+        window: the number of tokens per row.
         world: the number of processes.
         size: the size of the step, in rows if `train.batch` is set, else in tokens. None selects the size of the last
             step of the run.

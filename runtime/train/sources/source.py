@@ -100,7 +100,7 @@ class Source(ABC):
             spec: the spec.
             loaded: the loaded model.
             batches: the minimum number of batches that the feed must provide.
-            stack: closes the feed.
+            stack: the exit stack that closes the feed.
         """
 
 
