@@ -164,7 +164,8 @@ class RunFacts:
         return (AVERAGED if which == "average" else RAW), record
 
     def scores(self) -> Iterator[Score]:
-        """Yields the measured qualities: the last validation, the losses around quantization, and tasks."""
+        """Yields the measured scores: the last validation, the losses before and after quantization, and the results of
+        tasks."""
         which, record = self.final_validation()
         step = record.get("step")
         yield from _scores(which, step if isinstance(step, int) else None, "validation split", record)

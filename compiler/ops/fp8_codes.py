@@ -38,7 +38,7 @@ class Fp8Codes(Op):
     clamped.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
-    magnitude of the factor in the state. The gradient of the codes times the scale is passed on to the factor.
+    magnitude of the factor in the state. The gradient with respect to codes * scale is passed to the factor unchanged.
 
     Attributes:
         factor: the factor: 0 for x, 1 for the weight, 2 for the gradient of y.

@@ -29,7 +29,7 @@ class Setup:
         target: the target to measure.
         device: the device to measure on.
         folder: a temporary folder for generated code and data.
-        say: reports progress.
+        say: a function that is called with lines of text that report the progress.
         lock: the measured kernels.
     """
 

@@ -130,7 +130,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
 
     Args:
         options: the options of the benchmark.
-        say: reports progress.
+        say: a function that is called with lines of text that report the progress.
         world: the processes. None for only this process.
 
     Returns:

@@ -40,7 +40,7 @@ def measure_rest(
         machine: this machine, in the form of locks.
         only: only nodes whose path contains this text are measured.
         device: the device to measure on.
-        say: reports a line of progress.
+        say: a function that is called with lines of text that report the progress.
 
     Raises:
         RunFailure: if memory is too small, or the step's loss is not finite.
@@ -88,7 +88,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
         step: the step, which states the key and the tokens of the measurement.
         lock: the measured kernels.
         device: the GPU to train on.
-        say: reports progress.
+        say: a function that is called with lines of text that report the progress.
 
     Returns:
         The time of a step in ms, the peak memory in bytes, and, for each class of work outside of nodes, its time per

@@ -151,7 +151,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines of a gradient launch that allocate the sums, and the location of each sum."""
+        """Returns the lines that allocate the sums, and the location of each sum, when the gradient kernel is
+        launched."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]

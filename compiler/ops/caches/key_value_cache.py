@@ -10,7 +10,7 @@ from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
 
 def ring_positions(first: int, window: int, start: int) -> Tensor:
-    """Returns the position in each row of a ring, i64[first + window], before token `start`.
+    """Returns the position that each row of a ring holds when token `start` is next, i64[first + window].
 
     The ring holds all positions below `first`, and the last `window` positions from `first` on. The position of an
     empty row is after all tokens, so that every mask excludes the row.
