@@ -100,8 +100,8 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
             if bool(inverse.isfinite().all()):
                 return Factor(scaled, inverse, by, Solution(requested, damping, int(dead.sum())))
         if damping * 10 > LARGEST_DAMPING:
-            damped = f"damped by {damping:g} times its mean diagonal"
-            raise SchemeError(f"its Hessian is not positive definite, even {damped}; calibrate again")
+            amount = f"damped by {damping:g} times its mean diagonal"
+            raise SchemeError(f"its Hessian is not positive definite, even {amount}; calibrate again")
         damping *= 10
 
 
