@@ -38,7 +38,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
     """Times every call in two passes over all calls, with CUDA events on a GPU and with `perf_counter` on the CPU.
 
     If a call moves fewer bytes than four times the last-level cache, the cache is filled with other data before each
-    call. This data is only read: written cache lines would be written back during the call.
+    call. This data is read and not written, because written cache lines would be written back during the timed call.
 
     Args:
         calls: the calls, by name.

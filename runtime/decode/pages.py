@@ -68,9 +68,9 @@ class PagedDecoder:
     text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
 
     A step reads the same number of pages of each text: that of the longest text, rounded up to one of a few numbers. On
-    a GPU there is one CUDA graph per such number and per number of texts, rounded up to a power of two. A separate page
-    serves rows without a text. It also serves texts that continue beyond their last page; the caller discards those
-    tokens.
+    a GPU, there is one CUDA graph for each combination of a number of pages and a number of texts, where the number of
+    texts is rounded up to a power of two. A separate page serves rows without a text. It also serves texts that
+    continue beyond their last page; the caller discards those tokens.
 
     Args:
         model: the model, on `device`.

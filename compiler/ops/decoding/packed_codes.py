@@ -61,7 +61,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, features: int) -> Tensor:
-    """Returns the codes i8 [N, features] of `pack`."""
+    """Inverts `pack`. Returns the codes, i8 [N, features]."""
     import torch
 
     lanes = lanes_of(features)

@@ -1,4 +1,4 @@
-"""Diagnostics in terms of the spec for the errors that Pydantic reports."""
+"""Converts the errors that Pydantic reports to diagnostics about the keys of the spec."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
