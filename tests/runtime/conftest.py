@@ -40,3 +40,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A small run of gpt_mini, not quantized."""
     folder = tmp_path_factory.mktemp("run")
     return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+
+
+@pytest.fixture
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer backward passes for estimates, whose accuracy is tested in tests/runtime/calibration."""
+    monkeypatch.setattr("specc.runtime.calibration.added_nats.PASSES", 32)
