@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -343,11 +343,16 @@ def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
 
 
+@cache  # the search for the package reads folders
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("specc")
+
+
 def _files(
     spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
 ) -> Mapping[str, str]:
-    from importlib.metadata import version
-
     from specc.compiler.generated_folder import MANIFEST, digest
     from specc.compiler.report.plan_page import plan_page
     from specc.compiler.report.summary import Summary
@@ -361,7 +366,7 @@ def _files(
         **_other_source(spec, source),
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
-        "compiler": version("specc"),
+        "compiler": _version(),
         "files": {name: digest(text) for name, text in sorted(files.items())},
         "nodes": {folder: _nodes(plan) for folder, plan in sorted(folders.items())},
     }
