@@ -31,7 +31,8 @@ def verify(programs: Programs, after: str, before: Programs | None = None) -> No
     verified = {id(part) for part in _parts(before)} if before is not None else set()
     if all(id(part) in verified for part in _parts(programs)):
         return
-    changed = {part.name for part in (*programs.groups, *programs.functions) if id(part) not in verified}
+    changed = {group.name for group in programs.groups if id(group) not in verified}
+    changed |= {graph.name for graph in programs.functions if id(graph) not in verified}
     inner = [graph for group in programs.groups for graph in (group.forward, group.backward)]
     graphs = (*inner, *programs.functions, *programs.programs)  # callees before callers
     for graph in graphs:
