@@ -57,7 +57,7 @@ def require_built_run(directory: Path) -> None:
 
     The folder of another spec or lock, for example after the spec was edited or with overrides, is not compared.
     """
-    from specc.compiler.build import canonical, compile_loaded
+    from specc.compiler.build import canonical, compiled
     from specc.compiler.generated_folder import digest, require_current
     from specc.runtime.storage.run_directory import Run, is_run
 
@@ -68,7 +68,7 @@ def require_built_run(directory: Path) -> None:
     manifest = _manifest(folder) or {}
     lock = digest(run.lock.text()) if run.lock.targets else None
     if manifest.get("spec") == digest(canonical(run.spec)) and manifest.get("lock") == lock:
-        files = compile_loaded(run.spec, None, (run.target,), run.lock).files
+        files = compiled(run.spec, (run.target,), run.lock).files
         require_current(folder, files, run.target, f"specc build specs/{run.spec.name}.yaml")
 
 

@@ -8,8 +8,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,6 +139,31 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
     planned = plan_loaded(spec, source, targets, lock)
     files = _files(spec, planned.plans, planned.deployed, lock, source)
     return Built(spec, planned.plans, planned.deployed, lock, files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What `compiled` compiles. Equal texts have equal results."""
+
+    spec_text: str
+    targets: tuple[str, ...]
+    lock_text: str
+    spec: Spec = field(compare=False)
+    lock: Lock = field(compare=False)
+
+
+def compiled(spec: Spec, targets: Iterable[str] = (), lock: Lock = NO_LOCK) -> Built:
+    """Plans and renders a spec as `compile_loaded` does without a source, once: the last results are cached, since a
+    command such as `specc quantize` needs those of the same specs several times.
+
+    Raises LoweringError with every problem if the spec cannot be planned.
+    """
+    return _compiled(_Request(canonical(spec), tuple(targets), lock.text(), spec, lock))
+
+
+@lru_cache(maxsize=8)
+def _compiled(request: _Request) -> Built:
+    return compile_loaded(request.spec, None, request.targets, request.lock)
 
 
 def _source_name(spec: Spec) -> str:
@@ -316,11 +341,16 @@ def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
 
 
+@cache  # the search for the package reads folders
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("specc")
+
+
 def _files(
     spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
 ) -> Mapping[str, str]:
-    from importlib.metadata import version
-
     from specc.compiler.generated_folder import MANIFEST, digest
     from specc.compiler.report.plan_page import plan_page
     from specc.compiler.report.summary import Summary
@@ -334,7 +364,7 @@ def _files(
         **_other_source(spec, source),
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
-        "compiler": version("specc"),
+        "compiler": _version(),
         "files": {name: digest(text) for name, text in sorted(files.items())},
         "nodes": {folder: _nodes(plan) for folder, plan in sorted(folders.items())},
     }

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -112,6 +113,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        import quick_torch
+
+        quick_torch.quicken()
     gc.freeze()  # no later collection walks through the modules and tests
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

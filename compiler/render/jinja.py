@@ -133,13 +133,14 @@ def _require_python(text: str, template: str, known: Collection[str]) -> None:
 def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
     """Yields the names that a module reads but neither defines nor imports."""
     defined = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    defined |= _BUILTINS
     tables = [module]
     while tables:
         table = tables.pop()
         tables += table.get_children()
         for symbol in table.get_symbols():
             outer = table is module or symbol.is_global()
-            if symbol.is_referenced() and outer and symbol.get_name() not in defined | _BUILTINS:
+            if symbol.is_referenced() and outer and symbol.get_name() not in defined:
                 yield symbol.get_name()
 
 

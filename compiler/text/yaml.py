@@ -7,6 +7,7 @@ Anchors, aliases, merge keys, tags, directives, duplicate keys and keys that are
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
@@ -81,8 +82,10 @@ _SYNTAX = (
 Parsed = tuple[object, Mapping[Path, Mark], Mapping[Path, Mark], Mapping[Path, tuple[int, int]]]
 
 
+@lru_cache(maxsize=128)  # a sweep reads one spec, with some overrides, for each run
 def parse(text: str, name: str, column: int = 0) -> Parsed:
-    """Parses `text` from character `column` on. Positions count from the beginning of `text`.
+    """Parses `text` from character `column` on. Positions count from the beginning of `text`. The result is shared by
+    all calls with equal arguments, and must not be changed.
 
     Raises SpecError if the text is not valid YAML or uses a feature that specs do not allow.
     """

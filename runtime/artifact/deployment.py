@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specc.compiler.build import compile_loaded, interface_digest, spec_of
+from specc.compiler.build import compiled, interface_digest, spec_of
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import problems_of
@@ -32,7 +32,7 @@ class Deployment:
     @classmethod
     def of(cls, spec: Spec) -> "Deployment":
         """Lowers `spec` and returns its deployment. Raises LoweringError if the spec cannot be lowered."""
-        built = compile_loaded(spec.at_rest, None)
+        built = compiled(spec.at_rest)
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
         for name, text in sorted(built.files.items()):

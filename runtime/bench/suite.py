@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from specc.compiler.build import Built, compile_loaded
+from specc.compiler.build import Built, compiled
 from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings, decode_lines, decode_text, optimizer, step, table
@@ -117,7 +117,7 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 def follow(options: BenchOptions, world: World) -> None:
     """Takes part in the benchmark, in any process except the first. The process only helps to measure the table, if the
     table is requested. Raises the same errors as `bench`."""
-    built = compile_loaded(options.spec, None, (options.target,), options.lock)
+    built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
         setup = Setup(options.spec, options.target, device, Path(), lambda line: None, options.lock)
@@ -143,7 +143,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     """
     began = time.perf_counter()
     spec, target, at = options.spec, options.target, options.at
-    built = compile_loaded(spec, None, (target,), options.lock)
+    built = compiled(spec, (target,), options.lock)
     plan, parts = built.plans[target], parts_of(options, built)
     device = device_for(target)
     require_place(plan, options.parts, at)

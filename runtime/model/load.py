@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specc.compiler.build import DEPLOYED, compile_loaded
+from specc.compiler.build import DEPLOYED, compiled
 from specc.compiler.generated_folder import write
 from specc.compiler.ops import fp8
 from specc.compiler.ops.dropout import DRAW, begin_draw
@@ -79,7 +79,7 @@ def instantiate(
     if TARGETS[target].arch:  # code for the CPU is not compiled, so it is not cached
         use_private_caches()
     spec = spec if fuse else spec.plain
-    built = compile_loaded(spec, None, (target,), lock)
+    built = compiled(spec, (target,), lock)
     write(directory, built.files, force=True)
     code = directory / target / DEPLOYED if deployed else directory / target
     if TARGETS[target].arch:

@@ -18,7 +18,7 @@ from typing import Any
 
 import specc.compiler
 import specc.runtime
-from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.build import canonical, compiled
 from specc.compiler.ops import dropout, fp8
 from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
@@ -238,7 +238,7 @@ def _plan(
     """Returns the source of the module `plan`, the generated files by path, and the storage of the model's buffers."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
-    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, spec.plain))
+    built, unfused = (compiled(each, targets, lock) for each in (spec, spec.plain))
     programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
         target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli_shell import ROOT, Broken, Shell
 
+from specc.compiler import build
 from specc.compiler.errors import EnvironmentProblem, SpeccError
 
 TABLE = [
@@ -150,6 +151,7 @@ def test_without_an_installation_there_is_one_clear_line(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
+    build._version.cache_clear()  # a command has not looked it up before
     for arguments in (["--version"], ["build"]):
         assert specc(*arguments) == 3
         assert specc.err.startswith("error: E002 specc is not installed") and "pip install -e ." in specc.err

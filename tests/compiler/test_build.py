@@ -13,7 +13,7 @@ import pytest
 from tiers import Trials, soak, tiers
 from tiny_models import spec_data
 
-from specc.compiler.build import canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
+from specc.compiler.build import canonical, check, compile_loaded, compile_spec, compiled, interface_digest, spec_of
 from specc.compiler.errors import SpecError
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.programs.programs import LoweringError
@@ -279,6 +279,21 @@ def test_the_resolved_spec_reads_back() -> None:
         lock = read_lock(lock_path(path, spec.name))
         assert spec_of(canonical(spec)) == spec
         assert compile_loaded(spec_of(canonical(spec)), None, (), lock).files == committed_files(path)
+
+
+def test_equal_requests_are_compiled_once_and_others_anew() -> None:
+    """A request is equal if the text of its spec is, whatever objects it is made of."""
+    spec, _ = load(GOLF)
+    first = compiled(spec, ("sm90",), LOCK)
+    assert compiled(spec_of(canonical(spec)), ["sm90"], LOCK) is first
+    assert first.files == compile_loaded(spec, None, ("sm90",), LOCK).files
+    others = [
+        compiled(spec, ("cpu",), LOCK),
+        compiled(spec, ("sm90",)),
+        compiled(spec.plain, ("sm90",), LOCK),
+        compiled(spec.model_copy(update={"name": "other"}), ("sm90",), LOCK),
+    ]
+    assert len({json.dumps(dict(built.files), sort_keys=True) for built in (first, *others)}) == 5
 
 
 def test_one_target_of_several() -> None:

@@ -114,7 +114,9 @@ def _torch_server(interpret: bool) -> ForkServer:
     if not interpret:
         return ForkServer("import torch", environment=_environment(interpret))
     helpers = str(Path(__file__).parent)
-    quicken = f"sys.path.insert(0, {helpers!r}); import quick_interpreter; quick_interpreter.quicken()"
+    quicken = (
+        f"sys.path.insert(0, {helpers!r}); import quick_interpreter; quick_interpreter.quicken(); import kernel_sites"
+    )
     return ForkServer(quicken, environment=_environment(interpret))
 
 

@@ -16,6 +16,14 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import instantiate
 from specc.runtime.optim.derived_weights import DerivedWeights
 
+# gpt_mlp35 with 5 of its 11 blocks: two without changes, one of each kind of change, and one with both.
+FIVE_BLOCKS = (
+    "model.blocks.count=5",
+    "model.blocks.changes.0.where=2 <= layer and layer < 4",
+    "model.blocks.changes.0.read=mix.stream * (x + skip.scale * output(3 - layer)) + mix.embedded * x0",
+    "model.blocks.changes.1.where=layer >= 3",
+)
+
 
 class _Partitioned(BaseException):
     """Ends the compilation after the partition. The kernels of a GPU cannot run."""

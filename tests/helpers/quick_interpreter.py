@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import quick_torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -55,5 +56,6 @@ def new_block(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
 
 
 def quicken() -> None:
+    quick_torch.quicken()
     interpreter._patch_lang, interpreter._get_np_dtype = replace_once, dtype_of
     tl.tensor.__init__, tl.block_type.__init__ = new_tensor, new_block

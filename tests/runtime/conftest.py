@@ -40,3 +40,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A small run of gpt_mini, not quantized."""
     folder = tmp_path_factory.mktemp("run")
     return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+
+
+@pytest.fixture
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer backward passes for estimates, whose accuracy is tested in tests/runtime/calibration."""
+    monkeypatch.setattr("specc.runtime.calibration.added_nats.PASSES", 32)
+
+
+@pytest.fixture(scope="module")
+def short_passes() -> Iterator[None]:
+    """Benchmarks that take little time. How long and how often a call is timed is tested in test_bench_timing.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specc.runtime.bench.timing.SECONDS", 0.01)
+        yield

@@ -274,7 +274,7 @@ def test_an_error_of_the_compiler_is_one_of_the_file(artifact: Path, monkeypatch
     def broken(*_: object) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("specc.runtime.artifact.deployment.compile_loaded", broken)
+    monkeypatch.setattr("specc.runtime.artifact.deployment.compiled", broken)
     with pytest.raises(IntegrityError, match="too deep"):
         open_model(artifact)
 

@@ -21,9 +21,8 @@ def programs() -> Programs:
     return pipeline.run(tiny(LAYERS), "cpu")
 
 
-def corrupted(part: str, change: Callable[[Graph], Graph]) -> Programs:
-    """The programs with their first function, program or group, by the name of the field, changed."""
-    sound = programs()
+def corrupted(sound: Programs, part: str, change: Callable[[Graph], Graph]) -> Programs:
+    """Programs with their first function, program or group, by the name of the field, changed."""
     if part == "groups":
         return replace(sound, groups=(replace(sound.groups[0], backward=change(sound.groups[0].backward)),))
     graphs = getattr(sound, part)
@@ -137,7 +136,40 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Graph], Graph], str]] = {
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_planted_corruption_is_found(name: str) -> None:
+    """Also where all other graphs are those of programs that were verified before."""
     part, change, message = CORRUPTIONS[name]
-    with pytest.raises(VerifyError) as caught:
-        verify(corrupted(part, change), "some pass")
-    assert str(caught.value) == f"after some pass: {message}"
+    sound = programs()
+    wrong = corrupted(sound, part, change)
+    for before in (None, sound):
+        with pytest.raises(VerifyError) as caught:
+            verify(wrong, "some pass", before)
+        assert str(caught.value) == f"after some pass: {message}"
+
+
+@pytest.mark.parametrize(("part", "message"), [("functions", "1 values; 2"), ("groups", "3 values; 4")])
+def test_callers_of_a_changed_callee_are_checked(part: str, message: str) -> None:
+    """The callee is well formed, and takes one more value than its callers pass."""
+
+    def longer(graph: Graph) -> Graph:
+        return replace(graph, inputs=(*graph.inputs, ("more", TensorType((3,), "f32"))))
+
+    sound = programs()
+    if part == "groups":
+        wrong = replace(sound, groups=(replace(sound.groups[0], forward=longer(sound.groups[0].forward)),))
+    else:
+        wrong = corrupted(sound, part, longer)
+    for before in (None, sound):
+        with pytest.raises(VerifyError, match=f"passes {message} are expected"):
+            verify(wrong, "some pass", before)
+
+
+def test_programs_that_were_verified_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, seen = programs(), []
+    monkeypatch.setattr("specc.compiler.passes.verify._problems", lambda _, graph, __: seen.append(graph.name) or ())
+    verify(sound, "some pass", sound)
+    assert seen == []
+    changed = corrupted(sound, "functions", lambda graph: replace(graph, outputs=graph.outputs))
+    verify(changed, "some pass", sound)
+    callers = [graph.name for graph in sound.programs if any(isinstance(node.op, Call) for node in graph.nodes)]
+    assert seen[0] == sound.functions[0].name and 1 < len(seen) <= 1 + len(sound.functions) + len(callers)
+    assert len(seen) < len(sound.graphs) + 2 * len(sound.groups)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from partitioned import partition, saved_bytes
+from partitioned import FIVE_BLOCKS, partition, saved_bytes
 from run_samples import SPEC, VARIANTS, gpt_mini, small_spec
 
 from specc.compiler import pipeline
@@ -59,9 +59,11 @@ def test_equal_parts_of_different_blocks_are_one_function() -> None:
     ],
 )
 def test_the_forecast_saves_what_the_compiler_saves(name: str, fuse: str, part: str, tmp_path: Path) -> None:
-    """Within 2 % of what is saved without recomputation."""
+    """Within 2 % of what is saved without recomputation. Around the blocks, Torch saves values that the forecast does
+    not count: more than 2 % of 5 blocks."""
     rows = ("train.micro_batch=16", "model.context=256", "train.tokens_per_step=4096", *([fuse] if fuse else []))
-    small = ("model.vocab=4096", "model.blocks.count=4") if name == "gpt2_124m" else ()
+    small = {"gpt2_124m": ("model.vocab=4096", "model.blocks.count=4"), "gpt_mlp35": FIVE_BLOCKS}[name]
+    small = () if part == "[block]" and name == "gpt_mlp35" else small
     spec, plain = (
         load(SPEC.with_name(f"{name}.yaml"), (*rows, *small, *more))[0] for more in ((f"train.recompute={part}",), ())
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from partitioned import partition, saved_bytes
+from partitioned import FIVE_BLOCKS, partition, saved_bytes
 from run_samples import SPEC
 
 from specc.compiler import pipeline
@@ -18,7 +18,7 @@ SMALL = ("train.micro_batch=16", "model.context=256")
     [
         ("gpt_mini", ()),
         ("gpt_mini", ("fuse=[]",)),
-        ("gpt_mlp35", ()),
+        ("gpt_mlp35", FIVE_BLOCKS),
         ("gpt2_124m", ("model.vocab=4096", "model.blocks.count=4")),
         ("gpt2_124m", ("model.vocab=4096", "model.blocks.count=4", "fuse=[]")),
         ("nanochat_d12", ("model.vocab=4096", "model.blocks.count=4")),

@@ -18,13 +18,15 @@ from specc.runtime.bench import suite
 from specc.runtime.bench.profile import ORDER
 from specc.runtime.model.load import Loaded, instantiate
 
+pytestmark = pytest.mark.usefixtures("short_passes")
+
 SMALL = ("model.dim=32", "model.context=32", "model.blocks.count=2", "train.micro_batch=2", "train.tokens_per_step=128")
 SETS = [word for text in (*SMALL, "train.schedule={}") for word in ("--set", text)]
 MLP = ("--set", 'fuse=[{"blocks.*.mlp": [up, act, down]}]')
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def whole(short_passes: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The JSON of one run of all parts, and the picture that it wrote."""
     picture = tmp_path_factory.mktemp("bench") / "roofline.png"
     return bench(*MLP, "--steps", "2", "--picture", str(picture)), picture

@@ -29,6 +29,8 @@ from specc.runtime.model.load import initialize, instantiate
 from specc.runtime.support import int8_sums as sums
 from specc.runtime.train.sources.source import Epoch
 
+pytestmark = pytest.mark.usefixtures("short_passes")
+
 ROOT = SPEC.parents[1]
 LEARNED = {**EMBED, "positions": "learned"}
 ADDITIVE = {"kind": "additive", "query": "lstm"}

@@ -20,6 +20,8 @@ from specc.runtime.bench import decode_text, optimizer
 from specc.runtime.bench.decode_text import CODES, CONTIGUOUS, DYNAMIC, PAGED, STATIC
 from specc.runtime.bench.optimizer import TORCH, TRAINED, torch_adamw
 
+pytestmark = pytest.mark.usefixtures("short_passes")
+
 LLAMA = """
 spec_version: 2
 name: small_llama

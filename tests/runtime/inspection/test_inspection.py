@@ -24,6 +24,8 @@ from specc.runtime.inspection.table import tables
 from specc.runtime.inspection.units import UnitActivity
 from specc.runtime.storage.run_directory import Run
 
+pytestmark = pytest.mark.usefixtures("few_passes")
+
 VOCAB, PLACES, HEADS, WIDTH = 64, 32, 4, 64
 DIM = 2 * VOCAB + PLACES  # a token, its position, and the token before it, each as one of many features
 TOKEN, PLACE, BEFORE = (slice(0, VOCAB), slice(VOCAB, VOCAB + PLACES), slice(VOCAB + PLACES, DIM))
@@ -153,12 +155,6 @@ def test_a_bias_and_a_low_rank_product_are_no_activations() -> None:
     programs = lower(tiny(layers=(attention, mlp), fuse=()), "cpu")
     units = UnitActivity(flatten(programs, programs.program("score")))
     assert sorted(units._read_by.values()) == ["blocks.0.mlp.act", "blocks.1.mlp.act"]
-
-
-@pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer backward passes for estimates, whose accuracy is tested in tests/runtime/calibration."""
-    monkeypatch.setattr("specc.runtime.calibration.added_nats.PASSES", 32)
 
 
 @pytest.fixture(scope="module")

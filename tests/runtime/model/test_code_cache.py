@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Forked, ForkServer
 from log_lines import read_log
 
 from specc.compiler.spec.check import load
@@ -20,14 +22,17 @@ from specc.runtime.model.load import import_file, instantiate
 
 SPEC = Path(__file__).parents[3] / "specs" / "gpt_mini.yaml"
 SMALL = ("model.dim=32", "model.blocks.count=1", "model.context=16")
-START = """
+IMPORTS = """
 import json, sys
 from pathlib import Path
 import torch
+import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 from specc.compiler.spec.check import load
 from specc.runtime.model.code_cache import use_private_caches
 from specc.runtime.model.load import initialize, instantiate
+"""
+START = f"""{IMPORTS}
 spec = load(Path(sys.argv[1]), json.loads(sys.argv[2]))[0]
 use_private_caches()
 loaded = instantiate(spec, "cpu", Path(sys.argv[3]))
@@ -36,8 +41,8 @@ ids = torch.arange(32).reshape(2, 16)
 loss = torch.compile(loaded.model, fullgraph=True)(ids, ids)
 loss.backward()
 gradient = sum(float(p.grad.double().square().sum()) for p in loaded.model.parameters())
-counts = {key: value for part in ("aot_autograd", "inductor") for key, value in counters[part].items()}
-print(json.dumps({"loss": float(loss.detach()), "gradient": gradient, **counts}))
+counts = {{key: value for part in ("aot_autograd", "inductor") for key, value in counters[part].items()}}
+print(json.dumps({{"loss": float(loss.detach()), "gradient": gradient, **counts}}))
 """
 
 
@@ -50,24 +55,34 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def begin(folder: Path) -> "subprocess.Popen[str]":
+@pytest.fixture
+def imported(root: Path) -> Iterator[ForkServer]:
+    """An interpreter that has imported the compiler and compiled nothing."""
+    server = ForkServer(IMPORTS, environment={**os.environ, "OMP_NUM_THREADS": "1"})
+    yield server
+    server.close()
+
+
+def begin(server: ForkServer, folder: Path) -> Forked:
     """Starts a process that generates a model into a folder, compiles it and runs it forward and backward."""
-    command = [sys.executable, "-c", START, str(SPEC), json.dumps(SMALL), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    stdout, stderr = (folder.with_suffix(f".{stream}") for stream in ("stdout", "stderr"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return server.start(START, (str(SPEC), json.dumps(SMALL), str(folder)), environment, stderr, stdout)
 
 
-def result(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    out, _ = process.communicate()
-    assert process.returncode == 0
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+def result(process: Forked) -> dict[str, Any]:
+    assert process.wait() == 0, process.stderr.read_text()[-3000:]
+    found: dict[str, Any] = json.loads(process.stdout.read_text().splitlines()[-1])
     return found
 
 
-def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(tmp_path: Path, root: Path) -> None:
-    first, second = map(result, [begin(tmp_path / "a"), begin(tmp_path / "b")])  # at the same time
+def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(
+    tmp_path: Path, root: Path, imported: ForkServer
+) -> None:
+    first, second = map(result, [begin(imported, tmp_path / name) for name in "ab"])  # at the same time
     assert "autograd_cache_bypass" not in first and "fxgraph_cache_bypass" not in first
     assert first["autograd_cache_saved"] == 1
-    again = result(begin(tmp_path / "c"))
+    again = result(begin(imported, tmp_path / "c"))
     assert again["autograd_cache_hit"] == 1 and "autograd_cache_miss" not in again and "fxgraph_cache_miss" not in again
     damaged = [path for path in (root / "inductor").rglob("*") if path.is_file() and "autograd" in str(path)]
     damaged += [path for path in (root / "inductor" / "fxgraph").rglob("*") if path.is_file()]
@@ -75,7 +90,7 @@ def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(tmp_path: Path, r
     for number, path in enumerate(damaged):
         content = path.read_bytes()
         path.write_bytes(b"" if number % 2 else content[: len(content) // 2])
-    rebuilt = result(begin(tmp_path / "d"))
+    rebuilt = result(begin(imported, tmp_path / "d"))
     assert "autograd_cache_hit" not in rebuilt
     for other in (second, again, rebuilt):
         assert (other["loss"], other["gradient"]) == (first["loss"], first["gradient"])

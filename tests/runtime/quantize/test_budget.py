@@ -22,6 +22,8 @@ from specc.runtime.storage.run_directory import Run, RunDirectoryError
 from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import code_bytes, export_submission
 
+pytestmark = pytest.mark.usefixtures("few_passes")
+
 BLOCKS = "quant.promote=null", "quant.allocate={bits: [4, 5, 6], match: blocks.*}"
 
 

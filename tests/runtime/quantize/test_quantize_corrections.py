@@ -24,6 +24,8 @@ from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.storage.run_directory import Run
 
+pytestmark = pytest.mark.usefixtures("few_passes")
+
 
 def example(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A weight, and the Hessian of inputs of which some directions are much stronger."""

@@ -19,6 +19,8 @@ from specc.runtime.quantize import weights, written_text
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.written_text import write_text as write_own
 
+pytestmark = pytest.mark.usefixtures("few_passes")
+
 CPU = torch.device("cpu")
 
 

@@ -190,6 +190,21 @@ def test_two_processes_train_and_score_together(submission: Submission, tmp_path
     assert facts["nats"] == pytest.approx(result["nats"], rel=1e-9)
 
 
+@pytest.fixture
+def few_passes_of_code(few_passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer backward passes for estimates, in train_gpt.py as well."""
+    sources, module = bundle._sources, "specc.runtime.calibration.added_nats"
+
+    def changed() -> dict[str, str]:
+        texts = sources()
+        text = texts[module].replace("\nPASSES = 1024", "\nPASSES = 32")
+        assert text != texts[module]
+        return {**texts, module: text}
+
+    monkeypatch.setattr(bundle, "_sources", changed)
+
+
+@pytest.mark.usefixtures("few_passes_of_code")
 def test_bits_are_allocated_within_what_the_code_leaves(submission: Submission, tmp_path: Path) -> None:
     """Corrections of low rank and bits under a budget, in which the code counts too."""
     # the code that allocates is 2,400 bytes larger, and the fewest bits take 19,971
@@ -212,6 +227,7 @@ def test_bits_are_allocated_within_what_the_code_leaves(submission: Submission, 
     assert "allocate: " in done.stdout
 
 
+@pytest.mark.usefixtures("few_passes_of_code")
 def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submission, tmp_path: Path) -> None:
     """A budget that nothing meets ends it with an error; the weights are kept, and another budget goes on from them."""
     code = (submission.folder / CODE).stat().st_size
