@@ -30,7 +30,11 @@ def kill(test: str, trials: Trials, config: pytest.Config) -> None:
         environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
         words = [*command, "--timeout", "0", "-v", f"{path}::{test}"]
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
+        reasons = "\n".join(line for line in done.stdout.splitlines() if line.startswith("E  "))
+        seed = environment["SPECC_KILL_SEED"]
+        assert done.returncode == 0 and "1 passed" in done.stdout, (
+            f"seed {seed}: {reasons[:4000]}\n{done.stdout[-2000:]}"
+        )
 
 
 @soak("C24", kills_of_training=500)
