@@ -4,8 +4,9 @@ The modules that translate Pydantic's errors are imported only if a spec has suc
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path as FilePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -14,7 +15,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.version import refuse_old
 from specc.compiler.strict import Path, Problem, StrictModel, keys_of
 from specc.compiler.text.overrides import apply_overrides
-from specc.compiler.text.source import Source, read
+from specc.compiler.text.source import Place, Source, read
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -60,13 +61,7 @@ def check_as(model: type[M], source: Source) -> M:
     try:
         value = model.model_validate(source.data)
     except ValidationError as error:
-        from specc.compiler.spec.messages.expected import places
-        from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
-
-        models = dict(places(model, source.data))
-        diagnostics, faulty = diagnostics_of(error, source, models, model)
-        problems = _problems_of_sound_parts(source, models, faulty)
-        raise SpecError((*diagnostics, *to_diagnostics(problems, source)), source.texts) from None
+        raise SpecError(_diagnostics(model, source, error), source.texts) from None
     if diagnostics := to_diagnostics(problems_of(value), source):
         raise SpecError(diagnostics, source.texts)
     return value
@@ -93,6 +88,51 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from problems_of(item, (*path, key))
+
+
+def _diagnostics(model: type[StrictModel], source: Source, error: ValidationError | None) -> Iterator[Diagnostic]:
+    """Yields the diagnostics of an invalid source.
+
+    A value of an unknown kind is then checked as a value of the kind with the most similar name, if there is one, so
+    that a misspelled kind hides no other errors.
+    """
+    from specc.compiler.spec.messages.expected import places
+    from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, similar_kinds
+
+    faulty: frozenset[Path] = frozenset()
+    while error is not None:
+        diagnostics, paths = diagnostics_of(error, source, dict(places(model, source.data)), model)
+        faulty |= paths
+        kinds = similar_kinds(error, source.data)
+        unknown = {source.value(path) for path in kinds}
+        yield from (each for each in diagnostics if not kinds or Place(each.file, each.mark) in unknown)
+        if not kinds:
+            break
+        source = replace(source, data=_with(source.data, kinds))
+        error = _error_of(model, source.data)
+    problems = _problems_of_sound_parts(source, dict(places(model, source.data)), faulty)
+    yield from to_diagnostics(problems, source)
+
+
+def _error_of(model: type[StrictModel], data: object) -> ValidationError | None:
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        return error
+    return None
+
+
+def _with(data: Any, values: Mapping[Path, object]) -> Any:
+    """Returns a copy of the data with other values at some paths."""
+    if () in values:
+        return values[()]
+    inner: dict[Any, dict[Path, object]] = {}
+    for (first, *rest), value in values.items():
+        inner.setdefault(first, {})[tuple(rest)] = value
+    changed = {part: _with(data[part], at) for part, at in inner.items()}
+    if isinstance(data, tuple):
+        return tuple(changed.get(i, item) for i, item in enumerate(data))
+    return data | changed
 
 
 def _problems_of_sound_parts(

@@ -146,8 +146,8 @@ class Words:
         return model is not None and bool(error.choices) and tag_of(model, str(error.path[-1])) is not None
 
     def _unknown_tag(self, error: FieldError) -> Iterator[Diagnostic]:
-        key = str(error.context["discriminator"]).strip("'")
-        yield self._no_kind((*error.path, key), re.findall(r"'([^']*)'", str(error.context["expected_tags"])))
+        key, words = unknown_tag(error)
+        yield self._no_kind((*error.path, key), words)
 
     def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
         kind = self._data(path)
@@ -168,6 +168,12 @@ class Words:
             yield self._at(place, "S107", f"{name}: {cause.message}", hint)
         else:
             yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", "correct the value")
+
+
+def unknown_tag(error: FieldError) -> tuple[str, list[str]]:
+    """Returns the key that states the kind of a value, and the valid kinds, for the error of an unknown kind."""
+    key = str(error.context["discriminator"]).strip("'")
+    return key, re.findall(r"'([^']*)'", str(error.context["expected_tags"]))
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic_core import ErrorDetails, ValidationError
 
 from specc.compiler.errors import Diagnostic
-from specc.compiler.spec.messages.expected import Model
-from specc.compiler.spec.messages.keys import Words
+from specc.compiler.spec.messages.expected import Model, nearest
+from specc.compiler.spec.messages.keys import Words, unknown_tag
 from specc.compiler.spec.messages.values import TYPES, FieldError
 from specc.compiler.strict import Path
 from specc.compiler.text.source import Source, step
@@ -31,6 +31,21 @@ def diagnostics_of(
     errors = list(_settled(errors))
     diagnostics = [diagnostic for group in _grouped(errors) for diagnostic in Words(source, models, root).say(group)]
     return tuple(diagnostics), frozenset(error.path for error in errors)
+
+
+def similar_kinds(error: ValidationError, data: object) -> dict[Path, str]:
+    """Returns the path of each unknown kind, and the valid kind with the most similar name. An unknown kind without a
+    similar name is left out."""
+    kinds: dict[Path, str] = {}
+    for details in error.errors(include_url=False):
+        if details["type"] != "union_tag_invalid":
+            continue
+        found = _located(details, data)
+        key, words = unknown_tag(found)
+        kind = found.value.get(key) if isinstance(found.value, Mapping) else None
+        if isinstance(kind, str) and (near := nearest(kind, words)):
+            kinds[*found.path, key] = near
+    return kinds
 
 
 def _located(details: ErrorDetails, data: object) -> FieldError:

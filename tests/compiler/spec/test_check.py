@@ -231,3 +231,20 @@ def test_an_mlp_that_is_too_wide_is_reported_at_the_key_that_sets_its_width(key:
     (error,) = errors_of(text)
     column = text.splitlines()[error.mark.line - 1].index(f"{key}:") + 1
     assert (error.code, error.hint) == ("S215", f"choose a smaller {key}") and error.mark.column >= column
+
+
+def test_a_misspelled_kind_hides_no_other_errors() -> None:
+    text = edited(
+        ("kind: decoder", "kind: decodr"), ("dim: 64", "dim: '64'"), ("{kind: token}", "{kind: tokn, initt: 1}")
+    )
+    assert [(problem.code, problem.mark) for problem in errors_of(text)] == [
+        ("S105", Mark(5, 9)),
+        ("S103", Mark(7, 8)),
+        ("S105", Mark(9, 18)),
+        ("S101", Mark(9, 24)),
+    ]
+
+
+def test_a_kind_that_is_similar_to_none_is_the_only_error_of_its_value() -> None:
+    (problem,) = errors_of(edited(("{kind: mlp, ratio: 4", "{kind: recurrence, ratoi: 4")))
+    assert problem.code == "S105"
