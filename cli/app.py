@@ -133,6 +133,7 @@ specc = click.option(
 
 def main() -> NoReturn:
     """The entry point. A failure ends with its exit code. A traceback is shown only for bugs of specc."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_notes_going()
     with pre_emptible():

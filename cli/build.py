@@ -39,6 +39,8 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
 
     if STDIN in specs and not (check or diff):
         raise click.UsageError("standard input can only be compared, with --check or --diff")
+    if force and (check or diff):
+        raise click.UsageError("--force overwrites files, but --check and --diff write nothing")
     chosen = all_specs() if every else list(specs) or [only_spec()]
     outputs = {path: compile_spec(path) for path in chosen}
     folders: dict[Path, Path] = {}

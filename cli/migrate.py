@@ -18,11 +18,16 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
     """
     from specc.compiler.errors import Diagnostic
     from specc.compiler.generated_folder import replace_file
+    from specc.compiler.spec.check import check as require_valid
     from specc.compiler.spec.migrate import migrated_text
+    from specc.compiler.spec.version import has_version
+    from specc.compiler.text.source import read
 
     old = 0
     for path in specs:
         text = migrated_text(path)
+        if text is None and not has_version(source := read(path)):
+            require_valid(source)  # states that the version is missing or unknown, and everything else
         old += text is not None
         if text is not None and not check:
             replace_file(path, text)

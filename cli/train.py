@@ -95,6 +95,7 @@ def command(
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of
+    from specc.runtime.storage.run_directory import is_run
 
     began = time.monotonic()
     end_with_parent()
@@ -113,6 +114,8 @@ def command(
             built = None
         else:
             built = path = spec or only_spec()
+            if path.is_dir() and is_run(path):
+                raise click.UsageError(f"{path} is a run; `specc train --run {path} --resume auto` continues it")
             beside = path.parent
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)

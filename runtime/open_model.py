@@ -265,17 +265,22 @@ def realize_stored(
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
     """Returns the weights of the newest valid checkpoint of the run (f32, by parameter name) and its step.
 
-    Raises RunFailure if there is no valid checkpoint.
+    Raises RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
     """
-    newest = _newest(run, say)
-    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+    newest, state = _newest(run, say)
+    return checkpoint.weights(newest), state.step
 
 
-def _newest(run: Run, say: Say) -> Path:
+def _newest(run: Run, say: Say) -> tuple[Path, checkpoint.State]:
+    """Returns the newest valid checkpoint of the run, and its state."""
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
         raise RunFailure(f"{run.directory} has no valid checkpoint", f"train it: {run.resume_command}")
-    return newest
+    state = checkpoint.read_state(newest)
+    if state.spec_digest != run.spec_digest:
+        message = f"{run.directory}: its spec.json is not the spec that {newest.name} was trained with"
+        raise IntegrityError(message, "restore spec.json; a run with another spec is a new run")
+    return newest, state
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
@@ -283,10 +288,10 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
 
     The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
     The spec of the returned run then contains the model of that phase. Weights are f32, by parameter name. Raises
-    RunFailure if there is no valid checkpoint.
+    RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
     """
-    newest = _newest(run, say)
-    weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
+    newest, state = _newest(run, say)
+    weights = checkpoint.weights(newest)
     model = run.spec.model.after(state.done)
     if model == run.spec.model.after(1.0):
         return run, weights, state.step

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specc.compiler.errors import UsageProblem, one_of
 from specc.compiler.errors.codes import CODES, exit_code_of
 
-CODE = re.compile(r"[A-Za-z]\d{3}")
+CODE = re.compile(r"[A-Za-z]{1,2}\d{1,5}")  # also what people mistake for one
 _SECTION = r"^## {code}: .*?$(.*?)(?=^## |\Z)"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -48,7 +48,9 @@ def page_of(code: str) -> ErrorPage:
     """Returns the page of a code. Raises UsageProblem if there is no such code."""
     if code not in CODES:
         near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6)
-        raise UsageProblem(f"there is no code {code}", f"did you mean {one_of(near)}?" if near else "specc explain")
+        raise UsageProblem(
+            f"there is no code {code}", f"did you mean {one_of(near)}?" if near else "`specc explain` lists all codes"
+        )
     text = importlib.resources.files("specc.reference").joinpath("errors.md").read_text(encoding="utf-8")
     section = re.search(_SECTION.format(code=code), text, re.MULTILINE | re.DOTALL)
     blocks = _BLOCK.findall(section[1]) if section else []

@@ -14,6 +14,11 @@ def of_version_1(data: Any) -> bool:
     return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
 
 
+def has_version(source: Source) -> bool:
+    """Returns whether a source states the current version."""
+    return isinstance(source.data, Mapping) and source.data.get("spec_version") == VERSION
+
+
 def has_tf32(data: Any) -> bool:
     """Returns whether the data of a spec have the key `train.tf32`, which is now in `train.precision`."""
     return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train

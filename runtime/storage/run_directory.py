@@ -88,7 +88,8 @@ class Run:
         lock: the measured kernels of the run.
         data_digests: the digests of the content of `data` at the start of the run. None if an older version of specc
             started the run.
-        old_digest: the digest of the recorded spec, if the spec has an old format version.
+        trained_digest: the digest in the checkpoints, if it is not that of `spec`: the recorded spec has an old format
+            version, or its `quant` was changed.
         start: the weights from which the run started; None for initial values.
     """
 
@@ -99,7 +100,7 @@ class Run:
     overrides: tuple[str, ...] = ()
     lock: Lock = NO_LOCK
     data_digests: DataDigests | None = None
-    old_digest: str | None = None
+    trained_digest: str | None = None
     start: StartRecord | None = None
 
     @property
@@ -136,7 +137,7 @@ class Run:
     @property
     def spec_digest(self) -> str:
         """SHA-256 (hex) of the canonical spec, stored in checkpoints."""
-        return self.old_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
+        return self.trained_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def logged_loss(self, step: int) -> float | None:
         """Returns the validation loss after `step`, in nats per token; None if the log has no validation at that step.
@@ -212,7 +213,7 @@ class Run:
             message = f"{self.directory} is already trained: only `quant` of its spec can be changed"
             raise RunDirectoryError(message, "remove the other --set options")
         compile_loaded(spec.at_rest, source, (self.target,))
-        return replace(self, spec=spec)
+        return replace(self, spec=spec, trained_digest=self.spec_digest)
 
     def require_same(self, spec: Spec, target: str) -> None:
         """Raises RunDirectoryError, which lists the differences, unless the run has this spec and target."""

@@ -63,6 +63,8 @@ TABLE = [
     (["breaking", "--against", "no-such-branch"], 2),
     (["migrate", "specs/tiny.yaml", "--check"], 0),
     (["migrate", "nope.yaml"], 2),
+    (["explain", "E0104"], 2),
+    (["build", "specs/tiny.yaml", "--check", "--force"], 2),
     (["completion", "bash"], 0),
     (["completion", "tcsh"], 2),
     (["data"], 2),

@@ -215,6 +215,20 @@ def test_explain_of_a_code(here: Path, specc: Shell) -> None:
     assert specc("explain", "S104") == 0 and "on cpu" in specc.out
 
 
+def test_commands_name_what_was_given_by_mistake(here: Path, specc: Shell) -> None:
+    assert specc("explain", "E0104") == 2 and "U001 there is no code E0104" in specc.err
+    Path("unversioned.yaml").write_text("name: x\n")
+    for arguments in ((), ("--check",)):
+        assert specc("migrate", "unversioned.yaml", *arguments) == 2
+        assert "S102 the spec needs the key `spec_version`" in specc.err and "current" not in specc.out
+    assert (
+        specc("build", "specs/tiny.yaml", "--check", "--force") == 2 and "--check and --diff write nothing" in specc.err
+    )
+    Path("run").mkdir()
+    Path("run/spec.json").write_text("{}")
+    assert specc("train", "run") == 2 and "specc train --run run --resume auto" in " ".join(specc.err.split())
+
+
 def test_a_named_pipe_is_no_spec(here: Path, specc: Shell) -> None:
     os.mkfifo("pipe.yaml")
     assert specc("validate", "pipe.yaml") == 2

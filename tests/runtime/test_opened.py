@@ -63,6 +63,19 @@ def test_the_newest_sound_checkpoint_counts(run: Run, tmp_path: Path) -> None:
     assert len(said) == 1 and "step_00000008" in said[0]
 
 
+def test_weights_of_another_spec_are_refused(run: Run, tmp_path: Path) -> None:
+    """The model of a changed spec.json would have these parameters too, but other scores."""
+    folder = Path(shutil.copytree(run.directory, tmp_path / "run"))
+    text = (folder / "spec.json").read_text(encoding="utf-8")
+    assert text.count('"softcap": 30') == 1
+    (folder / "spec.json").write_text(text.replace('"softcap": 30', '"softcap": 5'), encoding="utf-8")
+    options = QuantizeOptions(cache=tmp_path / "cache", max_tokens=200)
+    for opened in (lambda: open_model(folder), lambda: quantize(folder, options, lambda _: None)):
+        with pytest.raises(IntegrityError, match=r"its spec\.json is not the spec that step_[0-9]+ was"):
+            opened()
+    assert run.requantized(("quant.default.bits=4",)).spec_digest == run.spec_digest
+
+
 def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path: Path) -> None:
     """Of a run, whoever opens or counts what was quantized; a file of its own has no newer ones."""
     folder = Path(shutil.copytree(run.directory, tmp_path / "run"))
