@@ -239,7 +239,7 @@ def test_mistakes_and_a_hub_that_does_not_answer(
     assert fetch(out) == 3
     shown = capsys.readouterr().err
     assert "cannot fetch from the hub (willdepueoai/parameter-golf): ConnectionError: Cannot reach the hub" in shown
-    assert "run it again" in shown and "more" not in shown and "Traceback" not in shown
+    assert "run the command again" in shown and "more" not in shown and "Traceback" not in shown
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
     assert fetch(out) == 3
     assert "pip install 'specc[hub]'" in capsys.readouterr().err and not out.exists()

@@ -150,7 +150,7 @@ def test_a_cache_of_codes_is_smaller_and_checked(tmp_path: Path) -> None:
     # two layers, k and v, one head of 4 channels and a scale, of a ring of 5 positions or of 3 pages
     assert numbers == {False: (2 * 2 * 5 * 5, 2 * 2 * 5 * 8), True: (2 * 2 * 12 * 5, 2 * 2 * 12 * 8)}
     pooled = {**ATTENTION, "mask": "j <= i and i - j < 3", "pool": {"by": "mean", "block": 2}}
-    with pytest.raises(LoweringError, match=r"holds only keys, values and latents; 0.attention.pooled_k is another"):
+    with pytest.raises(LoweringError, match=r"but the model has another state, 0\.attention\.pooled_k"):
         pipeline.lower(tiny(layers=(pooled, MLP), fuse=(), cache={"page": None, "dtype": "e4m3"}), "cpu")
 
 

@@ -157,7 +157,7 @@ def test_a_model_of_pairs_reads_source_and_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
 def test_what_has_no_graph_says_why_and_leaves_nothing(format: str, tmp_path: Path, capfd: Any) -> None:
     for name, overrides, place in (
-        ("experts", EXPERTS, "model.blocks.layers.1 has a product for each expert"),
+        ("experts", EXPERTS, "model.blocks.layers.1 has a product per expert"),
         ("loop", None, "model.encoder.1 has a loop over tokens"),
     ):
         spec = small_spec(*overrides) if overrides else load(LINES.spec.with_name("poly_lstm.yaml"))[0]
