@@ -143,7 +143,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What `compiled` compiles. Equal texts have equal results."""
+    """The arguments of `compiled`. Equal texts have equal results."""
 
     spec_text: str
     targets: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the files of a run state: its spec, its log, its checkpoints, and the results of quantization and evaluation.
+"""The facts in the files of a run: its spec, its log, its checkpoints, and the results of quantization and evaluation.
 
 Reports and model cards take every number from this module. A number that no file states is missing, and is never
 estimated.

@@ -1,4 +1,4 @@
-"""What a block can read when it is lowered: the model's sizes, shared values, state, and the functions of the model."""
+"""The context in which a block is lowered: the model's sizes, shared values, state, and the functions of the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

@@ -40,11 +40,11 @@ def similar_kinds(error: ValidationError, data: object) -> dict[Path, str]:
     for details in error.errors(include_url=False):
         if details["type"] != "union_tag_invalid":
             continue
-        found = _located(details, data)
-        key, words = unknown_tag(found)
-        kind = found.value.get(key) if isinstance(found.value, Mapping) else None
+        fault = _located(details, data)
+        key, words = unknown_tag(fault)
+        kind = fault.value.get(key) if isinstance(fault.value, Mapping) else None
         if isinstance(kind, str) and (near := nearest(kind, words)):
-            kinds[*found.path, key] = near
+            kinds[*fault.path, key] = near
     return kinds
 
 

@@ -35,12 +35,12 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 def with_weights(sets: Sequence[str], folder: Path) -> Loaded:
     """The small model with random weights."""
-    found = instantiate(small_spec(*sets), "cpu", folder)
-    weights = random_weights(found.spec)
+    loaded = instantiate(small_spec(*sets), "cpu", folder)
+    weights = random_weights(loaded.spec)
     with torch.no_grad():
-        for name, parameter in found.model.named_parameters():
+        for name, parameter in loaded.model.named_parameters():
             parameter.copy_(weights[name])
-    return found
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +170,17 @@ def test_only_training_has_8_bits(loaded: Loaded) -> None:
 )
 def test_which_scales_are_causal_in_training(tmp_path: Path, rule: str, causal: bool) -> None:
     """The scale of a whole tensor follows from later tokens too, which is why scores have no 8-bit products."""
-    found = instantiate(small_spec(f'train.precision.fp8=[{{match: "*.mlp.up", {rule}}}]', "fuse=[]"), "cpu", tmp_path)
-    weights = random_weights(found.spec)
+    loaded = instantiate(small_spec(f'train.precision.fp8=[{{match: "*.mlp.up", {rule}}}]', "fuse=[]"), "cpu", tmp_path)
+    weights = random_weights(loaded.spec)
     with torch.no_grad():
-        for name, parameter in found.model.named_parameters():
+        for name, parameter in loaded.model.named_parameters():
             parameter.copy_(weights[name])
-        block: Any = found.model.get_submodule("blocks.0")
+        block: Any = loaded.model.get_submodule("blocks.0")
         x = torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(5))
         later = x.clone()
         later[:, 20:] = torch.linspace(-40, 30, 32)
         h = [torch.nn.functional.rms_norm(v, (32,)) * torch.linspace(1, 3, 32)[:, None] for v in (x, later)]
-        code = import_file(found.directory, "fp8_linear")
+        code = import_file(loaded.directory, "fp8_linear")
         state = [block.mlp.up_fp8] if "delayed" in rule else []
         first, second = (
             code.fp8_linear(v, block.mlp.up, *state, **({"by_rows": True} if "row" in rule else {})) for v in h
@@ -287,15 +287,15 @@ def same_steps(folder: Path, plain: Sequence[str], fused: Sequence[str]) -> tupl
     results = []
     ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
     for name, sets in (("plain", plain), ("fused", fused)):
-        found = with_weights(sets, folder / name)
-        scales = Fp8Scales(found.model, 64, World.alone())
+        loaded = with_weights(sets, folder / name)
+        scales = Fp8Scales(loaded.model, 64, World.alone())
         for _ in range(2):  # the second step has scales that fit
-            found.model.zero_grad()
-            loss = found.model(ids[:, :-1], ids[:, 1:])
+            loaded.model.zero_grad()
+            loss = loaded.model(ids[:, :-1], ids[:, 1:])
             loss.backward()
-            seen = {path: buffer[1].clone() for path, buffer in found.model.named_buffers() if path.endswith("_fp8")}
+            seen = {path: buffer[1].clone() for path, buffer in loaded.model.named_buffers() if path.endswith("_fp8")}
             scales.update(1.0)
-        results.append((loss.detach(), {path: p.grad for path, p in found.model.named_parameters()}, seen))
+        results.append((loss.detach(), {path: p.grad for path, p in loaded.model.named_parameters()}, seen))
     (loss, gradients, magnitudes), (fused_loss, fused_gradients, fused_magnitudes) = results
     torch.testing.assert_close(fused_loss, loss, rtol=1e-4, atol=0)
     for path, want in gradients.items():
@@ -306,14 +306,14 @@ def same_steps(folder: Path, plain: Sequence[str], fused: Sequence[str]) -> tupl
     for path, largest in magnitudes.items():
         assert largest.all()
         torch.testing.assert_close(fused_magnitudes[path], largest, rtol=1e-2, atol=0)
-    return found, magnitudes
+    return loaded, magnitudes
 
 
 def test_a_fused_group_writes_codes_and_not_the_activation(tmp_path: Path) -> None:
     """The products, gradients and magnitudes are those of the unfused layers; only codes and slopes are saved."""
-    found, magnitudes = same_steps(tmp_path, FP8, FUSED)
+    loaded, magnitudes = same_steps(tmp_path, FP8, FUSED)
     assert len(magnitudes) == 4
-    group = next(group for group in found.programs.groups if "up_fp8" in dict(group.forward.inputs))
+    group = next(group for group in loaded.programs.groups if "up_fp8" in dict(group.forward.inputs))
     saved = {name: type.dtype for name, type in group.backward.inputs if type.shape[:2] == ("B", "T") and name != "d"}
     assert saved == {"down_x_codes": "e4m3", "slope": "f32", "up_x_codes": "e4m3"}
     kernels = {node.name: [type.dtype for type in node.types] for node in (*group.forward.nodes, *group.backward.nodes)}
@@ -327,27 +327,27 @@ def test_the_fused_loss_reads_logits_of_8_bit_products(tmp_path: Path, vocab: in
     """A vocabulary that is not aligned is padded before its weight is rounded."""
     sets = "train.precision.fp8=[{match: head.logits, scaling: delayed}]", f"model.vocab={vocab}"
     group = "fuse=[{head: [logits, softcap, loss]}]"
-    found, magnitudes = same_steps(tmp_path, (*sets, "fuse=[]"), (*sets, group))
+    loaded, magnitudes = same_steps(tmp_path, (*sets, "fuse=[]"), (*sets, group))
     assert [*magnitudes] == ["embed.token_fp8"]
-    head = next(group for group in found.programs.groups if "token_fp8" in dict(group.forward.inputs))
+    head = next(group for group in loaded.programs.groups if "token_fp8" in dict(group.forward.inputs))
     assert [node.op.name for node in head.forward.nodes if "pad" in node.name] == (["pad_rows"] if vocab == 257 else [])
     assert {node.op.name for node in head.forward.nodes} >= {"fp8_codes", "fp8_product", "softmax_loss"}
 
 
 def test_a_fused_group_compiles_to_one_graph(tmp_path: Path) -> None:
-    found = with_weights(FUSED, tmp_path)
-    Fp8Scales(found.model, 64, World.alone())
+    loaded = with_weights(FUSED, tmp_path)
+    Fp8Scales(loaded.model, 64, World.alone())
     ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
     results = []
-    before = {name: buffer.clone() for name, buffer in found.model.named_buffers()}
-    for function in (found.model, torch.compile(found.model, fullgraph=True, backend="aot_eager")):
-        for name, buffer in found.model.named_buffers():
+    before = {name: buffer.clone() for name, buffer in loaded.model.named_buffers()}
+    for function in (loaded.model, torch.compile(loaded.model, fullgraph=True, backend="aot_eager")):
+        for name, buffer in loaded.model.named_buffers():
             buffer.copy_(before[name])
-        found.model.zero_grad()
+        loaded.model.zero_grad()
         loss = function(ids[:, :-1], ids[:, 1:])
         loss.backward()
-        states = {name: buffer.clone() for name, buffer in found.model.named_buffers() if name.endswith("_fp8")}
-        results.append((loss.detach(), {name: p.grad for name, p in found.model.named_parameters()}, states))
+        states = {name: buffer.clone() for name, buffer in loaded.model.named_buffers() if name.endswith("_fp8")}
+        results.append((loss.detach(), {name: p.grad for name, p in loaded.model.named_parameters()}, states))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
@@ -375,9 +375,9 @@ def test_compiled_steps_on_a_gpu_are_near_those_of_the_compute_dtype(sets: Seque
     for name, chosen in (("plain", ("fuse=[]",)), ("fp8", sets)):
         torch.compiler.reset()
         spec = small_spec(*chosen, "targets=[sm90]", "model.dim=64")
-        found = instantiate(spec, "sm90", tmp_path / name)
-        initialize(found, 1)
-        model = found.model.cuda()
+        loaded = instantiate(spec, "sm90", tmp_path / name)
+        initialize(loaded, 1)
+        model = loaded.model.cuda()
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.ndim > 1 and not weight.any():  # outputs that begin at 0 would hide wrong values
