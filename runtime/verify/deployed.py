@@ -26,7 +26,8 @@ from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics
 from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, rms_of, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
-from specc.runtime.verify.verify import STEPPED, Check, batch_of, sample_tokens, traces
+from specc.runtime.verify.step_by_step import STEPPED
+from specc.runtime.verify.verify import Check, batch_of, sample_tokens, traces
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from specc.compiler import pipeline
-from specc.compiler.characters import PAD
 from specc.compiler.expr import reread, variables
 from specc.compiler.expr.grid import GRID, deviations
 from specc.compiler.expr.mask import window_of
@@ -41,10 +40,10 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.model.parameters import place
-from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
 from specc.runtime.verify.random_inputs import random_tensor
 from specc.runtime.verify.reduced import reduced
+from specc.runtime.verify.step_by_step import STEPPED, ExactModel
 
 ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
 # The largest allowed relative error, in the Frobenius norm, of products whose factors have 3 and 2 mantissa bits
@@ -57,7 +56,6 @@ LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 SHARE = 0.01
 # The limit of the loss as a share of the limit above. The loss is a mean over all tokens, so that its error is smaller
 LOSS_SHARE = 0.1
-STEPS = 48  # the number of tokens at the end of a text that are decoded one by one
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
 
@@ -509,7 +507,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         codes = any(type.dtype == "u8" for program in programs.programs for _, type in program.inputs)
         rounding = 0.0
         if codes:
-            _, rounded = stepped(_Exact(programs, exact), tokens, spec.model.unscored + 1, *inputs.values())
+            _, rounded = stepped(ExactModel(programs, exact), tokens, spec.model.unscored + 1, *inputs.values())
             rounding = (rounded - truth[:, read]).abs().max().item()
     error = (nats.double() - truth[:, read]).abs().max().item()
     detail = f"largest error {error:.1e} nats against float64; uncached {noise:.1e}"
@@ -517,95 +515,6 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     yield Check(loaded.target.name, "cached equals uncached", error <= 3 * noise + 2 * rounding + 1e-5, detail)
 
 
-class _Exact:
-    """Runs the programs that extend texts. Each op is computed by its reference, in the precision of the weights.
-
-    Args:
-        programs: the programs of a text model, which are not fused.
-        weights: the parameters, by name.
-    """
-
-    def __init__(self, programs: Programs, weights: Mapping[str, Tensor]) -> None:
-        self._programs, self._weights = programs, weights
-        self._program = next(graph for graph in programs.programs if graph.name in STEPPED)
-        self._types = {name: type for name, type in self._program.inputs if name.startswith("cache.")}
-
-    def new_cache(self, rows: int, positions: int = 0) -> list[tuple[Tensor, ...]]:
-        """Returns an empty cache for `rows` texts. A paged cache has `rows` pages."""
-        some = next(iter(self._weights.values()))
-        sizes = {"B": rows, "S": positions, "P": rows}
-        dtypes = {name: some.dtype if type.floating else DTYPES[type.dtype] for name, type in self._types.items()}
-        return [tuple(some.new_zeros(t.extents(sizes), dtype=dtypes[name]) for name, t in self._types.items())]
-
-    def prefill(self, *inputs: Any) -> Tensor:
-        """Runs the program. The last input is the cache, which the program updates in place."""
-        *given, (cache,) = inputs
-        names = [name for name, _ in self._program.inputs if name not in self._types]
-        values = dict(zip((*names, *self._types), (*given, *cache), strict=True))
-        outputs = reference.run(self._programs, self._program.name, values, self._weights)
-        for name, tensor in zip(self._types, cache, strict=True):
-            tensor.copy_(outputs[name])
-        return outputs["logits"]
-
-    decode = step = prefill
-
-
 def sample_tokens(spec: Spec, tokens: int) -> int:
     """Returns the length of a random text: `tokens`, or more if the model has a longer prefix."""
     return min(spec.model.window, max(tokens, 2 * (spec.model.unscored + 1)))
-
-
-def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text in chunks, and the last tokens one by one. The first chunk has at least `least` tokens.
-
-    Returns the positions that have logits, and the nats of their targets, [B, positions].
-    """
-    cache = model.new_cache(len(ids), tokens)
-    last = max(tokens // 2, tokens - STEPS, 1)
-    ends = sorted({max(tokens // 4, least), max(tokens // 2, least), *range(last, tokens + 1)})
-    logits, start = [], 0
-    for end in ends:
-        logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))
-        start = end
-    read = [end - 1 for end in ends]
-    return read, _nats(logits, targets[:, read])
-
-
-def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text with a paged cache, like `_stepped_text`. Rows are added one after the other, and their page tables
-    are in reverse order."""
-    page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
-    each = -(-tokens // page)
-    cache = model.new_cache(len(ids) * each)
-    table = torch.arange(len(ids) * each - 1, -1, -1, device=ids.device).view(len(ids), each)
-    last = max(tokens // 2, tokens - STEPS, 1)
-    ends = sorted({max(tokens // 2, least), *range(last, tokens + 1)})
-    starts = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-    first = [model.step(ids[r : r + 1, : ends[0]], starts[:1], table[r : r + 1], cache) for r in range(len(ids))]
-    logits = [torch.cat(first)]
-    for start, end in itertools.pairwise(ends):
-        logits.append(model.step(ids[:, start:end], starts + start, table, cache))
-    read = [end - 1 for end in ends]
-    return read, _nats(logits, targets[:, read])
-
-
-def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a target line token by token. Returns all positions, and the nats at each position, [B, T], with 0 at
-    padding."""
-    state, inputs = model.encode(source), shifted(target)
-    starts = (torch.tensor(t, device=source.device) for t in range(tokens))
-    logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
-    return list(range(tokens)), _nats(logits, target) * (target != PAD)
-
-
-def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
-    """Returns the nats of targets [B, T]. `logits` contains the logits of each position."""
-    return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-
-
-# The functions that score sequences step by step, by the name of the program that extends a sequence.
-STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {
-    "prefill": _stepped_text,
-    "step": _stepped_pages,
-    "extend": _stepped_pairs,
-}
