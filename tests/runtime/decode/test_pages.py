@@ -29,6 +29,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.generate import generate, generate_many
 from specc.runtime.hugging_face.recognizing import recognized
 from specc.runtime.open_model import open_model
+from specc.runtime.verify import step_by_step
 from specc.runtime.verify import verify as checks
 
 CPU = torch.device("cpu")
@@ -120,7 +121,7 @@ def test_codes_in_pages_and_in_rows_give_the_logits_of_the_reference(name: str, 
         rows, pages = (sample(CASES[name], tmp_path, paged, dtype="e4m3") for paged in (False, True))
         ids = torch.cat(rows.batch())[:3]
         plain = pipeline.lower(rows.spec.plain, "cpu")
-        exact: Any = checks._Exact(plain, rows.params)
+        exact: Any = step_by_step.ExactModel(plain, rows.params)
         decoders = (
             Decoder(rows.model, 12, CPU, 3),
             PagedTexts(pages.model, 12, PAGE, CPU, 3),
