@@ -21,7 +21,14 @@ from specc.runtime.model.code_cache import cached_code, content_digest, entries,
 from specc.runtime.model.load import import_file, instantiate
 
 SPEC = Path(__file__).parents[3] / "specs" / "gpt_mini.yaml"
-SMALL = ("model.dim=32", "model.blocks.count=1", "model.context=16")
+SMALL = (
+    "model.dim=32",
+    "model.context=16",
+    "model.blocks={count: 1, layers: [{kind: mlp, ratio: 2, act: relu(x) ** 2}]}",
+    "fuse=[]",
+    "quant=null",
+    'train.optimizers=[{kind: adamw, match: "*", lr: 0.001}]',
+)
 IMPORTS = """
 import json, sys
 from pathlib import Path
