@@ -26,6 +26,7 @@ from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.recompute import recompute
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
+from specc.compiler.passes.wide_linears import wide_linears
 from specc.compiler.passes.without_cache import uncached
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.plan.plan import Plan
@@ -58,6 +59,7 @@ DERIVE_WEIGHTS: Pass = (
     lambda programs, spec, target: derive_weights(programs) if spec.merge or spec.fold else programs,
 )
 RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
+WIDE_LINEARS: Pass = ("wide_linears", lambda programs, spec, target: wide_linears(programs))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 ROW_LINEARS: Pass = ("row_linears", lambda programs, spec, target: row_linears(programs))
@@ -81,6 +83,7 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
         MERGE_LINEARS,
         JOIN_GROUPS,
         DERIVE_WEIGHTS,
+        WIDE_LINEARS,
         RECOMPUTE,
     ),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),

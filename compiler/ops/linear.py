@@ -1,7 +1,7 @@
 """Matrix products: the linear layer and its two gradients. The operations after a product become its epilogue."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Gradients, Op, Tape
@@ -84,6 +84,37 @@ class Linear(Product):
     def derivative(self, tape: Tape) -> Gradients | None:
         x, weight, grad = tape.input(0), tape.input(1), tape.grad()
         return tape.add("dgrad", Dgrad(), (grad, weight)), tape.add("wgrad", Wgrad(), (grad, x))
+
+
+@dataclass(frozen=True, slots=True)
+class WideLinear(Op):
+    """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
+
+    The product of two bf16 numbers is exact in f32, and w is the sum of three bf16 matrices. Their three products are
+    one product on tensor cores, and x is never stored in f32.
+    """
+
+    name: ClassVar[str] = "wide_linear"
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+    rowwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, weight = inputs
+        if (x.dtype, weight.dtype) != ("bf16", "f32"):
+            raise TypeRuleError(f"multiplies bf16 values with f32 weights, not {x} with {weight}", (0, 1))
+        return tuple(replace(type, dtype="f32") for type in Linear().infer(inputs))
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return Linear().flops(inputs, outputs, sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(self.name, (Input(0), Input(1)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, weight = inputs
+        return x.to(weight.dtype) @ weight.T
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from .rotary__h12_c64_r32 import rotary
 from .rotary_grad__h12_c64_r32 import rotary_grad
 from .softmax_loss__v50257 import softmax_loss
 from .softmax_nats__v50257 import softmax_nats
+from .wide_linear import wide_linear
 
 V, D, H, C, E, W, N, K = 50257, 768, 12, 64, 3072, 1024, 8, 2
 MOE_SHARED_E = 1024
@@ -256,7 +257,7 @@ class Block(nn.Module):
         x = x + ATTENTION_RESIDUAL * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if self.router:
-            scores = torch.sigmoid(F.linear(h.float(), self.moe.router))
+            scores = torch.sigmoid(wide_linear(h, self.moe.router))
             experts = top_experts(scores + self.moe.router_bias, K)
             moe_weights = scores.gather(-1, experts)
             moe_weights_normalized = moe_weights / moe_weights.sum(-1, keepdim=True)

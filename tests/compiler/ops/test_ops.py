@@ -208,6 +208,7 @@ SAMPLES = [
     Sample("dropout{p=0.5} f32[B,T,8]"),
     Sample("dropout{p=0.5, counted=True} f32[B,T,8] draw:i64[4]"),
     Sample("fp8_linear f32[B,T,8] f32[16,8]"),
+    Sample("wide_linear bf16[B,T,8] f32[6,8]"),
     Sample("transposed f32[6,8]"),
     Sample("fp8_linear{by_rows=True} f32[B,T,8] f32[12,8]"),
     Sample("sinusoid{dim=6} i64[T]"),
