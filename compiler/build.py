@@ -153,8 +153,8 @@ class _Request:
 
 
 def compiled(spec: Spec, targets: Iterable[str] = (), lock: Lock = NO_LOCK) -> Built:
-    """Plans and renders a spec as `compile_loaded` does without a source, once: the last results are cached, since a
-    command such as `specc quantize` needs those of the same specs several times.
+    """Plans and renders a spec as `compile_loaded` does without a source. The last results are cached, because a
+    command such as `specc quantize` needs the results of the same specs several times.
 
     Raises LoweringError with every problem if the spec cannot be planned.
     """
@@ -167,7 +167,7 @@ def _compiled(request: _Request) -> Built:
 
 
 def _source_name(spec: Spec) -> str:
-    """Returns the path of the spec that generated files contain."""
+    """Returns the path of the spec, as generated files state it."""
     return f"specs/{spec.name}.yaml"
 
 

@@ -70,7 +70,7 @@ class Schedule(StrictModel):
 
     @property
     def changes(self) -> tuple[tuple[int, float], ...]:
-        """The points at which the value changes, as (index, share of the run) pairs.
+        """The points at which the value changes, as pairs (index of the point, share of the run).
 
         Empty if times are not shares.
         """

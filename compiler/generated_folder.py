@@ -72,7 +72,8 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
     """Returns a pair (state, name) for each file that a build would change, sorted by name. Writes nothing.
 
-    The state is `new`, `changed`, or `removed` for a file of an earlier build.
+    The state is `new`, `changed` or `removed`. A file is `removed` if an earlier build wrote it and this build does
+    not.
     """
     states = {"missing": "new", "changed": "changed", "line endings": "changed", "extra": "removed"}
     owned = _owned(folder)
@@ -92,9 +93,16 @@ def require_current(folder: Path, files: Files, within: str, build: str) -> None
     stale = [(state, name) for state, name in changes(folder, files) if name.startswith(f"{within}/")]
     if stale:
         (state, name), more = stale[0], len(stale) - 1
-        words = {"new": "is missing", "changed": "is not what its spec builds", "removed": "is of an earlier build"}
+        words = {
+            "new": "is missing",
+            "changed": "is not what its spec builds",
+            "removed": "is left over from an earlier build",
+        }
         message = f"{folder / name} {words[state]}" + (f", and {more} more files differ" if more else "")
-        hint = f"build and review it: `{build}`; code that runs is always generated from the spec, not read from there"
+        hint = (
+            f"run `{build}` and review the changes; "
+            "the code that runs is generated from the spec, not read from this folder"
+        )
         raise StaleCode(message, hint)
 
 

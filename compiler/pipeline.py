@@ -177,7 +177,7 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec that generated files contain.
+        source: the path of the spec, as generated files state it.
         lock: the measured kernels and tiles.
 
     Returns:
@@ -245,7 +245,7 @@ def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) ->
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec that generated files contain.
+        source: the path of the spec, as generated files state it.
         packed: whether the kernels decode the codes of an artifact of the spec.
 
     Raises:

@@ -26,7 +26,7 @@ class Modules:
     """Lowers the modules of one loss term.
 
     Attributes:
-        term: the term.
+        term: the loss term.
         place: the index of the term in `train.losses`.
         stack: the blocks of the model. Each module has the structure of the last block.
         norm: the norm after the last block.
@@ -98,7 +98,7 @@ class Modules:
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
     """Yields the reasons why modules cannot have the structure of the last block of a model."""
     if block.circuit.earlier:
-        yield "the last block reads earlier runs"
+        yield "the last block reads values of earlier runs of blocks"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):
         yield "the last block has several streams"
     if any(name in ("x0", "ids", *common) for name in block.circuit.reads):

@@ -67,7 +67,7 @@ class Architecture(StrictModel):
         return 0
 
     def refuses_modules(self) -> Iterator[str]:
-        """Yields the reasons why the model has no modules that predict later tokens."""
+        """Yields the reasons why the model cannot have modules that predict later tokens."""
         yield "only models of kind decoder have them"
 
     @property
@@ -82,7 +82,7 @@ class Architecture(StrictModel):
 
     @property
     def scored_input(self) -> str:
-        """The name of that input of the program `score` that contains the tokens of the scored line, in order."""
+        """The name of the input of the program `score` that holds the tokens of the scored line, in order."""
         return "ids"
 
     @property

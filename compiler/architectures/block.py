@@ -40,15 +40,15 @@ NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: ge
 class Block(StrictModel):
     """One block: its layers in order, with norms.
 
-    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the value of run k),
-    learned values, `layer` and `layers`. With several residual streams, `read` and `write` are mappings from the name
-    of a stream to an expression, and expressions read streams by these names.
+    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the stream after run
+    k of a block), learned values, `layer` and `layers`. With several residual streams, `read` and `write` are mappings
+    from the name of a stream to an expression, and expressions read streams by these names.
 
     Attributes:
         norm: the norms of the block, before each layer or in other places; null for none.
         learn: learned values, by name.
-        read: the residual stream at the start of the block. If unset, it is unchanged.
-        write: the residual stream at the end of the block: an expression in which each layer's name stands for its
+        read: an expression for the residual stream at the start of the block. If unset, the stream is unchanged.
+        write: an expression for the residual stream at the end of the block. The name of each layer stands for its
             output. If unset, each layer writes to the stream in turn.
         layers: the layers of a block.
     """

@@ -37,7 +37,7 @@ class Between(StrictModel):
         name: the name of the modules.
         where: a condition of `run` and `layer`, both counted from 0, and of the totals `runs` and `layers`.
         learn: the learned values of a module, by name.
-        read: the residual stream after a module. If there are several streams, `x` is the first.
+        read: an expression for the residual stream after a module. If there are several streams, `x` is the first.
     """
 
     name: PartName
@@ -50,8 +50,8 @@ class Between(StrictModel):
         return Circuit(self.learn, self.read)
 
     def number(self, run: int, order: tuple[int, ...], count: int) -> int | None:
-        """Returns the index of the module that precedes a run; None if no module does. `order` lists the block of each
-        run, and `count` is the number of blocks."""
+        """Returns the index of the module before the run of a block at index `run` of `order`; None if there is none.
+        `order` lists the block of each run, and `count` is the number of blocks."""
         holds = [condition_holds(self.where, index_values(i, order, count)) for i in range(run + 1)]
         return sum(holds) - 1 if holds[-1] else None
 
@@ -129,7 +129,7 @@ class Blocks(Block):
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The block index of each run, in the last order."""
+        """The index of the block of each run, in the last order of the schedule."""
         return self.orders[-1][1]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
@@ -192,7 +192,7 @@ class Blocks(Block):
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
         """Yields a problem for the first read of a value that does not exist yet, and the problems of the modules
-        between runs."""
+        between runs of blocks."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -270,7 +270,7 @@ class Blocks(Block):
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields the name of each layer among the nodes of the blocks, and its spec path."""
+        """Yields pairs: the prefix of the node names of a layer, and the spec path of the layer."""
         for index in range(self.count):
             for i, layer in enumerate(self.layers):
                 yield f"{index}.{layer.title}", ("layers", i)

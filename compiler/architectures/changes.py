@@ -33,8 +33,8 @@ class Change(StrictModel):
         where: a condition of `layer` and `layers`, such as `layer % 6 == 5`.
         norm: the changed fields of the norm.
         learn: added learned values, or changed fields of learned values.
-        read: the residual stream at the start of the block.
-        write: the residual stream at the end of the block.
+        read: an expression for the residual stream at the start of the block.
+        write: an expression for the residual stream at the end of the block.
     """
 
     model_config = ConfigDict(extra="allow")

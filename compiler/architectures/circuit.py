@@ -20,9 +20,9 @@ class Circuit:
 
     Attributes:
         learn: the learned values outside of parts, by name.
-        read: the streams before the parts.
+        read: the expressions of the streams before the parts.
         layers: the parts.
-        write: the streams after the parts.
+        write: the expressions of the streams after the parts.
     """
 
     learn: Mapping[str, Learned] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Circuit:
 
     @cached_property
     def earlier(self) -> tuple[EarlierValue, ...]:
-        """The values of earlier runs that expressions read, without duplicates."""
+        """The values of earlier runs of blocks that expressions read, without duplicates."""
         values = (value.read_by(title) for _, wiring, title in self.expressions for value in wiring.earlier.values())
         return tuple(dict.fromkeys(values))
 
@@ -123,12 +123,14 @@ class Circuit:
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             for variable, value in wiring.earlier.items():
                 if title and layer is None:
-                    message = f"`{value}` is a value of an earlier run of blocks; a stage has no runs"
+                    message = (
+                        f"a stage runs once, so it cannot read `{value}`, which belongs to an earlier run of a block"
+                    )
                     hint = "read the output of an earlier stage by its name"
                     yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
                     message = f"{where}`{value}` has heads, which this expression cannot read"
-                    hint = "read it in the expression `v` of an attention of a block"
+                    hint = "read it in the expression `v` of an attention layer"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
         if circle := first_circle(sources):
@@ -141,7 +143,7 @@ class Circuit:
                 yield Problem(self.place(name), "S247", message, "read it in an expression, or remove it")
 
     def place(self, name: str) -> Path:
-        """Returns the path of a learned value."""
+        """Returns the path of the learned value `name`, relative to the circuit."""
         if name in self.learn:
             return ("learn", name)
         title, _, inner = name.partition(".")

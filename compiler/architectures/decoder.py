@@ -75,7 +75,7 @@ class DecoderBlocks(Blocks):
 
     Attributes:
         order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
-        between: modules between runs.
+        between: modules between runs of blocks.
     """
 
     order: Order | OrderSchedule | None = later(None)
@@ -288,10 +288,10 @@ class _Lowering:
         model: the decoder.
         shape: the sizes of the model.
         losses: the terms of the training loss.
-        title: the name of the softcap in this phase of training, if the phase is not the last one and has another
-            softcap.
-        phase: the name of the functions of blocks in this phase of training, if they differ from the functions at the
-            end of the run.
+        title: the name of the softcap in this phase of training, if the softcap of the last phase differs; otherwise
+            empty.
+        phase: the name of the functions of blocks in this phase of training, if they differ from the functions of the
+            last phase; otherwise empty.
     """
 
     model: Decoder

@@ -112,7 +112,7 @@ class EncoderDecoder(Architecture):
             yield from position_problems(side, stages)
             yield from name_problems(side, stages)
         for path, _ in values_in(self, Schedule):
-            hint = "write the last value, or schedule a number of `train`"
+            hint = "write the last value instead of the schedule; only numbers of `train` can have a schedule"
             yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder has no schedules", hint)
         if self.bridge is None and not any({"reads_source", "reads_final"} & stage.traits for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
@@ -240,6 +240,7 @@ class _Lowering:
         table = f"@decoder.{self.model.decoder[0].title}.token"
         if head.tied and table not in b.types:
             message = "the head is tied, but the decoder has no token table"
-            raise LoweringError((Problem(place, "S301", message, hint),))
+            begin = "set `tied: false`, or begin the decoder with `embed`"
+            raise LoweringError((Problem(place, "S301", message, begin),))
         with refused_at(place, hint):
             return head.lower(b, x, shape, table)

@@ -28,13 +28,13 @@ class Scope:
         shape: the sizes of the model.
         streams: the residual streams, by name.
         learned: the learned values, by path.
-        earlier: the inputs that hold values of earlier runs.
+        earlier: the inputs that hold values of earlier runs of blocks.
         common: further values, by name.
         at: the prefix of the names of nodes.
         norm: the norm of the block.
         shape_of: a function that returns the sizes that the learned value with a given path may read.
         values: the values of parts, by title.
-        branches: `y` and `h` of the last part.
+        branches: the input `h` and the output `y` of the last part.
         inputs: the results of `read` expressions. A key consists of an expression and the references of the values that
             it reads.
         head_values: the per-head values of attention layers, by the title of the layer.
@@ -104,7 +104,7 @@ class Scope:
     def write(
         self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
     ) -> None:
-        """Adds the streams that a part or the block writes; see `wire`."""
+        """Adds the expressions of the streams that a part or the block writes; see `wire`."""
         streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
         self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
 
@@ -122,7 +122,7 @@ class Scope:
         Args:
             value: one expression, or one per stream.
             name: the name of the node, for a single expression; else nodes are named after their streams.
-            prefix: the name of numbers that depend on the layer.
+            prefix: the name of scalars that depend on the layer, such as `mlp_residual`.
             base: the expression that `value` replaces. If `value` is `base` with an expression E in place of the
                 stream, E becomes a separate node. Blocks with and without the change then share the other nodes.
             title: the part whose learned values have short names.
@@ -140,7 +140,7 @@ class Scope:
         }
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds an expression over `values` [B, T, H, C] and returns its result.
+        """Adds the node of an expression over `values` [B, T, H, C], and returns its result.
 
         Other values and learned numbers are split into heads: [B, T, H C] becomes [B, T, H, C], and [B, T, H] becomes
         [B, T, H, 1].
@@ -209,7 +209,7 @@ class Scope:
             self.streams = dict(zip(streams, output_refs(node, len(streams)), strict=True))
 
     def joined(self) -> str:
-        """Adds the concatenation of the streams, if there are several, and returns it."""
+        """Returns the streams as one value. If there are several, adds a node that concatenates them."""
         self.enter("")
         first, *rest = self.streams.values()
         for i, ref in enumerate(rest):

@@ -33,8 +33,8 @@ class Stack:
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
-        """The input names of the shared values that each block reads, by ref. A label that occurs twice in a block is
-        prefixed with the name of the computation."""
+        """The input names of the shared values that each block reads, by ref. A name that would occur twice in a block
+        is prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -64,7 +64,7 @@ class Stack:
         """Adds one call per run of a block.
 
         The arguments of a call are, in order: the stream; the values that all blocks read; the state; the values that
-        only some blocks read; and the outputs of earlier runs.
+        only some blocks read; and the outputs of earlier runs of blocks.
 
         Args:
             b: the builder of the program.
@@ -107,7 +107,7 @@ class Stack:
     def _between(
         self, outer: Builder, module: Between, number: int, x: str, source: Mapping[EarlierValue, str], streams: Streams
     ) -> str:
-        """Adds the call of a module between runs, and returns the stream after the module.
+        """Adds the call of a module between runs of blocks. Returns the stream after the module.
 
         The module is not part of a block, because the same block may run with and without it.
 
@@ -116,7 +116,7 @@ class Stack:
             module: the module.
             number: the index of the module.
             x: the stream.
-            source: the values of earlier runs that the module reads.
+            source: the values of earlier runs of blocks that the module reads.
             streams: the names of the streams.
         """
         function, labels = Function(outer, self.shape.tables), labels_of(module.circuit.earlier)
@@ -178,7 +178,7 @@ class BlockCall:
 
         Args:
             x: the stream before the block; several streams are concatenated.
-            source: the values of earlier runs that the block reads.
+            source: the values of earlier runs of blocks that the block reads.
             run: the index of the run.
 
         Returns:
@@ -242,7 +242,7 @@ class BlockCall:
             x: the stream; several streams are concatenated.
             context: the values that the layers of the block can read.
             state: the inputs that hold the previous state, by layer and key.
-            earlier: the inputs that hold values of earlier runs.
+            earlier: the inputs that hold values of earlier runs of blocks.
             common: further values that expressions can read, by name.
             at: the prefix of the names of nodes.
         """
@@ -316,7 +316,7 @@ class BlockCall:
 
 
 def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
-    """Returns the name of the function input for each value of an earlier run."""
+    """Returns the name of the function input for each value of an earlier run of a block."""
     labels: dict[EarlierValue, str] = {}
     for value in values:
         name = "skip" if value.function == OUTPUT else f"{value.layer}_skip"

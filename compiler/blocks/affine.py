@@ -19,7 +19,7 @@ def affine(
     bias: bool | Collection[str],
     init: Init | None = None,
 ) -> str:
-    """Adds x W^T, plus a bias if `bias`, and returns the result.
+    """Adds the nodes of the product x W^T and, if `bias` is set, of the sum with a bias. Returns the result.
 
     Args:
         b: the builder of the function or program.

@@ -49,7 +49,7 @@ class QkNorm(StrictModel):
     eps: PositiveFloat = 1e-6
 
     def lower(self, b: Builder, x: str, name: str) -> str:
-        """Adds the norm of `x` and returns the result. `name` is `q` or `k`."""
+        """Adds the nodes that normalize `x`, and returns the result. `name` is `q` or `k`."""
         op = norm_op(self.kind, self.eps, self.weight, self.bias)
         return normalized(b, x, f"{name}.norm", op, self.weight, self.bias, f"{name}_norm")
 
@@ -76,8 +76,8 @@ class Attention(ScoreAndMask):
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
         v: the values: an expression of the projected `v` of each head. If the expression does not read `v`, there is no
-            projection. `value(k)` stands for the values of the layer of the same name in run k, after its expression
-            `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
+            projection. `value(k)` stands for the values that the layer of the same name has in run k of a block, after
+            its expression `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
         pool: keys and values that represent blocks of earlier tokens. A query attends to them in addition to the tokens
             that the mask admits.
@@ -207,7 +207,7 @@ class Attention(ScoreAndMask):
     def _pooled(
         self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds attention to pooled blocks and to single tokens. Returns the node and the new state.
+        """Adds the op of attention to pooled blocks and to single tokens. Returns its output and the new state.
 
         Args:
             b: the builder of the function.
@@ -233,8 +233,8 @@ class Attention(ScoreAndMask):
         return b.add("y", pool.cached_op(fields, mask, ring), inputs), {**written, **pooled}
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """Adds k and v, projected from `x`. If `q` is given, also adds its norm and rotary positions. Returns the
-        values by name."""
+        """Adds the nodes that project `x` to k and v. If `q` is given, also adds the norm and the rotary positions of
+        q. Returns the values by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self.wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)

@@ -54,7 +54,8 @@ class Shape:
 
     @property
     def size(self) -> Callable[..., int]:
-        """Returns a size as a named dim, which generated code refers to by its name; see `Tables.size`."""
+        """A function that returns a size as a named dim. Generated code refers to the dim by its name; see
+        `Tables.size`."""
         return self.tables.size
 
     @property
@@ -100,8 +101,7 @@ class CallSite:
         at: the prefix of the paths at which the functions run.
         owner: the base name of the functions' class.
         place: the path of the part in the spec.
-        phase: the name of the functions in this phase of training, if the phase is not the last one and has other
-            parts.
+        phase: the name of the functions in this phase of training, if the last phase has other parts; otherwise empty.
     """
 
     at: str

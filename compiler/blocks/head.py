@@ -43,7 +43,7 @@ class LogitHead(StrictModel):
     init: Init | None = None
 
     def lower(self, b: Builder, x: str, shape: Shape, embedding: str, title: str = "") -> str:
-        """Adds the head and returns the logits, f32[..., V].
+        """Adds the nodes of the head, and returns the logits, f32[..., V].
 
         Args:
             b: the builder of the program.

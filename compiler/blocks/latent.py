@@ -50,9 +50,9 @@ class Latent(ScoreAndMask):
         kv_rank: the number of features of the latent from which keys and values are computed.
         q_rank: the number of features of a second latent, from which queries are computed; if unset, queries are
             computed from the input.
-        head_dim: the channels of q and k per head without positions; if unset, `dim` divided by `heads`.
-        rope_dim: the channels of q and k per head with rotary positions.
-        v_dim: the channels of v per head; `head_dim` if unset.
+        head_dim: the number of channels of q and k per head that are not rotated; if unset, `dim` divided by `heads`.
+        rope_dim: the number of channels of q and k per head that are rotated.
+        v_dim: the number of channels of v per head; `head_dim` if unset.
         rope: the rotary positions.
         norm: the norm of the latents; none if null.
         bias: whether all matrices have a bias, or the list of the matrices that have one. The matrices that map the
@@ -83,7 +83,7 @@ class Latent(ScoreAndMask):
         return {"heads": self.heads, "kv_heads": self.heads, "head_dim": self.size(dim), "values": values}
 
     def _keys(self, dim: int) -> int:
-        """Returns the channels of q and k per head without positions."""
+        """Returns the number of channels of q and k per head that are not rotated."""
         return self.head_dim or dim // self.heads
 
     def _values(self, dim: int) -> int:
@@ -121,7 +121,8 @@ class Latent(ScoreAndMask):
         return Lowered(affine(b, merged, "out", size, shape, self.bias, shape.output_init), state)
 
     def _queries(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> tuple[str, str]:
-        """Adds the queries. Returns the part without positions [B, T, H, N] and the rotated part [B, T, H, R]."""
+        """Adds the nodes of the queries. Returns the part that is not rotated, [B, T, H, N], and the rotated part, [B,
+        T, H, R]."""
         heads, features = self.queries(shape), shape.dim
         if self.q_rank is not None:
             features = shape.size("Q_RANK", self.q_rank, "features of the latent of queries", self.title)
@@ -136,7 +137,8 @@ class Latent(ScoreAndMask):
     def _naive(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds attention to the keys and values of all heads. Returns [B, T, H, V] and no state."""
+        """Adds the op of attention to the keys and values of all heads. Returns its output [B, T, H, V] and no
+        state."""
         heads = self.queries(shape)
         products = ((name, b.add(name, Linear(), (c, weight))) for name, weight in self._up(b, shape))
         k, v = (b.add(f"{name}.heads", SplitHeads(heads), (product,)) for name, product in products)
@@ -148,7 +150,7 @@ class Latent(ScoreAndMask):
     def _absorbed(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds attention to the cached latents. Returns [B, T, H, V] and the new state."""
+        """Adds the op of attention to the cached latents. Returns its output [B, T, H, V] and the new state."""
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))

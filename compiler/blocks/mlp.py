@@ -72,7 +72,8 @@ class FeedForward(Layer):
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def activated(self, b: Builder, product: Callable[[str], str]) -> str:
-        """Adds the activation and the matrix products that it reads. Returns the result of the activation.
+        """Adds the nodes of the activation and of the matrix products that it reads. Returns the result of the
+        activation.
 
         Args:
             b: the builder of the function.

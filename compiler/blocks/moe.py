@@ -157,7 +157,7 @@ class Moe(FeedForward):
         return Lowered(self._with_shared(b, x, y, shape, context), losses=losses)
 
     def _logits(self, b: Builder, x: str, count: int, shape: Shape, context: LoweringContext) -> str:
-        """Adds the router's logits f32[B, T, N] and returns them."""
+        """Adds the nodes that compute the router's logits, and returns the logits f32[B, T, N]."""
         if self.router_input is not None and context.wire is not None:
             x = context.wire(self.router_input, "router.input", {"router_input": x}, 0)
         if b.types[x].dtype != "f32":
@@ -170,7 +170,7 @@ class Moe(FeedForward):
         return pointwise(b, "router.biased", "x + bias", x=logits, bias=bias)
 
     def _chosen(self, b: Builder, scores: str, bias: Sequence[str], count: int) -> str:
-        """Adds the experts i64[B, T, K] of each token and returns them."""
+        """Adds the node that chooses K experts for each token, and returns its output i64[B, T, K]."""
         router = self.router
         if router.top_groups in (None, router.groups):
             return b.add("experts", TopExperts(count, router.bias), (scores, *bias))
@@ -181,7 +181,7 @@ class Moe(FeedForward):
         return b.add("experts", TopExperts(count), (b.add("scores.best", best, (scores,)),))
 
     def _weights(self, b: Builder, scores: str, experts: str) -> str:
-        """Adds the weights f32[B, T, K] of the chosen experts and returns them."""
+        """Adds the nodes that compute the weights of the chosen experts, and returns the weights f32[B, T, K]."""
         weights = b.add("weights", ScoresOf(), (scores, experts))
         if self.router.normalize:
             weights = b.add("weights.normalized", ShareOfSum(), (weights,))
@@ -193,7 +193,7 @@ class Moe(FeedForward):
     def _losses(
         self, b: Builder, logits: str, scores: str, experts: str, count: int, context: LoweringContext
     ) -> tuple[Mapping[str, str], str]:
-        """Adds the losses that have a weight in training.
+        """Adds the nodes of the losses that have a weight in training.
 
         Args:
             b: the builder of the function.

@@ -45,9 +45,9 @@ class Norm(StrictModel):
             no weight. `w` is initialized to 0 or 1, whichever makes the factor 1.
         bias: whether to add a learned number per feature, which starts at 0.
         scale: a factor of the result. It may depend on `layer`, which is counted from 0.
-        places: where the norms of a block are: `before` each layer, `after` it, or on the `stream`. A norm after a
-            layer normalizes the output of the layer, before `write`. A norm of the stream normalizes the result of
-            each `write` (post-LN).
+        places: where the norms of a block are: `before` each layer, `after` each layer, or on the `stream`. A norm
+            after a layer normalizes the output of the layer, before `write`. A norm of the stream normalizes the result
+            of each `write` (post-LN).
         shared: whether layers that read the same value share the weights of the norm before them.
     """
 
@@ -64,7 +64,7 @@ class Norm(StrictModel):
         raise TypeError(f"{type(self).__name__} must override `op`")
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
-        """Adds the norm of `x`, multiplies it by the scale, and returns the result.
+        """Adds the nodes that normalize `x` and multiply the result by the scale. Returns the product.
 
         Args:
             b: the builder of the function.
@@ -91,7 +91,7 @@ class Norm(StrictModel):
 
 
 def normalized(b: Builder, x: str, name: str, op: Op, weight: str, bias: bool, learned: str) -> str:
-    """Adds a norm and returns its result.
+    """Adds the nodes of a norm, and returns its result.
 
     Args:
         b: the builder of the function.

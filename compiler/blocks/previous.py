@@ -15,7 +15,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**24)]
 def previous(
     b: Builder, x: str, title: str, context: LoweringContext, bos: int | None, fill: int = 0
 ) -> tuple[str, Mapping[str, str]]:
-    """Adds a node that returns, for each token, the row of `x` that belongs to the previous token.
+    """Adds a node that selects, for each token, the row of `x` that belongs to the previous token.
 
     Args:
         b: the builder of the program.

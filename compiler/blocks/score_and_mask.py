@@ -124,7 +124,7 @@ class ScoreAndMask(Layer):
             yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
         if self.bos is not None and not documents and not self.reads_source:
             message = f"bos is {self.bos}, but the mask reads no documents"
-            hint = f"add it to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
+            hint = f"let the mask read them: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):
@@ -242,7 +242,8 @@ class ScoreAndMask(Layer):
         return TensorType(("P", shape.page, *dims) if shape.page else ("B", positions, *dims), COMPUTE)
 
     def caches(self, shape: Shape, **rows: TensorType) -> Mapping[str, TensorType]:
-        """Returns the state of a cache with `rows`, by key: the rows, or their codes and the scales of codes."""
+        """Returns the types of the state of a cache with `rows`, by key: the rows, or their codes and the scales of the
+        codes."""
         if not shape.coded:
             return rows
         coded = {name: coded_types(type) for name, type in rows.items()}
@@ -257,7 +258,7 @@ class ScoreAndMask(Layer):
         return begun
 
     def written(self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext) -> dict[str, str]:
-        """Writes `rows` [B, T, G, C] to the cache of the same names. Returns the new state."""
+        """Adds the nodes that write `rows` [B, T, G, C] to the caches of the same names. Returns the new state."""
         ring = self.ring(shape)
         write, word = PagedWrite() if context.table else CacheWrite(ring), "cache" if ring is None else "ring"
         where = tuple(filter(None, (context.positions, context.table)))
@@ -274,8 +275,8 @@ class ScoreAndMask(Layer):
         values: int | None = None,
     ) -> tuple[str, Mapping[str, str]]:
         """Adds the attention op of a program: without a cache, with a cache, or with a paged cache. The rows of the
-        input tokens are written to the cache before the op. In a ring they are written after it, because they replace
-        older rows.
+        input tokens are written to the cache before the op. In a ring they are written after the op, because they
+        replace older rows that the op reads.
 
         Args:
             b: The graph, to which the op is added.
@@ -285,7 +286,8 @@ class ScoreAndMask(Layer):
             shape: The sizes of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
-            values: The value is the first `values` features of a cached key; None if values are cached separately.
+            values: The number of leading features of a cached key that form the value; None if values are cached
+                separately.
 
         Returns:
             The name of the result [B, T, H, D], and the new state of the cache.

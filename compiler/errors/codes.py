@@ -50,7 +50,7 @@ CODES: Mapping[str, str] = {
     "S217": "a step that is not a whole number of micro-batches",
     "S218": "an evaluation window longer than the context, or a stride longer than the window",
     "S219": "a vocabulary without some of the tokens of the data",
-    "S220": "an output of a run that does not exist",
+    "S220": "a read of another run of a block, whose value does not exist or does not fit",
     "S221": "an initialization that is negative, not finite, or too large for f32",
     "S222": "data that the model cannot read",
     "S223": "a context that is shorter than the lines",

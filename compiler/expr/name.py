@@ -18,7 +18,7 @@ def name_of(expr: Expr) -> str:
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
-        raise ExprError(f"the name {name} has {len(name)} characters; at most {LONGEST}", hint=HINT)
+        raise ExprError(f"the name {name} has {len(name)} characters; it may have at most {LONGEST}", hint=HINT)
     return name
 
 

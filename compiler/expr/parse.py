@@ -162,7 +162,7 @@ def _scan(text: str, deepest: int) -> None:
         if character == ")":
             opened.pop()
         if len(opened) > deepest:
-            raise ExprError(f"nested more than {deepest} deep", column, "split the expression")
+            raise ExprError(f"the expression is nested more than {deepest} levels deep", column, "split the expression")
     if opened:
         raise ExprError(
             "this parenthesis is not closed",
@@ -188,7 +188,7 @@ class _Reader:
 
     def read(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
         if depth > self.deepest:
-            fail(f"nested more than {self.deepest} deep", node, "split the expression")
+            fail(f"the expression is nested more than {self.deepest} levels deep", node, "split the expression")
         match node:
             case ast.Constant(value=bool() | str() | bytes() | complex() | None):
                 fail(f"{node.value!r} is not a number", node)
@@ -315,7 +315,7 @@ class _Reader:
     def truth(self, node: ast.expr, depth: int) -> Expr:
         """Returns a condition."""
         if depth > self.deepest:
-            fail(f"nested more than {self.deepest} deep", node, "split the expression")
+            fail(f"the expression is nested more than {self.deepest} levels deep", node, "split the expression")
         match node:
             case ast.BoolOp(op=op, values=parts):
                 return Logic("and" if isinstance(op, ast.And) else "or", tuple(self.truth(p, depth + 1) for p in parts))
@@ -364,7 +364,7 @@ def _document_of(node: ast.expr) -> str | None:
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
-    """Evaluates an operation on constants, in floats: Python integers could become arbitrarily large."""
+    """Evaluates an operation on constants, in floats, because Python integers could become arbitrarily large."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None

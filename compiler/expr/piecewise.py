@@ -12,7 +12,7 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """Returns whether `question` is true, given that `known` has the value `truth`; None if that does not determine
+    """Returns whether `question` is true, given that `known` has the value `truth`; None if `known` does not determine
     it."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):

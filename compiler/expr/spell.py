@@ -62,9 +62,12 @@ def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool 
     """Returns Triton source over `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
 
     The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN is
-    preserved, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`, parts of it
-    may be whole numbers; these parts are correct for j <= i. Raises ExprError if the text is too long, because a
-    definition may repeat its argument.
+    preserved, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`,
+    subexpressions may be whole numbers. Their // and % are exact only for j <= i, because integer division in Triton
+    rounds toward 0.
+
+    Raises ExprError if the text is too long. A text can grow quickly, because the definition of a function may repeat
+    its argument.
     """
     return _Triton(names or {}, whole).text(decided(expr))
 

@@ -1,4 +1,4 @@
-"""The language of wiring: pointwise expressions over named values and values of earlier runs."""
+"""The language of wiring: pointwise expressions over named values and values of earlier runs of blocks."""
 
 import ast
 from collections import Counter
@@ -17,11 +17,11 @@ INDEX = ("layer", "layers", "run", "runs")  # the names that the formula k may r
 
 @dataclass(frozen=True)
 class EarlierValue:
-    """A value of an earlier run, such as `output(layer - 1)`.
+    """A value of an earlier run of a block, such as `output(layer - 1)`.
 
     Attributes:
         function: `output` or `value`.
-        index: the formula k of the run.
+        index: the formula k, whose value is the index of the run.
         layer: the title of the layer that computes the value; empty for the output of the run.
     """
 
@@ -46,7 +46,7 @@ class Wiring:
         expr: the expression. Its variables are identifiers, which stand for dotted names and for values of earlier
             runs.
         names: for each variable, the name in the spec that it represents.
-        earlier: for each variable, the value of an earlier run that it represents.
+        earlier: for each variable that represents a value of an earlier run of a block, that value.
         text: the text of the spec with its names replaced by variables. Columns are those of the spec's text.
     """
 
@@ -65,7 +65,7 @@ def parse_wiring(text: str) -> Wiring:
     """Parses an expression over named values.
 
     The language is the pointwise language with dotted names, `output(k)` and `value(k)`: the residual stream after run
-    k, and the attention values of run k. k is a formula of whole numbers.
+    k of a block, and the attention values of that run. k is a formula of whole numbers.
 
     Raises:
         ExprError: if the text is not a valid expression.
@@ -97,7 +97,8 @@ def parse_wiring(text: str) -> Wiring:
 
 
 def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:
-    """Yields the dotted names and the values of earlier runs. Yields nothing if Python cannot parse the text."""
+    """Yields the dotted names and the values of earlier runs of blocks. Yields nothing if Python cannot parse the
+    text."""
     try:
         tree = ast.parse(f"({text})", mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):

@@ -30,7 +30,7 @@ class Fusion:
     """A rewrite that is more than a pointwise epilogue.
 
     The catalogue discovers one module-level instance of each subclass. `ops` are names of ops. A fusion is tried only
-    if a member has one of these ops. If such a member cannot be fused, the error states why the fusion refused the
+    if the op of a member is one of these. If such a member cannot be fused, the error states why the fusion refused the
     member.
 
     `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. If any other

@@ -19,8 +19,8 @@ STORAGE = "int8"
 class Unfit(Exception):
     """Raised if a product cannot be computed in int8.
 
-    `names` are the full names of its parameters. If `at_once` is true, the reason is that they do not all have the same
-    scheme.
+    `names` are the full names of the product's parameters. If `at_once` is true, the reason is that these parameters do
+    not all have the same scheme.
     """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
@@ -54,13 +54,14 @@ class Source:
     """A matrix product of the model. Names are full names in the model.
 
     Attributes:
-        node: The node that contains the product.
-        weight: The weight.
-        bias: The bias, or "" if there is none in int8.
+        node: The name of the node that contains the product.
+        weight: The name of the weight.
+        bias: The name of the int8 bias; "" if there is none.
         read: The indices of the node inputs that are multiplied with the weight.
         outputs: The indices of the node's outputs that are multiplied with the weight.
-        maker: The node or input that produces the first of the inputs.
-        leader: The first weight, in table order, among all products that share the input scale.
+        maker: The name of the node or input that produces the first of the inputs.
+        leader: The name of the first weight, in table order, among the weights of all products that share the input
+            scale.
         part: The index of the slice of the features that is multiplied with the weight.
         parts: The number of such slices, which have equal sizes.
     """
@@ -206,7 +207,10 @@ class Editor:
         """Returns the first weight, in table order, of the products that share the input of `weight`."""
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
-            message = f"{self.places[0]}{weight[1:]} shares its input with other products than in other blocks"
+            message = (
+                f"{self.places[0]}{weight[1:]} shares its input with products that differ between the blocks that "
+                "share its code"
+            )
             raise TypeRuleError(message)
         return leaders.pop()
 

@@ -23,7 +23,8 @@ SUM = Pointwise(("h + x",), ("h", "x"))
 def fake_quantized_gates(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds one matrix product for the gates of all steps of one LSTM direction, and adds the biases.
+    """Adds a node of one matrix product for the gates of all steps of one LSTM direction, and a node that adds the
+    biases.
 
     Args:
         edit: The graph.
@@ -56,8 +57,8 @@ def fake_quantized_gates(
 
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
-    """Returns the graph with each `LstmCell` whose input weight, a ref, is in `wanted` split into its two
-    products and the op of the gates."""
+    """Returns the graph in which some `LstmCell` nodes are split into their two products and the op of the gates: those
+    whose input weight, a ref, is in `wanted`."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]

@@ -1,5 +1,5 @@
-"""The int8 form of an LSTM. One matrix product with x computes its part of the gates of all steps. One op per step
-multiplies h and computes the next state."""
+"""The int8 form of an LSTM. One matrix product computes the contribution of x to the gates of all steps. One op per
+step multiplies h and computes the next state."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -40,7 +40,7 @@ def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
     _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:
-        raise TypeRuleError(f"{node.name} has {size} features, and int8 gates require a multiple of 4")
+        raise TypeRuleError(f"{node.name} has {size} features, but int8 gates require a multiple of 4")
     for factor in factors:
         if factor.bias and not edit.integer(factor.bias):
             raise TypeRuleError(f"{factor.bias[1:]} is not int8, but its weight {factor.weight[1:]} is")
@@ -48,7 +48,8 @@ def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
 
 
 def _gates_of(edit: Editor, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
-    """Adds the contribution of x to the gates, f32 [..., 4H], as a node `name`. Returns its ref."""
+    """Adds the node `name`, which computes the contribution of x to the gates, f32 [..., 4H]. Returns the ref of its
+    output."""
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
     gates = TensorType((*edit.types[codes[0]].shape[:-1], edit.types[held[0]].shape[0]), "f32")
@@ -125,7 +126,8 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the gates of one direction. They are stored time-major, so that the gates of a step are contiguous."""
+    """Adds the nodes that compute the gates of one direction. The gates are stored time-major, so that the gates of a
+    step are contiguous."""
     into, hidden = factors
     codes = edit.codes(x, into.weight, node)
     major = [

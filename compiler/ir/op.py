@@ -139,7 +139,7 @@ class Op:
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
-        """Returns the Torch call that computes the op, or None if only a kernel does."""
+        """Returns the Torch call that computes the op, or None if only a kernel computes it."""
         return None
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:

@@ -103,7 +103,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns the reason why this kernel cannot compute the node with this tile, with concrete numbers; None if it
+        """Returns the reason, with concrete numbers, why this kernel with its tile cannot compute the node; None if it
         can. The caller has already checked `needs`, the language and the target's features."""
 
     def rank(self, site: Site) -> int:

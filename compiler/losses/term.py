@@ -50,9 +50,8 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds further targets for the same logits, i64 [B, T], and returns them by name.
-
-        A target is -1 where there is none. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
+        """Adds the nodes of further targets for the same logits, and returns the targets, i64 [B, T], by name. A token
+        without such a target has the target -1. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
 
         Args:
             b: the builder of the program.
@@ -63,7 +62,7 @@ class LossTerm(StrictModel):
 
 
 def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
-    """Adds the inputs for the weights. Returns the weights of the auxiliary losses, by name."""
+    """Declares the inputs for the weights. Returns the weights of the auxiliary losses, by name."""
     weights = {term.states: b.input(term.input, TensorType((), "f32")) for term in terms if term.input}
     return {name: ref for name, ref in weights.items() if name}
 

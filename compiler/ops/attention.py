@@ -119,8 +119,8 @@ class AttendContext:
         tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
             have only unmasked pairs.
         rows: the number of rows of the tables that list these blocks.
-        read: the variable from which the tables are computed.
-        seen_pair: the mask of a pair of query and key, for FlexAttention.
+        read: the name of the variable from which the tables are computed.
+        seen_pair: the call of the mask function for one query and key, in FlexAttention.
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
         places: the lines that compute the positions i and j in a cache.

@@ -35,8 +35,8 @@ class DocumentStarts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class DocumentStartsCached(Moves):
-    """DocumentStarts for decoding. The tokens follow `start` (i64[]) earlier tokens, and positions are counted from the
-    first of these.
+    """DocumentStarts for decoding. `start` (i64[]) is the number of tokens before the input tokens. Positions are
+    counted from the first of these earlier tokens.
 
     The second input, i64[B, 1], is the state: the start position of the document that contains the last earlier token.
     It is ignored if `start` is 0.

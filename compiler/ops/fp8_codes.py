@@ -34,8 +34,8 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Codes(Op):
-    """Divides a factor of a product by its scale and rounds it to 8 bits. Values beyond the largest of the format are
-    clamped.
+    """Divides a factor of a product by its scale and rounds it to 8 bits. Values beyond the largest number of the
+    format are clamped.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
     magnitude of the factor in the state. The gradient with respect to codes * scale is passed to the factor unchanged.

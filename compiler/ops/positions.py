@@ -63,8 +63,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Op):
-    """Returns cos and sin as `RopeAngles` does. They are read from a table of all positions below `context`, which is
-    computed once."""
+    """Returns cos and sin as `RopeAngles` does. They are read from a table, computed once, of all positions below
+    `context`."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False

@@ -39,7 +39,7 @@ class Previous(Moves):
 
 @dataclass(frozen=True, slots=True)
 class PreviousCached(Moves):
-    """`Previous` for decoding: the tokens follow `start` (i64[]) earlier tokens.
+    """`Previous` for decoding. `start` (i64[]) is the number of tokens before the input tokens.
 
     The first row is the state [B, 1, ...], which holds the value of the last earlier token. If `start` is 0, the first
     row is `fill`.

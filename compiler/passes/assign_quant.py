@@ -117,10 +117,10 @@ def and_more(items: Sized) -> str:
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
     """Returns the problem for parameters whose scheme needs products or lookups, if calibration observes none of them.
     An example is any parameter of a model that does not read text."""
-    needs = f"{chosen[names[0]].label()} needs products or lookups"
-    message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
+    needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
+    message = f"{names[0]}: {needs}, but it observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
-    return Problem(path, "S307", message, f"use `scheme: round`, which needs none, e.g. by a rule {rule}")
+    return Problem(path, "S307", message, f"use `scheme: round`, which needs no calibration, e.g. by a rule {rule}")
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
@@ -133,7 +133,7 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
         return
     able = [name for name in known if _has_more_bits(chosen[name], promote.bits)]
     if not able:
-        message = f"promote to {promote.bits} bits changes nothing: every matched parameter has as many bits already"
+        message = f"promote to {promote.bits} bits changes nothing: every matched parameter already has as many bits"
         yield Problem(("quant", "promote", "bits"), "S311", message, "use more bits than the default")
     elif promote.count is not None and promote.count > len(able):
         message = f"promote has count {promote.count}, but only {len(able)} tensors can have {promote.bits} bits"

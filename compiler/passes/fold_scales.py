@@ -23,7 +23,8 @@ MATRIX = "w"  # the name of the matrix in the expression of the scaled matrix
 
 
 def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
-    """Returns the programs. In those over whole sequences, factors of matrix products are multiplied into the matrices.
+    """Multiplies factors of matrix products into the matrices, in programs over whole sequences. Returns the new
+    programs.
 
     A factor is folded if it is a number or a function of parameters with one number, or one number per feature. The
     product may be the last node of a fused group. Decoding programs are unchanged, because most of the bytes that they
@@ -135,7 +136,7 @@ def _factor(term: Expr, variable: str) -> Expr | None:
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
-    """Replaces the term that `_term` finds with `term`. Returns the new sum."""
+    """Returns the sum in which `term` takes the place of the term that `_term` returns."""
     match expression:
         case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
             if variable in variables(a):

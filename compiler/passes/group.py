@@ -109,7 +109,7 @@ def _composed(
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
     """Raises Unfusable if a member reads a number that differs between layers, if nothing reads a member other than the
-    last, or if a node outside the group reads it."""
+    last, or if a node outside of the group reads such a member."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -215,7 +215,7 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
-    that the backward reads, under the names that they have there."""
+    that the backward reads, under the names that they have in the backward graph."""
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)

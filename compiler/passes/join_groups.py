@@ -1,8 +1,8 @@
 """Joins the fused groups that read parts of one merged product into one group with several results.
 
-Separate groups would each return the gradient of one part, and a copy would have to concatenate these for the gradients
-of the product. The kernels of the joined group write into one tensor instead. Gradients of parts that other nodes read
-are copied into this tensor, or written there directly if Torch's compiler computes them.
+Separate groups would each return the gradient of one part. The gradients of the product would then need a copy in which
+these parts are concatenated. The kernels of the joined group write into one tensor instead. Gradients of parts that
+other nodes read are copied into this tensor, or written there directly if Torch's compiler computes them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +35,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the fused group that is the only reader of a part of a product, as heads, if its kernel can write the
-    gradient of the part into a wider tensor. None otherwise."""
+    """Returns the fused group that is the only reader of a part of a product and reads it as heads, if the kernel of
+    the group can write the gradient of the part into a wider tensor. None otherwise."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None

@@ -274,8 +274,8 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 
 
 def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
-    """Returns the merged graph with a Move, which copies the value `ref` of an operand to a separate variable.
-    Otherwise, `ref` would be live when another value of the operand is computed."""
+    """Returns the merged graph with a Move, which copies the value `ref` of an operand to a separate variable. Without
+    the Move, `ref` would be live when another value of the operand is computed."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
     name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)

@@ -25,7 +25,8 @@ ALIGNMENT = 8  # in features: 16 bytes of bf16, which kernels load at once
 
 
 def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
-    """Returns the programs. In those over whole sequences, one product replaces linear layers that read the same value.
+    """Replaces linear layers that read the same value with one product, in programs over whole sequences. Returns the
+    new programs.
 
     Layers in fused groups are not merged. Decoding programs are unchanged: each step would have to concatenate the
     matrices, which are most of the bytes that it reads.
@@ -44,8 +45,9 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
 @dataclass
 class _Moved:
-    """The numbers per token that a merged product moves in addition, and those that it saves, summed over all calls of
-    the functions that contain the layers. `copied` are the layers whose gradients are copied."""
+    """How many numbers per token a merged product moves in addition (`costs`), and how many it no longer moves
+    (`saves`), summed over all calls of the functions that contain the layers. `copied` are the layers whose gradients
+    are copied."""
 
     costs: int = 0
     saves: int = 0
@@ -66,8 +68,8 @@ Balance = Mapping[tuple[str, ...], _Moved]
 
 
 def _balance(programs: Programs) -> Balance:
-    """Returns the numbers that merging moves and saves, by the names of the layers, so that equal layers of all blocks
-    are treated alike.
+    """Returns how many numbers merging moves and saves, by the names of the layers. Equal layers of all blocks have the
+    same names, so they are treated alike.
 
     Separate products each write a gradient of the input, and these gradients are read again and added. A merged product
     writes the sum directly. It reads concatenated gradients, into which the results of kernels must be copied.

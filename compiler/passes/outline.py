@@ -63,9 +63,9 @@ def outline(
         sides: The first words of node names that denote a part of the model, such as `encoder`.
         taken: The names of the model's methods.
         reserved: The names that no argument may have.
-        kind: Returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, the pass
-            tries a section that fewer programs share.
+        kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
+        distinguishes: A function that returns whether the arguments of a method distinguish its variants. If they do
+            not, the pass tries a section that fewer programs share.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}

@@ -36,7 +36,7 @@ class Requests:
     Attributes:
         programs: The programs before the pass.
         step: The name of the pass.
-        key: The key of the spec.
+        key: The key of the spec that names nodes, such as `merge`.
         patterns: The patterns of the key; `auto` leaves the choice to the pass.
     """
 

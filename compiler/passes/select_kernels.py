@@ -43,7 +43,7 @@ def select_kernels(
         programs: The programs, with fused groups.
         target: The target to compile for.
         title: The title of the plan.
-        source: The path of the spec that generated files contain.
+        source: The path of the spec, as generated files state it.
         lock: The measurements.
         deterministic: Whether every kernel must return the same bits in repeated calls.
 

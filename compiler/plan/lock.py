@@ -312,7 +312,8 @@ def group_digest(options: Sites) -> str:
 
 
 def group_key(options: Sites) -> str:
-    """Returns the key of a group: twelve hex digits of a digest over the keys of its nodes, in all save choices."""
+    """Returns the key of a group: twelve hex digits of a digest over the keys of its nodes, which are listed for each
+    save choice in `options`."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 

@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class SaveChoice:
-    """One save choice: the group that saves these values, and the kernels of its nodes."""
+    """One save choice of a group: the group with this choice, and the kernels of its nodes."""
 
     group: Group
     choices: tuple[Choice, ...]
@@ -91,8 +91,8 @@ class SaveChoices:
 class Plan:
     """The input of rendering.
 
-    `source` is the path of the spec in generated files. `save_choices` lists the groups with more than one save choice.
-    `locked` contains all measurements of the target.
+    `source` is the path of the spec, as generated files state it. `save_choices` lists the groups with more than one
+    save choice. `locked` contains all measurements of the target.
     """
 
     name: str

@@ -74,7 +74,7 @@ class Group:
 
     Attributes:
         name: the name of the group.
-        scope: the scope of its nodes.
+        scope: the prefix of the names of its nodes.
         members: the names of the nodes that the group replaces.
         forward: the forward graph, whose nodes have epilogues.
         backward: the backward graph, whose nodes have epilogues; empty if no gradient flows through the group.
@@ -118,9 +118,9 @@ class Phase:
 
     Attributes:
         until: the fraction of the run at which the phase ends, from 0 to 1.
-        train: the program that trains the model.
-        score: the program that scores the model.
-        rests: the parameters that neither of the two programs reads.
+        train: the name of the program that trains the model.
+        score: the name of the program that scores the model.
+        rests: the names of the parameters that neither of the two programs reads.
         rounds: whether `train` fake-quantizes the inputs of products, as the deployed model does. The weights must then
             be fake-quantized too.
         writes: the programs that compute decoder inputs without teacher forcing: the first encodes the source, and the
@@ -141,7 +141,7 @@ class DerivedWeight:
 
     Attributes:
         at: the path of the block.
-        method: the method of the block that computes it.
+        method: the name of the block's method that computes the matrix.
         params: the names of the parameters that it reads.
         shape: the dims of the matrix.
         dtype: the dtype in which programs read it.
@@ -163,7 +163,7 @@ class Rewriting:
     """The effect of a pass on some nodes of the spec, or the reason why the pass did not rewrite them.
 
     Attributes:
-        step: the pass.
+        step: the name of the pass.
         nodes: the paths of the nodes, with `*` in place of block numbers.
         text: the effect of the pass; empty if it did not rewrite the nodes.
         refusal: the reason why the pass did not rewrite the nodes; empty if it did.

@@ -28,8 +28,8 @@ class Gptq(PerRow):
     Attributes:
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
-        block: the columns that are rounded before the error is propagated to the rest. The block size affects the
-            speed. It changes the codes only through rounding in float64.
+        block: the number of columns that are rounded before the error is propagated to the rest. The block size affects
+            the speed. It changes the codes only through rounding in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
             instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.
@@ -101,7 +101,8 @@ class Gptq(PerRow):
         return self.mended(arrays_of(codes, scales, tuple(weight.shape)), weight, mean)
 
     def _solved(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes [rows, columns], float64, and the scales [rows], float16, in chunks of rows."""
+        """Returns the codes, float64 [rows, columns], and the scales, float16 [rows]. They are computed for one chunk
+        of rows at a time."""
         import torch
 
         candidates = len(self.clip_stds or self.clip_quantiles)
@@ -146,7 +147,7 @@ class Gptq(PerRow):
         return [magnitude[:, -1]], [row_quantile(magnitude, quantile) for quantile in self.clip_quantiles]
 
     def _rows(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes and scales of a chunk of rows [rows, columns], float64."""
+        """Returns the codes and the scales of `weight`, which is a chunk of rows, float64 [rows, columns]."""
         import torch
 
         nearest, solved = ([self.scales(clip) for clip in clips] for clips in self._clips(weight))

@@ -46,7 +46,7 @@ def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
         uses: at least one use.
 
     Returns:
-        The indices i64 [rows] of the rows of each group, and its metric [n, n], float64.
+        For each group, the indices of its rows, i64 [rows], and its metric, float64 [n, n].
     """
     import torch
 

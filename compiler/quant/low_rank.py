@@ -39,7 +39,7 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     0.
 
     Args:
-        error: the error E of the codes [rows, columns], float64.
+        error: the error E of the codes, float64 [rows, columns].
         rank: the rank of the correction.
         hessian: X^T X of the inputs [columns, columns], to minimize the error of the outputs, tr(E H E^T). If None, the
             Frobenius norm of the error is minimized.

@@ -163,7 +163,8 @@ class Body:
             yield from (text for _, text in run) if common else self._branches(run, every)
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
-        """Returns the text of guarded lines, with as few conditions as possible, and notes the facts that it tests."""
+        """Returns the text of guarded lines, with as few conditions as possible. Records the facts that the text
+        tests."""
         key = (*lines, (every, ""))  # cached, because nested statements process the same lines many times
         if key not in self._branch_texts:
             before, self.conditions = self.conditions, set()

@@ -117,8 +117,8 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward of a loss without the last step of the gradients `names`, the multiplication by the incoming
-    gradient `d`."""
+    """Returns the backward of a loss, in which the gradients `names` are not yet multiplied by the incoming gradient
+    `d`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
     outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)
@@ -213,7 +213,7 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
     """Returns the gradients of a group's results that kernels need in contiguous rows. If the backward has a kernel and
-    the group has a single result, its gradient is always included."""
+    the group has a single result, the gradient of this result is always included."""
     names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
     if len(given) == 1:
         return given if names else []

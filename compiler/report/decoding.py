@@ -34,7 +34,7 @@ class Decoding:
 
     @property
     def refused(self) -> tuple[Rewriting, ...]:
-        """The products that read floats, with the reasons."""
+        """The products whose weights stay floats. `refusal` states why a product does not read codes."""
         return tuple(r for r in self.packed.rewritings if r.step == STEP and r.refusal)
 
 
@@ -57,7 +57,8 @@ def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
 
 
 def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
-    """Yields the lines of `specc plan`: the bytes, and each product that reads floats."""
+    """Yields the lines about a decoding step in `specc plan`: the bytes that it reads, and each product whose weights
+    stay floats."""
     if decoding is None:
         return
     floats, packed = decoding.float_bytes, decoding.packed_bytes

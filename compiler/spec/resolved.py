@@ -19,8 +19,8 @@ _COLUMN = 48  # the column at which comments begin, if the line is short enough
 def resolved_text(spec: Spec, source: Source, overrides: Iterable[str] = ()) -> str:
     """Returns a spec as YAML in which every value is written out, with a comment that states the origin of each.
 
-    The origin is the file and the line, the override, or `default`. A value that is neither set nor
-    has a default is omitted. The text is a spec with the same canonical form.
+    The origin is the file and the line, the override, or `default`. A value that is not set and has no default is
+    omitted. The text is a spec with the same canonical form.
 
     Args:
         spec: the checked spec of the source.

@@ -308,11 +308,12 @@ class Spec(StrictModel):
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
             message = (
-                "masters in bf16 need a model of text: dropout in a model of lines uses the generator of the rounding"
+                "masters in bf16 need a model of text: in a model of lines, "
+                "dropout and the rounding of masters draw from one generator"
             )
             yield Problem(("masters",), "S293", message, "remove masters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
-            message = "qat rounds copies of weights in f32, but masters in bf16 have no copies"
+            message = "qat rounds the copies that are made of f32 masters, but bf16 masters have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
         if self.train.precision.tf32 and self.computes_in != "f32":
             message = (

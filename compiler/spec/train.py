@@ -86,7 +86,7 @@ class SwaSpec(StrictModel):
 
     Attributes:
         every: the number of steps between two samples.
-        below: sampling begins when the learning-rate multiplier falls below this.
+        below: the learning-rate multiplier below which sampling begins.
     """
 
     kind: Literal["swa"]
@@ -105,7 +105,7 @@ class QatSpec(StrictModel):
     products are measured at the first such step and stored in the artifact.
 
     Attributes:
-        below: rounding begins when the learning-rate multiplier falls below this.
+        below: the learning-rate multiplier below which rounding begins.
         inputs: whether the inputs of int8 products are also fake-quantized, as in the deployed model. Training steps
             are then slower, because recurrences run step by step.
     """

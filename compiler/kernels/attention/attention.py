@@ -79,7 +79,7 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """The forward or the backward kernel of a library. It accepts heads of 16-bit values whose size the library
+    """The forward or the backward kernel of a library. It accepts 16-bit values, and the head sizes that the library
     supports."""
 
     by: Library = CUDNN
@@ -194,8 +194,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def unequal(site: Site) -> str | None:
-    """Returns the reason to reject a site whose values have another number of channels than its keys; None if the
-    numbers are equal."""
+    """Returns the reason to reject a site if its values and keys differ in their number of channels; None if they do
+    not."""
     inputs = inputs_of(site)
     keys, values = inputs["k"].width, inputs["v"].width
     return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"

@@ -66,7 +66,7 @@ class FlashScoredContext:
         modules: The statements that import modules other than Torch.
         imports: The statements that import the compiler of hooks and flash-attn-4.
         helpers: The functions that hooks call, each with its name and its value.
-        hooks: The score, its gradient, and the mask.
+        hooks: The functions of the score, of its gradient, and of the mask.
         blocks: The lists of blocks of scores; None if the mask does not need them.
         wanted: Rows for the table of input checks.
         call: The lines that call flash-attn-4 and return its results.

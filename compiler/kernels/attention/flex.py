@@ -28,10 +28,10 @@ class FlexContext:
         how: A sentence that states whether repeated calls return the same bits.
         visible: The first line of the mask function.
         mask: The body of that function.
-        scored: The first line of the function of the score; "" if the score is s.
+        scored: The first line of the score function; "" if the score is the scaled product itself.
         score: The body of that function.
-        seen: The mask of a pair.
-        scores: The score of a pair.
+        seen: The call of the mask function for one query and key.
+        scores: The call of the score function for one query and key.
         attend: The first line of the function that calls FlexAttention.
         lines: The body of that function.
         blocks: The lists that select the blocks of scores to compute.

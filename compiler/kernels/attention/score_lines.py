@@ -140,8 +140,8 @@ class Reading:
         return lines, conditions
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
-        """Returns the lines of a launch that allocate and fill the strips. The arguments are the tile sizes of the
-        kernels."""
+        """Returns the lines of a launch that allocate and fill the strips. An argument describes one kernel: whether a
+        strip belongs to a row of keys, and the name of the number of queries or keys in a tile."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -151,8 +151,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines that allocate the sums, and the location of each sum, when the gradient kernel is
-        launched."""
+        """Returns the lines of the gradient's launch that allocate the sums. Unless the read is `general`, they also
+        compute the index in the table to which each sum belongs."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -179,7 +179,7 @@ class Reading:
 
     @property
     def gradient(self) -> str:
-        """The gradient of the element that a score reads."""
+        """The expression of the gradient of the element that a score reads."""
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
@@ -221,11 +221,12 @@ class ScoreLines:
 
     Attributes:
         calls: The name and value of each function that the score and its derivatives share.
-        value: The score, over s, positions and elements of tables.
-        slope: The derivative of the score with respect to s; "" if it is 1.
-        mask: The condition that a query attends to a key.
-        some: The condition that some pair of a tile is not masked, over the bounds of the tile.
-        every: The condition that no pair of a tile is masked, and that all scores of the tile read the same elements.
+        value: The expression of the score, over s, positions and elements of tables.
+        slope: The expression of the derivative of the score with respect to s; "" if it is 1.
+        mask: The expression of the condition that a query attends to a key.
+        some: The expression, over the bounds of a tile, of the condition that some pair of the tile is not masked.
+        every: The expression of the condition that no pair of a tile is masked, and that all scores of the tile read
+            the same elements.
         bounds: The lines that define the names in `every`.
         readings: The reads of tables.
         floats: The names of `FLOATS` that occur in the code, with their values.

@@ -42,13 +42,13 @@ class Part:
     Attributes:
         comment: A comment on the loop.
         span: The bounds of the loop, as arguments of `tl.range`.
-        tiles: The number of tiles that the loop visits, in the kernel that computes dk and dv.
+        tiles: The expression of the number of tiles that the loop visits, in the kernel that computes dk and dv.
         start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
             the row.
         keys: Additional arguments for the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
-        base: The value that is subtracted from scores before the exponential is taken.
-        weights: The weights of the softmax.
+        base: The expression that is subtracted from scores before the exponential is taken.
+        weights: The expression of the softmax weights.
         sums: Lines that add to the gradients of tables.
     """
 
@@ -69,7 +69,7 @@ class ScoredContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        lines: The score and the mask.
+        lines: The code of the score and the mask.
         tiles_kernel: The signature of the kernel that lists tiles.
         bounds: Lines of that kernel that load the document starts of tiles.
         list_tiles: The signature of the function that launches that kernel.
@@ -85,14 +85,14 @@ class ScoredContext:
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The arguments of the launches of these kernels.
-        queries, keys: The masks that select the valid elements of a block of queries (over i) and of a block of keys
-            (over j).
+        queries, keys: The expressions of the masks that select the valid elements of a block of queries (over i) and of
+            a block of keys (over j).
         key_rows, rows: The same masks for the kernel that computes dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
-        row: The row of tiles that a program instance computes.
+        row: The expression of the index of the row of tiles that a program instance computes.
         parts, key_parts: The loops over the tiles of a row of queries, and of keys.
         element: The dtype of the operands of matrix products.
-        slope: The gradient of the scaled product.
+        slope: The expression of the gradient of the scaled product.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.

@@ -24,7 +24,7 @@ class CodesContext:
         how: A description of the kernel's algorithm.
         width: The number of channels per row, padded to a power of two.
         rows: The number of rows per program instance.
-        inside: The mask of valid elements.
+        inside: The expression of the mask of valid elements.
         largest: The largest number of e4m3.
         dtype: The dtype of x.
     """
@@ -41,7 +41,8 @@ class CodesContext:
 
 
 class CodesTriton(Kernel):
-    """Accepts 16-bit rows of at most 4,096 channels. Torch would run a kernel for each operation of each row."""
+    """Accepts 16-bit rows of at most 4,096 channels. In Torch, each operation on the rows would be a separate kernel.
+    This kernel rounds the rows in one launch."""
 
     def rejects(self, site: Site) -> str | None:
         (x,) = site.inputs

@@ -53,7 +53,7 @@ def product_function(
     Args:
         site: The product.
         epilogue: The inputs and outputs of the product.
-        words: A description of the products and the epilogue; by default, a single kernel computes both.
+        words: A description of the products and the epilogue. The default states that a single kernel computes both.
         formulas: The formulas; by default, those of `epilogue`.
 
     Returns:

@@ -60,19 +60,21 @@ class TritonContext:
         normed: whether there is a norm.
         gain: the argument of the norm's weight, with a comma; empty for none.
         row_norm: the lines of the norm for one row.
-        rows_norm: its lines for several rows.
-        scaled: the result, as text, after the norm.
+        rows_norm: the lines of the norm for several rows.
+        scaled: the expression of the products after the scales of codes and the factor of the norm.
         row: the tile for one row.
         product: the template of the function that multiplies: by floats or by packed codes.
         lanes: the number of lanes in a row of packed codes.
-        rows_k: the features, or lanes of packed codes, that a program instance of several rows loads at once.
+        rows_k: the number of features, or lanes of packed codes, that a program instance for several rows loads at
+            once.
         rows_extent: the number of features or lanes in a row.
-        rows_warps: the number of warps of such a program instance.
+        rows_warps: the number of warps of a program instance for several rows.
         tiles: the possible numbers of rows of x, and of rows of the weights, that such a program instance handles.
-        pieces: the bytes of a row of x, and of a row of the weights, that such a program instance loads at once.
+        pieces: two numbers of bytes that such a program instance loads at once: of a row of x, and of a row of the
+            weights.
         in_flight: the bytes that such a program instance has in flight.
-        stages: the largest number of stages of its loads.
-        shared_memory: the bytes of shared memory that its stages may use.
+        stages: the largest number of stages of the loads of such a program instance.
+        shared_memory: the bytes of shared memory that these stages may use.
         multiprocessors: the number of multiprocessors, for which these numbers are chosen.
         slices: the largest number of slices into which the warps of a program instance can divide the features, for the
             lowest tile; 1 if they are not divided.
@@ -81,12 +83,12 @@ class TritonContext:
         pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
             requires that no kernel computes the weights.
         widths: the extents N of the parts, as the text of a tuple.
-        part: the signature of a part.
-        lines: the lines that compute its products, then its epilogue.
+        part: the signature of the function that computes a part.
+        lines: the lines of this function. They compute the products of the part, then its epilogue.
         kernel: the signature of the kernel.
-        calls: the lines of the kernel that run its parts.
+        calls: the lines of the kernel that call this function for each part.
         tensors: the arguments of the launch that are tensors.
-        sizes: its other arguments.
+        sizes: the other arguments of the launch.
         copied: the line that copies inputs whose rows are not adjacent.
         wanted: rows for the table of input checks.
         allocated: lines that allocate the outputs.
@@ -135,8 +137,8 @@ class RowLinearTriton(Kernel):
 
     With one row, threads multiply and sum; with several, tensor cores do. With up to 16 rows, each warp multiplies
     different features if a multiprocessor runs a single program instance, which would otherwise wait for a chain of
-    sums. The mean square for the norm is summed in the same loop over the features, and its root divides the sums at
-    the end.
+    sums. The mean square for the norm is summed in the same loop over the features. At the end, the sums are divided by
+    its root.
     """
 
     def rejects(self, site: Site) -> str | None:
@@ -272,7 +274,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
 
 
 def _root(norm: RmsNorm | None) -> tuple[str, ...]:
-    """Returns the factor of a norm, as text."""
+    """Returns the expression of the factor of a norm; empty without a norm."""
     return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
 
 

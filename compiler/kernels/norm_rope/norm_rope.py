@@ -59,12 +59,12 @@ class HeadContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        inside: The mask that selects the valid elements of a tile.
+        inside: The expression of the mask that selects the valid elements of a tile.
         halves: Whether a program instance holds the two halves of each head in separate tiles, so that every pair is
             loaded once. Otherwise it holds whole heads, and also loads the other channel of each pair.
-        other: The channel that forms a pair with channel c of a whole head.
-        pair: The index of the channel pair that contains channel c of a head.
-        signed: The signed sine for each channel of a whole head.
+        other: The expression of the channel that forms a pair with channel c of a whole head.
+        pair: The expression of the index of the channel pair that contains channel c of a head.
+        signed: The expression of the signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
         loops: Whether a program instance has a loop over several sequences.
         indent: The indentation of the lines that are in the loop, if there is a loop.
@@ -299,7 +299,7 @@ def _returned(heads: Heads, name: str) -> str:
 
 
 def _conditions(heads: Heads) -> str:
-    """Returns the rest of the op's docstring."""
+    """Returns the sentences of the op's docstring that state its conditions: device, dims and alignment."""
     words = "On one GPU, with any leading dims, contiguous and aligned"
     apart = ", but for x, whose tokens may be further apart" if heads.reads_x else ""
     return flowed(f"{words}{apart}. ValueError says what is not.", "    ")
@@ -319,7 +319,7 @@ def _how(site: Site, tile: HeadTile) -> str:
 
 
 def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
-    """Returns the factors of the weight that a tile needs: their names, channels and masks."""
+    """Returns the name, the channels and the mask of each part of the weight that a tile loads."""
     if heads.halves:
         return ("weight_a", "c", "c < R"), ("weight_b", "c + R", "c < R")
     pair = () if heads.backward else (("weight_pair", "other", "c < 2 * R"),)

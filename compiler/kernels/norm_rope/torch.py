@@ -117,7 +117,8 @@ def _first(heads: Heads, dx: str) -> str:
 
 
 def _written(heads: Heads, lines: list[str], dx: str) -> tuple[str, ...]:
-    """Returns the lines, and the line that writes dx if dx is a part of a wider tensor."""
+    """Returns the lines. If dx is a part of a wider tensor, they are followed by the line that writes dx to this
+    tensor."""
     if heads.at is None:
         return tuple(lines)
     features = heads.count * heads.channels

@@ -93,7 +93,7 @@ class StagedContext:
         value: Lines that write the loss of a row.
         parameter: The parameter of `differentiate` for the factor of the exponentials; empty if the factor is 1.
         argument: The argument that is passed for `parameter`.
-        factor: The factor itself.
+        factor: The expression of the factor.
         ended: Lines that write the gradient with respect to the logits of the targets.
     """
 
@@ -126,8 +126,8 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function. `refusal`
-    raises an exception for the error code that this function returns."""
+    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function. `refusal` is
+    the statement that raises an exception if the compiled function returns an error code."""
 
     op: GeneratedFunction
     loss: Loss

@@ -92,8 +92,8 @@ class Loss:
         op: The name of the custom op. If the kernel computes the gradient, the op overwrites the logits with the
             gradient.
         launch: The call of `launch` in the op.
-        returns: The result of the op.
-        fake: The shape of the output that the op's fake returns.
+        returns: The expression that the op returns.
+        fake: The text of the shape of the output that the op's fake returns.
         targets: The parameters of the op that hold further targets.
         signature: The first line of the op that computes the gradient.
         fake_signature: The first line of that op's fake implementation, which only computes shapes.
@@ -127,12 +127,12 @@ class LossContext:
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether a tile may have columns that are not logits.
         padded: Whether rows have padding after the logits.
-        inside: The mask that selects the elements of a tile that are inside the tensor of logits.
-        slope: The multiplication by the derivative of `f`, or "".
+        inside: The expression of the mask that selects the elements of a tile that are inside the tensor of logits.
+        slope: The text of the multiplication by the derivative of `f`; "" if there is none.
         begun: Lines that load the further targets of a token, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute its operands.
-        value: The loss of a token.
-        share: The factor of the exponentials in the gradient.
+        value: The expression of the loss of a token.
+        share: The expression of the factor of the exponentials in the gradient.
         scaled: Lines that scale the gradients of the targets.
         further: Lines that compute the gradients of the further targets in a tile.
     """

@@ -1,7 +1,7 @@
 """Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
 
-A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], of which only the
-product, the number of rows, has a meaning. No size therefore depends on the values of a batch.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K]. Only the product of
+these dims, the number of rows, has a meaning. No size therefore depends on the values of a batch.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,8 @@ def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Lets every `RowLinear` read codes and scales if all of its weights are stored as codes. Returns the new programs.
 
     Weights may have different numbers of bits in the blocks that share a function. Such a function is copied for each
-    combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node, or the reason why a
-    product reads floats.
+    combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node that reads codes,
+    and the reason for each product whose weights stay floats.
 
     Args:
         programs: the programs that extend texts, after `row_linears`.
