@@ -334,8 +334,8 @@ def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str
 
 
 def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
-    """Returns the plans of decoding steps that read the codes of an artifact, for the GPUs among the targets of a
-    quantized model that extends texts."""
+    """Returns the plans of decoding steps that read the codes of an artifact, by target. Only GPU targets have such
+    steps, and only if the model is quantized and extends texts."""
     spec = planned.spec
     names = [name for name in planned.plans if pipeline.reads_codes(spec, name)]
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
@@ -372,8 +372,8 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the path of the spec relative to its project, for the manifest, if this path differs from
-    `_source_name`."""
+    """Returns the manifest's entry for the path of the spec relative to its project. Returns no entry if the path is
+    that of `_source_name`."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}

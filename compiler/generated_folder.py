@@ -203,7 +203,7 @@ def _require_same_source(folder: Path, files: Files) -> None:
 
 
 def _source(name: str, manifest: str) -> str:
-    """Returns the path of the spec that a manifest states, relative to its project."""
+    """Returns the path of the spec, relative to its project, as a manifest states it."""
     return str(json.loads(manifest).get("source", f"specs/{name}.yaml"))
 
 

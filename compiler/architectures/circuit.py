@@ -64,7 +64,7 @@ class Circuit:
 
     @cached_property
     def earlier(self) -> tuple[EarlierValue, ...]:
-        """The values of earlier runs of blocks that expressions read, without duplicates."""
+        """The values that expressions read from earlier runs of blocks, without duplicates."""
         values = (value.read_by(title) for _, wiring, title in self.expressions for value in wiring.earlier.values())
         return tuple(dict.fromkeys(values))
 

@@ -49,7 +49,7 @@ class Side:
         name: `encoder` or `decoder`.
         stages: the stages, in order.
         shape: the sizes of the model.
-        widths: the number of input features of each stage that was added, by title.
+        widths: the number of input features of each added stage, by the title of the stage.
     """
 
     name: str

@@ -116,7 +116,7 @@ class Stack:
             module: the module.
             number: the index of the module.
             x: the stream.
-            source: the values of earlier runs of blocks that the module reads.
+            source: the values that the module reads from earlier runs of blocks.
             streams: the names of the streams.
         """
         function, labels = Function(outer, self.shape.tables), labels_of(module.circuit.earlier)
@@ -178,7 +178,7 @@ class BlockCall:
 
         Args:
             x: the stream before the block; several streams are concatenated.
-            source: the values of earlier runs of blocks that the block reads.
+            source: the values that the block reads from earlier runs of blocks.
             run: the index of the run.
 
         Returns:

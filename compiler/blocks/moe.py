@@ -41,8 +41,8 @@ class Router(StrictModel):
         normalize: whether the weights of a token's experts, which are their scores, are divided by the sum of the
             weights.
         scale: the factor of the weights.
-        groups: the number of groups of experts, of equal sizes. The experts of a token are all from `top_groups` groups
-            (DeepSeek-V3, arXiv 2412.19437).
+        groups: the number of groups into which the experts are divided. All groups have the same size. The experts of a
+            token are all from `top_groups` groups (DeepSeek-V3, arXiv 2412.19437).
         top_groups: the number of groups from which a token's experts are chosen; all if unset.
         group_best: groups are ranked by the sum of their `group_best` largest scores.
     """

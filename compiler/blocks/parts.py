@@ -167,7 +167,7 @@ class Part(StrictModel):
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields the parts inside this part, each as its node name prefix and its spec path."""
+        """Yields a pair for each part inside this part: the prefix of its node names, and its spec path."""
         yield from ()
 
     def sizes(self, dim: int) -> Mapping[str, int]:
@@ -218,7 +218,7 @@ class Part(StrictModel):
         Args:
             b: the builder of the function or program.
             x: the input, [B, T, D]; empty for a part that `starts`.
-            shape: the sizes of the model, with D features. For a part of `embed`, this is the number of features of the
+            shape: the sizes of the model, with D features. For a part of `embed`, D is the number of features of the
                 model.
             context: the other values that the part can read.
 

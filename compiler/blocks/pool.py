@@ -103,7 +103,7 @@ class Pool(StrictModel):
         context: LoweringContext,
         ring: tuple[int, int] | None,
     ) -> Mapping[str, str]:
-        """Adds the pooling of the blocks to which the input tokens belong. Returns the new state.
+        """Adds the op that pools the blocks to which the input tokens belong. Returns the new state.
 
         Args:
             b: the builder of the function.

@@ -94,7 +94,7 @@ class EmbedNorm(Embed):
     Attributes:
         norm: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
-        bias: whether a learned number per feature is added, from 0.
+        bias: whether to add a learned number per feature, which starts at 0.
         eps: the epsilon added to the mean square or variance.
     """
 

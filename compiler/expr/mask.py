@@ -202,7 +202,7 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds, for some documents; None if there are none."""
+    """Returns i, j and h for which a condition holds with some positions of documents; None if there are none."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -248,7 +248,7 @@ class Mask:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str, heads: int) -> "Mask":
-        """Returns the mask of a canonical text, as `bound_mask` returns it."""
+        """Returns the mask with the canonical text `text`, which `bound_mask` has returned."""
         condition = with_documents(reread(text, LANGUAGE), Compare(">=", Var("j"), Var("start")))
         return Mask(text, condition, heads)
 

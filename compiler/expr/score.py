@@ -95,7 +95,7 @@ class Score:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str, tables: tuple[str, ...], heads: int) -> "Score":
-        """Returns the score of a canonical text, as `bound_score` returns it.
+        """Returns the score with the canonical text `text`, which `bound_score` has returned.
 
         Args:
             text: the text.

@@ -47,7 +47,7 @@ class Wiring:
             runs.
         names: for each variable, the name in the spec that it represents.
         earlier: for each variable that represents a value of an earlier run of a block, that value.
-        text: the text of the spec with its names replaced by variables. Columns are those of the spec's text.
+        text: the text of the spec in which variables replace names. The columns of its parts are those in the spec.
     """
 
     expr: Expr

@@ -23,7 +23,7 @@ SUM = Pointwise(("h + x",), ("h", "x"))
 def fake_quantized_gates(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds a node of one matrix product for the gates of all steps of one LSTM direction, and a node that adds the
+    """Adds the matrix product that computes the gates of all steps of one LSTM direction, and a node that adds the
     biases.
 
     Args:

@@ -28,7 +28,7 @@ class Int8Form:
         raise TypeError(f"{type(self).__name__} must override `factors`")
 
     def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node whose weights are all int8 with nodes that compute it in int8."""
+        """Replaces a node whose weights are all int8 by nodes that compute it in int8."""
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:

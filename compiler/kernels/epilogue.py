@@ -196,8 +196,8 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel for a matrix product with an epilogue accepts this node; None if one may accept
-    it."""
+    """Returns the reason why no kernel for a matrix product with an epilogue accepts this node; None if some kernel may
+    accept it."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"computes products of rows and weights; {site.node.op.name} is not such a product"

@@ -83,7 +83,7 @@ def least_word(p: float) -> int:
 
 
 def begin_draw(draw: Tensor, window: int) -> None:
-    """Fills the buffer of a node with key 0, for a single batch whose sequences have `window` tokens."""
+    """Fills the buffer of a node for a single batch: the key is 0, and each sequence has `window` tokens."""
     draw.data.copy_(draw.new_tensor([0, 0, 1, window]))
 
 

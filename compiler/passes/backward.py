@@ -33,7 +33,7 @@ def accumulates(op: Op) -> bool:
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that are outputs of linear layers of the group. Such outputs are
+    """Returns those variables of a pointwise member that are outputs of linear layers of the group. Such outputs are
     stored only if the backward pass reads them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)

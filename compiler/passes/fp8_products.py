@@ -1,4 +1,4 @@
-"""Replaces linear layers of training programs with layers whose matrix products multiply 8-bit floats."""
+"""Replaces linear layers of training programs by layers whose matrix products multiply 8-bit floats."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Replaces the matrix products that `train.precision.fp8` selects with products of 8-bit floats, in training
-    programs. Returns the new programs.
+    """In training programs, replaces the matrix products that `train.precision.fp8` selects by products of 8-bit
+    floats. Returns the new programs.
 
     Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
     tokens. If a training program and another program call the same function, the training program calls a copy.

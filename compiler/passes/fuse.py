@@ -1,4 +1,4 @@
-"""Replaces the nodes of each fusion point of a spec with a fused group, in programs that compute whole sequences."""
+"""Replaces the nodes of each fusion point of a spec by a fused group, in programs that compute whole sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 
 
 def fuse(programs: Programs, points: FusePoints) -> Programs:
-    """Replaces the nodes of each fusion point with one `fused` node. Returns the new programs.
+    """Replaces the nodes of each fusion point by one `fused` node. Returns the new programs.
 
     Fusion points apply to the programs in `programs.whole`, which compute whole sequences. Programs that decode one
     token at a time are not fused.
@@ -118,7 +118,7 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
-    """Replaces the members of one scope in one graph with a single fused node. Returns the new programs. The fused node
+    """Replaces the members of one scope in one graph by a single fused node. Returns the new programs. The fused node
     has the name of the last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])

@@ -168,7 +168,7 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants that compute the same are united."""
+    """Returns a slot for each group of nodes. Slots of different variants that compute the same value are united."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -187,7 +187,7 @@ def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> li
 
 
 def _equal(slot: Slot, other: Slot) -> bool:
-    """Returns whether two slots of different variants compute the same under two names."""
+    """Returns whether two slots of different variants compute the same value under two names."""
     a, b = slot.node, other.node
     if slot.where & other.where or a.op.in_place or (a.op, a.epilogue, a.types) != (b.op, b.epilogue, b.types):
         return False

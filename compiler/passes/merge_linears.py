@@ -25,8 +25,8 @@ ALIGNMENT = 8  # in features: 16 bytes of bf16, which kernels load at once
 
 
 def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
-    """Replaces linear layers that read the same value with one product, in programs over whole sequences. Returns the
-    new programs.
+    """Replaces linear layers that read the same value by one product, in programs over whole sequences. Returns the new
+    programs.
 
     Layers in fused groups are not merged. Decoding programs are unchanged: each step would have to concatenate the
     matrices, which are most of the bytes that it reads.
@@ -194,7 +194,7 @@ def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
 
 
 def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
-    """Replaces the layers with one product. Returns the new graph."""
+    """Replaces the layers by one product. Returns the new graph."""
     first = layers[0]
     matrices = tuple(layer.inputs[1] for layer in layers)
     labels = _labels(layers)

@@ -63,7 +63,7 @@ def recomputable_parts(programs: Programs) -> tuple[str, ...]:
 
 
 def _trained(programs: Programs) -> tuple[str, ...]:
-    """Returns the names of the functions of blocks that programs of training call."""
+    """Returns the names of the block functions that training programs call."""
     names = {"train", *(phase.train for phase in programs.phases)}
     calls = (node for graph in programs.programs if graph.name in names for node in graph.nodes)
     return tuple(dict.fromkeys(node.op.callee for node in calls if isinstance(node.op, Call)))

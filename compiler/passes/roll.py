@@ -1,4 +1,4 @@
-"""Replaces the calls of a stack of blocks, one call per block, with one node: a loop over a module list."""
+"""Replaces the calls of a stack of blocks, one call per block, by one node: a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ class Loop(Op):
         runs: The block indices in the order in which they run.
         joins: For each run after a join: the run, the index of the join module in `joined`, and the earlier run whose
             output is joined to the stream.
-        methods: The methods of the blocks that the runs call, without class name.
+        methods: The names of the block methods that the runs call, without the name of the class.
         keeps: Whether each block has state.
     """
 

@@ -324,8 +324,7 @@ def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
     Args:
         kernel: the kernel that computes the node.
         site: the node and its target.
-        tile: the effective tile, as in `Rendered.tile`. The key differs from that of `kernel.tile` if a rule chooses
-            the tile.
+        tile: the tile that the kernel uses, as text (`Rendered.tile`). If a rule chooses it, `kernel.tile` is None.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))

@@ -23,7 +23,8 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator that accepts an expression if it reads `name`, and otherwise only names in `further`."""
+    """Returns a validator that accepts an expression if it reads `name`, and reads no other names than those in
+    `further`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):

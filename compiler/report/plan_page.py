@@ -262,7 +262,7 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
 
 
 def _deployed(plan: Plan) -> list[str]:
-    """Returns the table of the nodes with kernels of a deployed plan."""
+    """Returns the table of those nodes of a deployed plan that have kernels."""
     return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.listed)))
 
 

@@ -22,7 +22,7 @@ class BlockLists:
         every: The line that computes whether a block has no masked pair.
         function: The signature of the function that launches the kernel.
         launch: The statement that launches the kernel.
-        sequences: The expression of the number of sequences for which blocks are listed.
+        sequences: The number of sequences for which blocks are listed, as an expression.
     """
 
     queries: int

@@ -141,7 +141,7 @@ class Reading:
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
         """Returns the lines of a launch that allocate and fill the strips. An argument describes one kernel: whether a
-        strip belongs to a row of keys, and the name of the number of queries or keys in a tile."""
+        strip belongs to a row of keys, and the name of the constant that is the number of queries or keys of a tile."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -179,7 +179,7 @@ class Reading:
 
     @property
     def gradient(self) -> str:
-        """The expression of the gradient of the element that a score reads."""
+        """The gradient of the element that a score reads, as an expression."""
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
@@ -221,11 +221,11 @@ class ScoreLines:
 
     Attributes:
         calls: The name and value of each function that the score and its derivatives share.
-        value: The expression of the score, over s, positions and elements of tables.
-        slope: The expression of the derivative of the score with respect to s; "" if it is 1.
-        mask: The expression of the condition that a query attends to a key.
-        some: The expression, over the bounds of a tile, of the condition that some pair of the tile is not masked.
-        every: The expression of the condition that no pair of a tile is masked, and that all scores of the tile read
+        value: The score, as an expression over s, positions and elements of tables.
+        slope: The derivative of the score with respect to s, as an expression; "" if it is 1.
+        mask: The condition that a query attends to a key, as an expression.
+        some: The condition that some pair of a tile is not masked, as an expression over the bounds of the tile.
+        every: The condition, as an expression, that no pair of a tile is masked, and that all scores of the tile read
             the same elements.
         bounds: The lines that define the names in `every`.
         readings: The reads of tables.

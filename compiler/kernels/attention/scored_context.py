@@ -42,13 +42,13 @@ class Part:
     Attributes:
         comment: A comment on the loop.
         span: The bounds of the loop, as arguments of `tl.range`.
-        tiles: The expression of the number of tiles that the loop visits, in the kernel that computes dk and dv.
+        tiles: The number of tiles that the loop visits in the kernel that computes dk and dv, as an expression.
         start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
             the row.
         keys: Additional arguments for the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
-        base: The expression that is subtracted from scores before the exponential is taken.
-        weights: The expression of the softmax weights.
+        base: The value that is subtracted from scores before the exponential is taken, as an expression.
+        weights: The weights of the softmax, as an expression.
         sums: Lines that add to the gradients of tables.
     """
 
@@ -85,14 +85,14 @@ class ScoredContext:
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The arguments of the launches of these kernels.
-        queries, keys: The expressions of the masks that select the valid elements of a block of queries (over i) and of
-            a block of keys (over j).
+        queries, keys: The masks that select the valid elements of a block of queries (over i) and of a block of keys
+            (over j), as expressions.
         key_rows, rows: The same masks for the kernel that computes dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
-        row: The expression of the index of the row of tiles that a program instance computes.
+        row: The index of the row of tiles that a program instance computes, as an expression.
         parts, key_parts: The loops over the tiles of a row of queries, and of keys.
         element: The dtype of the operands of matrix products.
-        slope: The expression of the gradient of the scaled product.
+        slope: The gradient of the scaled product, as an expression.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
@@ -173,7 +173,7 @@ def lines_of(site: Site) -> ScoreLines:
 
 
 def _deeper(*lines: str) -> tuple[str, ...]:
-    """Indents all lines of each statement except the first by four more spaces."""
+    """Indents each line of a statement, except its first line, by four more spaces."""
     return tuple(line.replace("\n", "\n    ") for line in lines)
 
 
@@ -373,8 +373,8 @@ class Writer:
         return (f"start = tl.load(start_ptr + {place}, mask=i < T, other=0).to(tl.int32)",)
 
     def _part(self, masked: bool) -> Part:
-        """Returns the loop of a row of queries over tiles with masked pairs if `masked`, and otherwise over tiles
-        without."""
+        """Returns the loop of a row of queries: over the tiles with masked pairs if `masked`, otherwise over the tiles
+        without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[:, None])"
         inside = (
             [f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T"]
@@ -400,8 +400,8 @@ class Writer:
         )
 
     def _key_part(self, masked: bool) -> Part:
-        """Returns the loop of a row of keys over tiles with masked pairs if `masked`, and otherwise over tiles
-        without."""
+        """Returns the loop of a row of keys: over the tiles with masked pairs if `masked`, otherwise over the tiles
+        without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[None, :])"
         begin = [*self.lines.convert("fi", "fj", "fh"), *(self._start("begin + i") if masked else ())]
         begin += [line for reading in self.lines.readings for line in reading.first(by_keys=True)]

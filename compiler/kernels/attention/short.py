@@ -65,8 +65,8 @@ class ShortContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        queries: The expression of the mask that selects the valid elements of a block of queries.
-        keys: The expression of the mask that selects the valid elements of a block of keys.
+        queries: The mask that selects the valid elements of a block of queries, as an expression.
+        keys: The mask that selects the valid elements of a block of keys, as an expression.
         causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
         element: The dtype to which results are rounded.
         body: The template of the loop over the query heads that share a key head.

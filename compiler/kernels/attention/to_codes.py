@@ -24,7 +24,7 @@ class CodesContext:
         how: A description of the kernel's algorithm.
         width: The number of channels per row, padded to a power of two.
         rows: The number of rows per program instance.
-        inside: The expression of the mask of valid elements.
+        inside: The mask of valid elements, as an expression.
         largest: The largest number of e4m3.
         dtype: The dtype of x.
     """

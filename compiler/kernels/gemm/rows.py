@@ -61,7 +61,7 @@ class TritonContext:
         gain: the argument of the norm's weight, with a comma; empty for none.
         row_norm: the lines of the norm for one row.
         rows_norm: the lines of the norm for several rows.
-        scaled: the expression of the products after the scales of codes and the factor of the norm.
+        scaled: the products, multiplied by the scales of codes and the factor of the norm, as an expression.
         row: the tile for one row.
         product: the template of the function that multiplies: by floats or by packed codes.
         lanes: the number of lanes in a row of packed codes.
@@ -70,14 +70,14 @@ class TritonContext:
         rows_extent: the number of features or lanes in a row.
         rows_warps: the number of warps of a program instance for several rows.
         tiles: the possible numbers of rows of x, and of rows of the weights, that such a program instance handles.
-        pieces: two numbers of bytes that such a program instance loads at once: of a row of x, and of a row of the
-            weights.
+        pieces: the bytes of a row of x, and the bytes of a row of the weights, that such a program instance loads at
+            once.
         in_flight: the bytes that such a program instance has in flight.
-        stages: the largest number of stages of the loads of such a program instance.
+        stages: the largest number of stages into which such a program instance divides its loads.
         shared_memory: the bytes of shared memory that these stages may use.
         multiprocessors: the number of multiprocessors, for which these numbers are chosen.
         slices: the largest number of slices into which the warps of a program instance can divide the features, for the
-            lowest tile; 1 if they are not divided.
+            tile with the fewest rows; 1 if they are not divided.
         slices_name: the argument of the launch that contains the number of slices; `_` for codes, which have none.
         ahead: the pieces of weights that a program instance for one row loads before it waits for the preceding kernel.
         pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
@@ -274,7 +274,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
 
 
 def _root(norm: RmsNorm | None) -> tuple[str, ...]:
-    """Returns the expression of the factor of a norm; empty without a norm."""
+    """Returns the factor of a norm, as an expression; empty without a norm."""
     return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
 
 

@@ -63,7 +63,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel accepts this product; None if one may accept it."""
+    """Returns the reason why no kernel accepts this product; None if some kernel may accept it."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])

@@ -69,7 +69,7 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel accepts h and c of this type; None if one may accept them."""
+    """Returns the reason why no kernel accepts h and c of this type; None if some kernel may accept them."""
     state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 

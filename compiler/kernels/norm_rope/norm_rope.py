@@ -22,8 +22,8 @@ LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vec
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """The work of one program instance of `warps` warps: the same `rows` rows (pairs of position and head) of each of
-    `sequences` sequences, one sequence after another. Raises ValueError if a field is out of its bounds."""
+    """The work of one program instance of `warps` warps. It processes the same `rows` rows (pairs of position and head)
+    in each of `sequences` sequences, one sequence after another. Raises ValueError if a field is out of its bounds."""
 
     rows: int
     sequences: int
@@ -59,12 +59,12 @@ class HeadContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        inside: The expression of the mask that selects the valid elements of a tile.
+        inside: The mask that selects the valid elements of a tile, as an expression.
         halves: Whether a program instance holds the two halves of each head in separate tiles, so that every pair is
             loaded once. Otherwise it holds whole heads, and also loads the other channel of each pair.
-        other: The expression of the channel that forms a pair with channel c of a whole head.
-        pair: The expression of the index of the channel pair that contains channel c of a head.
-        signed: The expression of the signed sine for each channel of a whole head.
+        other: The channel that forms a pair with channel c of a whole head, as an expression.
+        pair: The index of the pair of channels that contains channel c of a head, as an expression.
+        signed: The signed sine for each channel of a whole head, as an expression.
         body: The template of the kernel's loop.
         loops: Whether a program instance has a loop over several sequences.
         indent: The indentation of the lines that are in the loop, if there is a loop.
@@ -243,8 +243,8 @@ def _annotation(count: int) -> str:
 
 
 def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
-    """Returns the lines of the function that calls the custom op and returns the tensor that it has written to: a
-    custom op must not return its inputs."""
+    """Returns the lines of the function that calls the custom op, and then returns the tensor that the op has written
+    to. The op itself must not return its inputs."""
     call, gradients = f"write({', '.join(heads.inputs)})", [f"d{name}" for name in learned]
     if not gradients:
         return call, f"return {WHOLE}"

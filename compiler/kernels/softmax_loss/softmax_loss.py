@@ -127,12 +127,12 @@ class LossContext:
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether a tile may have columns that are not logits.
         padded: Whether rows have padding after the logits.
-        inside: The expression of the mask that selects the elements of a tile that are inside the tensor of logits.
+        inside: The mask, as an expression, that selects the elements of a tile inside the tensor of logits.
         slope: The text of the multiplication by the derivative of `f`; "" if there is none.
         begun: Lines that load the further targets of a token, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute its operands.
-        value: The expression of the loss of a token.
-        share: The expression of the factor of the exponentials in the gradient.
+        value: The loss of a token, as an expression.
+        share: The factor of the exponentials in the gradient, as an expression.
         scaled: Lines that scale the gradients of the targets.
         further: Lines that compute the gradients of the further targets in a tile.
     """

@@ -177,7 +177,7 @@ class SdpaPooled(PooledBase):
 @dataclass(frozen=True, slots=True)
 class SdpaPooledCached(PooledBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a cache of pooled keys and values [B, N M, G, C], and
-    one of single tokens, as in `SdpaCached`.
+    over a cache of single tokens as in `SdpaCached`.
 
     Attributes:
         ring: the ring of the single tokens; None if their cache stores all positions.

@@ -48,7 +48,7 @@ class _Packing:
         functions: the functions of the new programs, by name.
         buffers: the type of each buffer, by full name.
         bits: the numbers of bits of each node that reads codes, by full name.
-        reasons: for each product that reads floats, the reason, by full name.
+        reasons: for each product whose weights stay floats, the reason, by full name.
     """
 
     programs: Programs
@@ -91,7 +91,7 @@ class _Packing:
         return replace(node, op=replace(node.op, packed=True), inputs=inputs)
 
     def _reason(self, node: Node, at: str) -> str:
-        """Returns the reason why a product reads floats; empty if it can read codes."""
+        """Returns the reason why the weights of a product stay floats; empty if the product can read codes."""
         if not isinstance(node.op, RowLinear):
             return f"{node.op.name} has no kernel that decodes codes"
         for ref in node.inputs[node.op.first : node.op.arity]:

@@ -94,7 +94,7 @@ def _with_epilogue(graph: Graph, reader: Node, products: tuple[Node, ...], title
 
 
 def _together(graph: Graph, products: list[Node]) -> Graph:
-    """Replaces products of one input with one node, at the position of the first."""
+    """Replaces the products of one input by one node, at the position of the first product."""
     first = products[0]
     inputs = (first.inputs[0], *(product.inputs[1] for product in products))
     types = tuple(product.type for product in products)

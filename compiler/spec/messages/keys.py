@@ -193,7 +193,7 @@ def _models() -> tuple[Model, ...]:
 
 
 def _models_with(key: str) -> frozenset[Model]:
-    """Returns all models of the spec language that have a key, in any section."""
+    """Returns all models of the spec language that have the key `key`, in any section."""
     return frozenset(model for model in _models() if key in keys_of(model))
 
 
