@@ -44,7 +44,7 @@ class Modules:
         return self.stack.blocks.every[-1]
 
     def lower(self, b: Builder, x: str, targets: str, context: LoweringContext, loss: str, ignore: int | None) -> str:
-        """Adds the modules and returns the loss of the model plus their weighted mean loss, f32[].
+        """Adds the modules, and returns the loss of the model plus the weighted mean loss of the modules, f32[].
 
         Args:
             b: the builder of the graph of the training program.

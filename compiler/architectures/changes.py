@@ -83,8 +83,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path at which a field of a changed block is set. This is in the last change that sets the field
-    or, if no change sets it, in the section of the blocks."""
+    """Returns the spec path at which a field of a changed block is set. The path is in the last change that sets the
+    field or, if no change sets it, in the section of the blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:

@@ -158,7 +158,7 @@ class Scope:
         known: dict[tuple[object, ...], str] | None = None,
     ) -> str:
         """Adds an expression as the node `name`. `replaced` are values that the expression reads instead of those of
-        the scope. If `known` has an equal expression of the same values, its node is used again."""
+        the scope. If `known` has an equal expression of the same values, the node of that expression is used again."""
         named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
         named |= replaced or {}
         values: dict[str, tuple[str, str]] = {}

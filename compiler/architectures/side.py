@@ -86,7 +86,8 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the initial state of a stage, or of the stages of a loop. Returns the state by side, stage and key."""
+        """Adds the nodes of the initial state of a stage, or of the stages of a loop. Returns the state by side, stage
+        and key."""
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:

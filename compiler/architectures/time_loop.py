@@ -131,7 +131,7 @@ class Loop:
             sequences: the sequences, by input name. The step reads one position of each. The first is the input of the
                 loop.
             before: the title of the stage before the loop; empty if there is none.
-            read: the titles of the stages, except the last one, whose values are read after the loop.
+            read: the titles of those stages, other than the last one, whose values are read after the loop.
             context: the values that the stages can read.
         """
         b, side = step.b, self.side

@@ -99,7 +99,7 @@ def normalized(b: Builder, x: str, name: str, op: Op, weight: str, bias: bool, l
         name: the name of the node.
         op: the op. Its inputs are the value, then the weight and the bias, if the norm has them.
         weight: the weight, an expression of a learned `w` [D], or `none`.
-        bias: whether to add a learned vector [D]. The sum is a node of its own if the op has no input for it.
+        bias: whether to add a learned vector [D]. The sum is a separate node if the op has no input for the vector.
         learned: the prefix of the parameter names `learned`_weight and `learned`_bias.
     """
     features, inputs = TensorType((b.types[x].width,), b.types[x].dtype), [x]
@@ -208,8 +208,8 @@ class Part(StrictModel):
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the initial state, in a model with an encoder. Returns the state by key. State that is not returned
-        starts at 0."""
+        """Adds the nodes of the initial state, in a model with an encoder. Returns the state by key. State that is not
+        returned starts at 0."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
@@ -330,7 +330,7 @@ class Bridge(StrictModel):
     """Computes the initial h and c of the decoder from the last h and c of the encoder, [B, D]."""
 
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
-        """Adds the initial state of the decoder. Returns `h` and `c`, each [B, width].
+        """Adds the nodes of the decoder's initial state. Returns `h` and `c`, each [B, width].
 
         Args:
             b: the builder of the program.

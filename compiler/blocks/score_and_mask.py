@@ -60,7 +60,7 @@ class ScoreAndMask(Layer):
             may have a schedule.
         scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
             `1/sqrt(head_dim)` if unset.
-        sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
+        sinks: whether each head has a learned logit that is added only to the denominator of the softmax.
         y: the output: an expression of the result `y` of each head.
         bos: the id that starts a document, for `document` in the mask.
     """
@@ -189,7 +189,7 @@ class ScoreAndMask(Layer):
 
     @property
     def read_as_tables(self) -> tuple[str, ...]:
-        """The learned values whose elements the score reads although they are not tables."""
+        """The learned values that the score reads as tables, although their shapes are not lists of dims."""
         return tuple(n for n in self.learn if n not in self.tables and re.search(rf"\b{n}\s*\[", self.score))
 
     @property

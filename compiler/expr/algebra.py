@@ -29,7 +29,7 @@ HALF = Fraction(1, 2)
 
 
 def rational(value: float) -> Fraction:
-    """Returns the decimal number that `value` prints as, as a fraction."""
+    """Returns a fraction that is equal to the decimal number in the printed form of `value`."""
     return Fraction(repr(value))
 
 

@@ -58,12 +58,12 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
         text: the mask.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
-        prefix: the number of first tokens that may attend to each other.
+        prefix: the number of tokens at the start of a sequence that may attend to each other.
         sizes: the values of the names SIZES.
 
     Raises:
         ExprError: if the text is not a mask, if the mask lets a query attend to a later key outside of the prefix, or
-            if it cannot be proved that it does not. The message states the query and the key.
+            if it cannot be proved that the mask does not do so. The message states the query and the key.
     """
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
@@ -100,7 +100,7 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
         block: the number of tokens of a block.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
-        prefix: the number of first tokens that may attend to each other.
+        prefix: the number of tokens at the start of a sequence that may attend to each other.
 
     Raises:
         ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, or to no

@@ -164,7 +164,7 @@ def bound_score(
         mask: the canonical text of the mask. Indices may be out of range for masked pairs.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
-        prefix: the number of first tokens that may attend to each other.
+        prefix: the number of tokens at the start of a sequence that may attend to each other.
         sizes: the values of further numbers of the layer, as in `bound_mask`.
 
     Raises:

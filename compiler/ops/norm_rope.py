@@ -111,8 +111,8 @@ class NormRope(HeadRotation):
 
 
 class NormRopeGrad(HeadRotation):
-    """The gradients of NormRope from dy, x, cos, sin, w and gain: dx and, if they are learned, dweight [C] and
-    dgain [H, 1].
+    """The gradients of NormRope from dy, x, cos, sin, w and gain: dx, then dweight [C] if w is learned, and dgain
+    [H, 1] if gain is learned.
 
     With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
     * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain, dx = dz, and x is

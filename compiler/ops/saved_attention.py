@@ -32,7 +32,7 @@ class SavedAttention(Op):
 
     @property
     def plain(self) -> Attention:
-        """The attention op with the same inputs that does not return the log-sum-exp."""
+        """The attention op that has the same inputs and does not return the log-sum-exp."""
         raise TypeRuleError(f"{self.name} has no attention")
 
     @property

@@ -109,7 +109,7 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
 
 
 def _term(expression: Expr, variable: str) -> Expr:
-    """Returns the term of a sum that contains a variable, or the whole expression if several terms do."""
+    """Returns the only term of a sum that contains a variable; the whole expression if several terms contain it."""
     match expression:
         case Binary("+" | "-", a, b) if (variable in variables(a)) != (variable in variables(b)):
             return _term(a if variable in variables(a) else b, variable)

@@ -10,7 +10,7 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_codes(graph: Graph) -> Graph:
-    """Makes each node that rounds a product to codes a part of the product's epilogue. Returns the new graph.
+    """Moves each node that rounds a product to codes into the epilogue of the product. Returns the new graph.
 
     The unrounded result remains an output only if another node reads it.
     """

@@ -12,8 +12,8 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Makes each pointwise node that is the only reader of a matrix product the epilogue of this product. Returns the
-    new graph.
+    """Turns each pointwise node that is the only reader of a matrix product into the epilogue of this product. Returns
+    the new graph.
 
     If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
     pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a small tensor,

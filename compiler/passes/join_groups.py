@@ -1,4 +1,4 @@
-"""Joins the fused groups that read parts of one merged product into one group with several results.
+"""Joins fused groups that read parts of one merged product. They become one group with several results.
 
 Separate groups would each return the gradient of one part. The gradients of the product would then need a copy in which
 these parts are concatenated. The kernels of the joined group write into one tensor instead. Gradients of parts that

@@ -1,4 +1,4 @@
-"""Merges linear layers that read the same value into one matrix product.
+"""Merges linear layers that read the same value. They become one matrix product.
 
 The forward pass is one product with the concatenated matrices. Each gradient is one product too: the gradient of the
 input reads the concatenated gradients of the outputs, and the gradient of the matrices has the rows of all matrices.

@@ -103,7 +103,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
 
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
-    """Replaces the nodes of a part with a call. Returns the new function of the block. Adds the function of the part to
+    """Replaces the nodes of a part by a call. Returns the new function of the block. Adds the function of the part to
     `parts`, unless `parts` has an equal one.
 
     Raises ValueError with the reason if the part cannot be a function.

@@ -264,6 +264,7 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
 
 
 def _empty(type: TensorType, dtype: str) -> str:
-    """Returns the expression of an empty tensor of state, in a model of parameters of `dtype`."""
+    """Returns the expression that creates an empty tensor of state, in a model whose parameters have the dtype
+    `dtype`."""
     dims = ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)
     return f"new({dims})" if type.dtype == dtype else f"new({dims}, dtype={DTYPES[type.dtype]})"

@@ -70,7 +70,7 @@ class Summary:
 
     @cached_property
     def cached_numbers(self) -> int:
-        """The numbers in the cache of a sequence as long as the context; 0 for a model without such a cache."""
+        """How many numbers the cache of a sequence as long as the context holds; 0 for a model without such a cache."""
         return cached_numbers(self.main.programs, self.spec.model.window)
 
     @property
@@ -134,7 +134,7 @@ class Summary:
 
     @property
     def gap(self) -> str:
-        """A phrase that names the class of work whose measured time exceeds its floor most; empty if nothing was
+        """A phrase that names the class of work whose measured time exceeds its floor by the most; empty if nothing was
         measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)

@@ -1,4 +1,4 @@
-"""The Python function that generated code calls for a matrix product and its epilogue. This signature is the same for
+"""The Python function that generated code calls for a matrix product and its epilogue. Its signature is the same for
 kernels in all languages."""
 
 from collections.abc import Iterable

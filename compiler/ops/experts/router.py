@@ -31,7 +31,7 @@ class Softmax(Op):
 
 @dataclass(frozen=True, slots=True)
 class LogSumExp(Op):
-    """log(sum(exp(x))) over the last dim of x [..., N], as [...]."""
+    """log(sum(exp(x))) over the last dim of x [..., N]. The result is [...]."""
 
     name: ClassVar[str] = "logsumexp"
     arity: ClassVar[int] = 1

@@ -57,7 +57,7 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates per element of parameters of one shape."""
+        """How many f32 numbers an update allocates per element of parameters of one shape."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:

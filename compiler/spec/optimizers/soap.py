@@ -30,7 +30,7 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The number of f32 values that an update allocates per matrix element: the gradient and the direction in the
+        """How many f32 numbers an update allocates per matrix element: for the gradient and the direction in the
         eigenbases, their next rotations, and two terms of the denominator."""
         return 6
 
