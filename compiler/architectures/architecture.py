@@ -27,7 +27,7 @@ class Architecture(StrictModel):
 
         Args:
             name: the name of the model.
-            halves: whether to add the program `score` split into two programs, if the model kind supports it.
+            halves: whether to add the two programs into which `score` can be split, if the model kind supports it.
             losses: the terms of the training loss. If there are none, the loss is that of the next token.
 
         Raises:

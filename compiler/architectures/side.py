@@ -66,8 +66,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the state that `stages`, by default all stages, store between tokens. The result is by
-        side, stage and key. This value is valid only after the stages have been added."""
+        """Returns the types of the state that `stages`, by default all stages, store between tokens. The names consist
+        of side, stage and key. The result is valid only after the stages have been added."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)

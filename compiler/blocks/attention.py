@@ -207,7 +207,7 @@ class Attention(ScoreAndMask):
     def _pooled(
         self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the op of attention to pooled blocks and to single tokens. Returns its output and the new state.
+        """Adds the node that attends to pooled blocks and to single tokens. Returns its output and the new state.
 
         Args:
             b: the builder of the function.

@@ -137,7 +137,7 @@ class Latent(ScoreAndMask):
     def _naive(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the op of attention to the keys and values of all heads. Returns its output [B, T, H, V] and no
+        """Adds the node that attends to the keys and values of all heads. Returns its output [B, T, H, V] and no
         state."""
         heads = self.queries(shape)
         products = ((name, b.add(name, Linear(), (c, weight))) for name, weight in self._up(b, shape))
@@ -150,7 +150,7 @@ class Latent(ScoreAndMask):
     def _absorbed(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the op of attention to the cached latents. Returns its output [B, T, H, V] and the new state."""
+        """Adds the node that attends to the cached latents. Returns its output [B, T, H, V] and the new state."""
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))

@@ -279,10 +279,10 @@ class Wired(Part):
     Attributes:
         name: the name of the part in paths of nodes and parameters; its kind if unset.
         learn: learned values, by name.
-        read: the input of the part, before the norm. If unset, the first residual stream of a block, or the output of
-            the stage before.
-        write: the residual stream after a layer of a block, or the output of a stage. If unset, `x + y` in blocks, and
-            `y` elsewhere.
+        read: an expression for the input of the part, before the norm. If unset, the first residual stream of a block,
+            or the output of the stage before.
+        write: an expression for the residual stream after a layer of a block, or for the output of a stage. If unset,
+            `x + y` in blocks, and `y` elsewhere.
     """
 
     # The fields that are expressions over a value inside the part. The value has the same name as the field.

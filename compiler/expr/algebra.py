@@ -3,7 +3,7 @@
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
 Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is treated as the decimal number
-that it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the input.
+in its printed form. Terms and factors are ordered by first appearance, so that printed text resembles the input.
 Expressions with equal `key` differ only in the order of terms and factors.
 
 A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c is not rewritten as a *

@@ -24,7 +24,7 @@ class Parts:
 
     Attributes:
         product: the matrix product that computes the logits.
-        codes: the node that rounds its weight to 8 bits. None if the product reads the weight itself.
+        codes: the node that rounds the weight of the product to 8 bits. None if the product reads the weight itself.
         bound: the pointwise node between the logits and the loss, e.g. a softcap. None if there is none.
         loss: the cross-entropy.
     """

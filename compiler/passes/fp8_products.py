@@ -19,8 +19,8 @@ SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """In training programs, replaces the matrix products that `train.precision.fp8` selects by products of 8-bit
-    floats. Returns the new programs.
+    """Returns the programs. In training programs, the matrix products that `train.precision.fp8` selects have become
+    products of 8-bit floats.
 
     Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
     tokens. If a training program and another program call the same function, the training program calls a copy.

@@ -25,8 +25,8 @@ ALIGNMENT = 8  # in features: 16 bytes of bf16, which kernels load at once
 
 
 def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
-    """Replaces linear layers that read the same value by one product, in programs over whole sequences. Returns the new
-    programs.
+    """Returns the programs. In programs over whole sequences, linear layers that read the same value have become one
+    product.
 
     Layers in fused groups are not merged. Decoding programs are unchanged: each step would have to concatenate the
     matrices, which are most of the bytes that it reads.

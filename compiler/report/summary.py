@@ -1,4 +1,4 @@
-"""The summary of a plan, which `specc plan` prints, PLAN.md begins with and `specc diff` compares."""
+"""The summary of a plan. `specc plan` prints it, PLAN.md begins with it, and `specc diff` compares it for two specs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

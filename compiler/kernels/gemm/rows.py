@@ -73,7 +73,7 @@ class TritonContext:
         pieces: the bytes of a row of x, and the bytes of a row of the weights, that such a program instance loads at
             once.
         in_flight: the bytes that such a program instance has in flight.
-        stages: the largest number of stages into which such a program instance divides its loads.
+        stages: the largest number of pipeline stages of the loads of such a program instance.
         shared_memory: the bytes of shared memory that these stages may use.
         multiprocessors: the number of multiprocessors, for which these numbers are chosen.
         slices: the largest number of slices into which the warps of a program instance can divide the features, for the

@@ -24,8 +24,8 @@ class MuonSpec(OptimizerSpec):
         momentum: the momentum: a number, a formula in `t`, or a schedule.
         nesterov: whether the momentum is Nesterov's.
         method: the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
-            separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales
-            the rows instead of the first iteration (arXiv 2512.04632).
+            separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, in which a
+            scaling of the rows replaces the first iteration (arXiv 2512.04632).
         steps: the number of iterations. With `turbo`, the scaling counts as the first.
         equalize_rows: whether all rows are scaled to the same length before the iterations (MuonEq-R).
         second_moment: the decay of the second moment of each row in NorMuon, which is applied after the iterations (Li
@@ -53,7 +53,7 @@ class MuonSpec(OptimizerSpec):
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
+        """Returns a reason unless the shape is that of a matrix or of a stack of matrices."""
         return "" if len(shape) in (2, 3) else "muon updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
