@@ -236,7 +236,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _owned(folder: Path) -> dict[str, set[str]]:
-    """Maps each generated file in the folder to the digests in the manifests."""
+    """Maps each generated file in the folder to its digests in the manifests."""
     owned: dict[str, set[str]] = {}
     for name in (MANIFEST, NEXT):
         try:

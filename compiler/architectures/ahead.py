@@ -91,7 +91,13 @@ class Modules:
         scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
             message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"
-            raise LoweringError((Problem(("train", "losses", self.place), "S265", message, "use numbers"),))
+            raise LoweringError(
+                (
+                    Problem(
+                        ("train", "losses", self.place), "S265", message, "use numbers that do not depend on the layer"
+                    ),
+                )
+            )
         return scope.joined()
 
 

@@ -15,8 +15,8 @@ class LaterToken(LossTerm):
     """The cross-entropy of the token `ahead` positions later, computed from the logits of the next token. This is a
     form of multi-token prediction.
 
-    A token has no such target if that target lies beyond the end of the row, or in another document than the next
-    token. The loss of this token is then 0. The mean is over all tokens.
+    A target beyond the end of the row, or in another document than the next token, does not count: the loss of the
+    token is then 0. The mean is over all tokens.
 
     Attributes:
         ahead: the position of the target: 2 is the token after the next.

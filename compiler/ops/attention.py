@@ -44,7 +44,7 @@ class Attention(Op):
         heads, kv_heads = q.shape[-2], k.shape[-2]
         assert isinstance(heads, int) and isinstance(kv_heads, int)
         if heads % kv_heads or k.shape[:-1] != v.shape[:-1] or q.width != k.width:
-            raise TypeRuleError(f"attends with q {q}, k {k}, v {v}", (0, 1, 2))
+            raise TypeRuleError(f"cannot attend with q {q}, k {k}, v {v}: the shapes do not match", (0, 1, 2))
         return (q.with_shape(*q.shape[:-1], v.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -118,7 +118,7 @@ class AttendContext:
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
         tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
             have only unmasked pairs.
-        rows: the number of rows of the tables that list these blocks.
+        rows: the number of rows of the tables that list these blocks, as an expression.
         read: the name of the variable from which the tables are computed.
         seen_pair: the call of the mask function for one query and key, in FlexAttention.
         flex: the lines that compute y with FlexAttention.
@@ -219,9 +219,9 @@ class ScoreFields(Op):
         """Raises TypeRuleError if the additional inputs, which begin at index `place`, do not match q."""
         for i, (name, type) in enumerate(zip(self.further, types, strict=True), place):
             if name == "start" and type != TensorType(q.shape[:2], "i64"):
-                raise TypeRuleError(f"attends with q {q}, whose documents start at {type}", (0, i))
+                raise TypeRuleError(f"needs a document start for each token of q {q}, not {type}", (0, i))
             if name == "sinks" and type.shape != q.shape[-2:-1]:
-                raise TypeRuleError(f"has sinks {type} for q {q}", (0, i))
+                raise TypeRuleError(f"needs one sink per head of q {q}, not {type}", (0, i))
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,7 @@ class SdpaSeen(Attention):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         k, seen = inputs[1], inputs[3]
         if seen != TensorType(k.shape[:2], "bool"):
-            raise TypeRuleError(f"masks keys {k} by {seen}", (1, 3))
+            raise TypeRuleError(f"cannot mask keys {k} by {seen}: the shapes or dtypes do not match", (1, 3))
         return Attention.infer(self, inputs)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -137,7 +137,7 @@ class HeadLinear(Op):
         assert isinstance(heads, int) and isinstance(rows, int)
         each = rows // heads
         if rows % heads or x.width != (columns if self.transposed else each):
-            raise TypeRuleError(f"multiplies the heads of {x} with {weight}", (0, 1))
+            raise TypeRuleError(f"cannot multiply the heads of {x} by {weight}: the shapes do not match", (0, 1))
         return (x.with_shape(*x.shape[:-1], each if self.transposed else columns),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

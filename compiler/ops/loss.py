@@ -313,7 +313,7 @@ class AttachLoss(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, loss, weight = inputs
         if (loss, weight) != (SCALAR, SCALAR):
-            raise TypeRuleError(f"attaches a loss {loss} by a weight {weight}; both are {SCALAR}", (1, 2))
+            raise TypeRuleError(f"attaches a loss {loss} by a weight {weight}; both must be {SCALAR}", (1, 2))
         return (x,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

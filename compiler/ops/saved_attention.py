@@ -108,7 +108,9 @@ class SavedAttentionGrad(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, q, k, v, y, lse, *mask = inputs
         if (dy, lse) != self.forward.infer((q, k, v, *mask)) or y != dy:
-            raise TypeRuleError(f"takes the gradient {dy} of {y} with {lse} for q {q}", (0, 4, 5))
+            raise TypeRuleError(
+                f"cannot use the gradient {dy} of {y} with {lse} for q {q}: types do not match", (0, 4, 5)
+            )
         learned = mask[self.forward.by_rows - 3 :]
         return q, k, v, *(replace(type, dtype="f32") for type in learned)
 

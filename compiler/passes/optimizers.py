@@ -33,7 +33,7 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
         path = ("train", "optimizers", i, "match")
         names = [name for name in shapes if owner[name] == i]
         if not names:
-            left = "only parameters of earlier optimizers, or none" if i else "no parameter"
+            left = "no parameter, or only parameters of earlier optimizers" if i else "no parameter"
             hint = f"the parameters have names such as {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
             problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
         refusals = ((name, optimizer.refuses(shapes[name])) for name in names)

@@ -69,7 +69,7 @@ class TopExperts(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         scores, *bias = inputs
         if not isinstance(scores.width, int) or self.count > scores.width:
-            raise TypeRuleError(f"chooses {self.count} of {scores.width} experts", (0,))
+            raise TypeRuleError(f"cannot choose {self.count} of {scores.width} experts", (0,))
         if any(type.shape != (scores.width,) for type in bias):
             raise TypeRuleError(f"needs a bias for {scores.width} experts, not for {bias[0]}", (1,))
         return (TensorType((*scores.shape[:-1], self.count), "i64"),)

@@ -275,7 +275,7 @@ class PoolWrite(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         cache, x = inputs[:2]
         if cache.shape[2:] != x.shape[2:]:
-            raise TypeRuleError(f"writes blocks of {x} to a cache {cache}", (0, 1))
+            raise TypeRuleError(f"cannot write blocks of {x} to a cache {cache}: the shapes do not match", (0, 1))
         return (cache,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

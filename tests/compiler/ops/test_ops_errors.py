@@ -14,7 +14,10 @@ ERRORS = [
     ("wgrad f32[T,8] f32[B,8]", "n needs inputs with equal numbers of rows, not ('T',) and ('B',)"),
     ("rms_norm{affine=True} f32[B,T,8] f32[7]", "n has a weight of shape (7,), but v0 gives 8 features"),
     ("layer_norm f32[B,T,8] f32[8] f32[9]", "n has a weight of shape (9,), but v0 gives 8 features"),
-    ("sdpa_seen f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]", "n masks keys f32[B,T,4,6] by bool[B,S]"),
+    (
+        "sdpa_seen f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]",
+        "n cannot mask keys f32[B,T,4,6] by bool[B,S]: the shapes or dtypes do not match",
+    ),
     ("additive{form='relu'} f32[B,T,2] f32[B,S,2] f32[B,S,8] bool[B,S]", "n needs queries of 1 feature, not 2"),
     (
         "additive{form='tanh'} f32[B,T,6] f32[B,S,6] f32[B,S,8] bool[B,S] f32[5]",
@@ -39,21 +42,33 @@ ERRORS = [
     ),
     ("state_write f32[B,8] f32[B,7]", "n needs a value of the type of its state, f32[B,8], not f32[B,7]"),
     ("concat f32[B,T,8] f32[B,S,8]", "n concatenates the features of f32[B,T,8] and f32[B,S,8], which differ in rows"),
-    ("sdpa f32[B,T,4,6] f32[B,T,3,6] f32[B,T,3,6]", "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
-    ("sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,2,6]", "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,2,6]"),
-    ("seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]", "n masks keys f32[B,T,4,6] by bool[B,S]"),
-    ("seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] i64[B,T]", "n masks keys f32[B,T,4,6] by i64[B,T]"),
+    (
+        "sdpa f32[B,T,4,6] f32[B,T,3,6] f32[B,T,3,6]",
+        "n cannot attend with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]: the shapes do not match",
+    ),
+    (
+        "sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,2,6]",
+        "n cannot attend with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,2,6]: the shapes do not match",
+    ),
+    (
+        "seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]",
+        "n cannot mask keys f32[B,T,4,6] by bool[B,S]: the shapes or dtypes do not match",
+    ),
+    (
+        "seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] i64[B,T]",
+        "n cannot mask keys f32[B,T,4,6] by i64[B,T]: the shapes or dtypes do not match",
+    ),
     (
         "seen_attention_grad f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4] bool[B,T]",
-        "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
+        "n cannot use the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]: types do not match",
     ),
     (
         "causal_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,8]",
-        "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]",
+        "n cannot attend with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]: the shapes do not match",
     ),
     (
         "causal_attention_grad f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4]",
-        "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
+        "n cannot use the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]: types do not match",
     ),
     ("cache_write f32[B,S,4,6] f32[B,T,2,6] i64[T]", "n writes f32[B,T,2,6] to a cache f32[B,S,4,6]"),
     ("rope f32[B,T,4,6] f32[T,4] f32[T,4]", "n cannot rotate 8 channels: a head has 6"),

@@ -40,7 +40,7 @@ def test_an_optimizer_that_nothing_is_left_for() -> None:
         (
             "S308",
             ("train", "optimizers", 1, "match"),
-            "optimizer embed.* matches only parameters of earlier optimizers, or none",
+            "optimizer embed.* matches no parameter, or only parameters of earlier optimizers",
         )
     ]
     assert problems({**REST, "match": "nope"}, REST) == [
