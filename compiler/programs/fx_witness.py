@@ -16,7 +16,7 @@ from specc.compiler.ir.torch_call import ARITHMETIC, COMPARISONS, Input, TorchCa
 from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
-from specc.compiler.programs.programs import Programs, class_name, flatten, group_functions, scalar_values
+from specc.compiler.programs.programs import Parameter, Programs, class_name, flatten, group_functions, scalar_values
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -133,7 +133,8 @@ def compare(
 def check_types(
     programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
 ) -> int:
-    """Runs a traced program on tensors without data, and checks the dtype and shape of every matched value.
+    """Runs a traced program on tensors without data, and checks the dtype and shape of every matched value. Parameters
+    have the dtypes of the plan.
 
     Args:
         programs: the programs of the plan.
@@ -177,14 +178,15 @@ def check_types(
             return value
 
     inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type), device="meta") for _, type in graph.inputs]
-    without_data = {id(value): nn.Parameter(value.to("meta")) for value in module.parameters()}
+    dtypes = {param.name: _dtype(param) for param in programs.params}
+    without_data = {id(v): nn.Parameter(v.to("meta", dtypes[name])) for name, v in module.named_parameters()}
     with torch.device("meta"):
         Checked(fx.GraphModule(copy.deepcopy(module, without_data).to("meta"), traced)).run(*inputs)
     return checked
 
 
-def _dtype(type: TensorType) -> Any:
-    """Returns the Torch dtype of a type."""
+def _dtype(type: TensorType | Parameter) -> Any:
+    """Returns the Torch dtype of a value or a parameter."""
     import torch
 
     return getattr(torch, DTYPES[type.dtype].removeprefix("torch."))
