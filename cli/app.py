@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import rich_click as click
 from click.exceptions import Exit
 
-from specc.cli.output import Output, format_option, keep_notes_going
+from specc.cli.output import Output, format_option, keep_going
 
 _TRAIN = ("torch", "triton", "sentencepiece", "tiktoken", "tokenizers")
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -135,7 +135,7 @@ def main() -> NoReturn:
     """The entry point. A failure ends with its exit code. A traceback is shown only for bugs of specc."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
-    keep_notes_going()
+    keep_going()
     with pre_emptible():
         code = run(sys.argv[1:])
     code = _flushed(code)
@@ -173,13 +173,13 @@ def pre_emptible() -> Iterator[None]:
 
 
 def _flushed(code: int) -> int:
-    """Flushes standard output and returns the exit code. A closed pipe is not an error; a full disk is."""
+    """Flushes standard output and returns the exit code, which states whether the disk is full."""
     try:
         sys.stdout.flush()
     except OSError as error:
         # Otherwise, the interpreter would try to write the rest again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code if isinstance(error, BrokenPipeError) else code or _not_written(error)
+        return code or _not_written(error)
     return code
 
 
@@ -208,7 +208,7 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
         return (result if isinstance(result, int) else 0), True
     except Exit as end:
         return int(end.exit_code), False
-    # Click raises this after it has shown help for missing arguments, and after a closed pipe
+    # Click raises this after it has shown help for missing arguments, and if `stream` finds a closed pipe
     except SystemExit as end:
         left = isinstance(end.__context__, BrokenPipeError)
         return (end.code if isinstance(end.code, int) and not left else 0), False

@@ -2,7 +2,6 @@
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -11,7 +10,7 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from specc.cli.options import device_option, model_argument, tokenizers_option
-from specc.cli.output import say
+from specc.cli.output import say, stream
 
 if TYPE_CHECKING:
     from specc.runtime.decode.sampling import Sampling
@@ -208,6 +207,5 @@ def command(
             click.echo(f"--- seed {text_seed}\n{start.decode()}{text.decode(errors='replace')}")
         return
     click.echo(start.decode(), nl=False)
-    stream = partial(click.echo, nl=False)
     write(opened, start, max_tokens, sampling, seed, say=say, stream=stream, compiled=compile)
     click.echo()

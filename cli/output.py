@@ -1,6 +1,7 @@
 """The output of commands. Results go to stdout, and notes and progress go to stderr. Errors and findings have the
 format that the command line requests."""
 
+import codecs
 import io
 import os
 import sys
@@ -29,13 +30,19 @@ format_option = click.Option(
 )
 
 
-class _Notes(io.FileIO):
-    """Standard error, as a file that ignores write errors, so that a closed pipe, a closed terminal or a full disk does
-    not end a command. Each line begins with `prefix`."""
+class _Stream(io.FileIO):
+    """Standard output or standard error, as a file that ignores some errors of writing.
 
-    def __init__(self, descriptor: int, prefix: bytes) -> None:
+    Args:
+        descriptor: the number of the file.
+        ignored: the class of errors to ignore.
+        prefix: the start of each line.
+    """
+
+    def __init__(self, descriptor: int, ignored: type[OSError], prefix: bytes = b"") -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._prefix, self._starts_line = prefix, True
+        self.failed = False  # whether an error was ignored
+        self._ignored, self._prefix, self._starts_line = ignored, prefix, True
 
     def write(self, data: Any) -> int:
         content = bytes(data)
@@ -44,8 +51,8 @@ class _Notes(io.FileIO):
         try:
             while shown:
                 shown = shown[super().write(shown) or 0 :]
-        except OSError:
-            pass
+        except self._ignored:
+            self.failed = True
         return len(content)
 
     def _prefixed(self, line: bytes) -> bytes:
@@ -53,15 +60,35 @@ class _Notes(io.FileIO):
         return prefix + line
 
 
-def keep_notes_going() -> None:
-    """Makes this process ignore errors of writing to standard error. If this process is one of several that train
-    together, its lines begin with its rank, unless the rank is 0."""
-    if sys.stderr is None:
-        return
-    rank = os.environ.get("RANK", "0")
-    prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""
-    buffer = io.BufferedWriter(_Notes(sys.stderr.fileno(), prefix))
-    sys.stderr = io.TextIOWrapper(buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+def keep_going() -> None:
+    """Makes this process continue if nobody reads its output, so that its exit code states the result of the command.
+
+    Standard output ignores a closed pipe. Standard error ignores all errors of writing, such as those of a closed
+    terminal or a full disk. If this process is one of several that train together, its lines begin with its rank,
+    unless the rank is 0. In a locale of ASCII, both are UTF-8, and standard output has the bytes of paths as they are.
+    """
+    if sys.stdout is not None:
+        errors, buffered = sys.stdout.errors, sys.stdout.line_buffering
+        sys.stdout = _text(_Stream(sys.stdout.fileno(), BrokenPipeError), sys.stdout.encoding, errors, buffered)
+    if sys.stderr is not None:
+        rank = os.environ.get("RANK", "0")
+        prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""
+        stream = _Stream(sys.stderr.fileno(), OSError, prefix)
+        sys.stderr = _text(stream, sys.stderr.encoding, "backslashreplace", True)
+
+
+def _text(stream: _Stream, encoding: str, errors: str | None, line_buffering: bool) -> io.TextIOWrapper:
+    # Click writes a stream of ASCII as UTF-8 with question marks
+    encoding = "utf-8" if codecs.lookup(encoding).name == "ascii" else encoding
+    return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, line_buffering=line_buffering)
+
+
+def stream(text: str) -> None:
+    """Prints a part of a long result. Raises BrokenPipeError if nobody reads it."""
+    click.echo(text, nl=False)
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, _Stream) and raw.failed:
+        raise BrokenPipeError
 
 
 class Output:

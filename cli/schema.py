@@ -32,8 +32,8 @@ def command(of: str, write: bool, check: bool) -> int:
         click.echo(f"wrote {path}")
     elif check:
         if not path.is_file() or path.read_bytes() != text.encode():
-            finding = Diagnostic("F002", "stale; run specc schema --write", "specc schema --write", str(path))
-            command_output().find(finding, f"{path}: {finding.message}")
+            finding = Diagnostic("F002", "stale", "specc schema --write", str(path))
+            command_output().find(finding, f"{path}: {finding.message}; run {finding.hint}")
             return 1
         click.echo(f"{path}: as generated")
     else:

@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 NEXT = ".manifest.next.json"  # the manifest of a build in progress, which identifies the files of an interrupted build
 TEMPORARY = ".specc-tmp"
 Files = Mapping[str, str]
-State = Literal["changed", "missing", "extra", "line endings"]
+State = Literal["changed", "missing", "extra", "line endings", "executable"]
 
 
 class OtherSource(SpeccError):
@@ -59,6 +59,9 @@ def drift(folder: Path, files: Files) -> tuple[Drift, ...]:
 
 def _drift(folder: Path, files: Files) -> Iterator[Drift]:
     present = _present(folder)
+    executable = {name for name in present if (folder / name).stat().st_mode & 0o100}
+    if executable == present:  # a file system without modes reports the same mode for all files
+        executable = set()
     for name in sorted({*files, *present}):
         if name not in files:
             yield Drift(name, "extra")
@@ -67,6 +70,8 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
         elif (content := (folder / name).read_bytes()) != files[name].encode():
             same = content.replace(b"\r\n", b"\n") == files[name].encode()
             yield Drift(name, "line endings" if same else "changed")
+        elif name in executable:
+            yield Drift(name, "executable")
 
 
 def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
@@ -75,9 +80,9 @@ def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
     The state is `new`, `changed` or `removed`. A file is `removed` if an earlier build wrote it and this build does
     not.
     """
-    states = {"missing": "new", "changed": "changed", "line endings": "changed", "extra": "removed"}
+    states = {"missing": "new", "extra": "removed"}
     owned = _owned(folder)
-    moved = [(states[entry.state], entry.path) for entry in drift(folder, files)]
+    moved = [(states.get(entry.state, "changed"), entry.path) for entry in drift(folder, files)]
     return tuple((state, name) for state, name in moved if state != "removed" or name in owned)
 
 

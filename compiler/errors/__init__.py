@@ -183,7 +183,10 @@ def _spell(value: object) -> str:
 
 
 def _escape(char: str) -> str:
-    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+    code = ord(char)
+    if 0xDC80 <= code < 0xDD00:  # a byte of a file name that is not text in this locale
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def _cut(text: str) -> str:

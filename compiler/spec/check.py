@@ -15,7 +15,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.version import refuse_old
 from specc.compiler.strict import Path, Problem, StrictModel, keys_of
 from specc.compiler.text.overrides import apply_overrides
-from specc.compiler.text.source import Place, Source, read
+from specc.compiler.text.source import Place, Source, read, step
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -93,18 +93,19 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _diagnostics(model: type[StrictModel], source: Source, error: ValidationError | None) -> Iterator[Diagnostic]:
     """Yields the diagnostics of an invalid source.
 
-    A value of an unknown kind is then checked as a value of the kind with the most similar name, if there is one, so
-    that a misspelled kind hides no other errors.
+    A value of a missing or unknown kind is then checked as a value of the kind that is likely meant, if there is one,
+    so that the kind hides no other errors.
     """
     from specc.compiler.spec.messages.expected import places
-    from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, similar_kinds
+    from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds
 
     faulty: frozenset[Path] = frozenset()
     while error is not None:
-        diagnostics, paths = diagnostics_of(error, source, dict(places(model, source.data)), model)
-        faulty |= paths
-        kinds = similar_kinds(error, source.data)
-        unknown = {source.value(path) for path in kinds}
+        models = dict(places(model, source.data))
+        diagnostics, paths = diagnostics_of(error, source, models, model)
+        kinds = likely_kinds(error, source, models, model)
+        faulty |= paths - {path[:-1] for path in kinds}
+        unknown = {source.place(path) for path in kinds}
         yield from (each for each in diagnostics if not kinds or Place(each.file, each.mark) in unknown)
         if not kinds:
             break
@@ -129,7 +130,7 @@ def _with(data: Any, values: Mapping[Path, object]) -> Any:
     inner: dict[Any, dict[Path, object]] = {}
     for (first, *rest), value in values.items():
         inner.setdefault(first, {})[tuple(rest)] = value
-    changed = {part: _with(data[part], at) for part, at in inner.items()}
+    changed = {part: _with((step(data, part) or (None,))[0], at) for part, at in inner.items()}
     if isinstance(data, tuple):
         return tuple(changed.get(i, item) for i, item in enumerate(data))
     return data | changed

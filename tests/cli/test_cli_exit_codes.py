@@ -126,11 +126,23 @@ def test_a_disk_that_refuses_is_no_bug(here: Path, specc: Shell) -> None:
     assert specc.err == "error: E003 specs: File exists\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("ir specs/tiny.yaml", 0), ("build --check", 1), ("build --check --format json", 1)]
+)
+def test_a_reader_that_leaves_changes_no_exit_code(here: Path, arguments: str, code: int) -> None:
     text = "from specc.cli.app import main; main()"
-    command = f"{sys.executable} -c '{text}' ir specs/gpt_mlp35_base.yaml | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    command = f"{{ {sys.executable} -c '{text}' {arguments}; echo $? > code; }} | exec true"
+    done = subprocess.run(["bash", "-c", command], cwd=here, capture_output=True, text=True)
+    assert (Path("code").read_text(), done.stderr) == (f"{code}\n", "")
+
+
+def test_a_path_can_be_read_in_a_locale_of_ascii(here: Path) -> None:
+    Path("specs/tiny.yaml").rename("specs/ä.yaml")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", "from specc.cli.app import main; main()", "validate", "specs/ä.yaml", "ö.yaml"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (2, "specs/ä.yaml: ok\n")
+    assert done.stderr.startswith(r"\xc3\xb6.yaml:1:1: S001")
 
 
 def test_a_full_disk_is_one_of_the_environment(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

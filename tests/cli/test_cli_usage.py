@@ -73,12 +73,14 @@ def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     model.write_text(text.replace("Model(nn.Module)", "Other(nn.Module)"))
     plan.write_bytes(plan.read_bytes().replace(b"\n", b"\r\n"))
     Path("generated/tiny/manifest.json").unlink()
+    Path("generated/tiny/cpu/linear_relu2__n12_k8.py").chmod(0o755)
     Path("generated/tiny/cpu/more.py").write_text("more = 1\n")
     Path("generated/gone").mkdir()
     edited = stamps(here / "generated")
     assert specc("build", "--all", "--check") == 1
     assert specc.out.splitlines() == [
         "generated/tiny/PLAN.md: line endings",
+        "generated/tiny/cpu/linear_relu2__n12_k8.py: executable",
         "generated/tiny/cpu/model.py: changed",
         "generated/tiny/cpu/more.py: extra: no build writes it, so delete it",
         "generated/tiny/manifest.json: missing",

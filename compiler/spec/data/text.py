@@ -1,6 +1,7 @@
 """Text as a stream of tokens, cut into windows as long as the context."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -9,6 +10,13 @@ from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind, FileName
 from specc.compiler.strict import NonNegative, Problem, StrictModel, later
 
+# For each suffix of a tokenizer file: the settings that apply.
+TOKENIZER_SETTINGS: Mapping[str, frozenset[str]] = {
+    ".json": frozenset({"bos"}),
+    ".model": frozenset(),
+    ".tiktoken": frozenset({"pattern", "special", "bos"}),
+}
+KINDS = "`bytes`, tokenizer.json, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)"
 TokenName = Annotated[str, Field(min_length=1, max_length=256)]
 BYTE_IDS = 257  # the ids of the tokenizer `bytes`: 256 byte values and the mark between documents
 
@@ -55,6 +63,15 @@ class TextData(DataKind):
     @property
     def least_vocabulary(self) -> int:
         return BYTE_IDS if self.tokenizer == "bytes" else 0
+
+    def problems(self) -> Iterator[Problem]:
+        settings = TOKENIZER_SETTINGS.get(PurePath(self.tokenizer).suffix)
+        if settings is None and self.tokenizer != "bytes":
+            yield Problem(("tokenizer",), "S296", f"unknown tokenizer {self.tokenizer!r}", f"use {KINDS}")
+            return
+        for unused in sorted(self.model_fields_set & {"pattern", "special", "bos"} - (settings or frozenset())):
+            message = f"train.data.{unused} does not apply to the tokenizer {self.tokenizer}"
+            yield Problem((unused,), "S296", message, f"remove {unused}")
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """Yields a problem if the model reads lines, or lacks ids of the tokenizer `bytes`."""

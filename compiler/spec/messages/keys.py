@@ -15,6 +15,8 @@ from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, w
 from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
 from specc.compiler.text.source import Place, Source
 
+TAGS = ("union_tag_not_found", "union_tag_invalid")  # the errors of a missing and of an unknown kind
+
 
 class Words:
     """Writes diagnostics about `source`. `models` maps each path to the model that is expected there."""
@@ -129,7 +131,7 @@ class Words:
         yield self._missing(holder, key, form)
 
     def _missing_tag(self, error: FieldError) -> Iterator[Diagnostic]:
-        key = str(error.context["discriminator"]).strip("'")
+        key = _discriminator(error)
         words = tags_of(models_in(self._annotation(error.path)), key)
         yield self._missing(error.path, key, one_of(words) if words else "its value")
 
@@ -146,8 +148,29 @@ class Words:
         return model is not None and bool(error.choices) and tag_of(model, str(error.path[-1])) is not None
 
     def _unknown_tag(self, error: FieldError) -> Iterator[Diagnostic]:
-        key, words = unknown_tag(error)
-        yield self._no_kind((*error.path, key), words)
+        words = re.findall(r"'([^']*)'", str(error.context["expected_tags"]))
+        yield self._no_kind((*error.path, _discriminator(error)), words)
+
+    def likely_kind(self, error: FieldError) -> tuple[Path, str] | None:
+        """Returns the path of a missing or unknown kind, and the kind that the value is likely meant to have.
+
+        This is the kind with the most similar name. If there is none, it is the kind that has all keys of the value
+        which any kind has, and needs no others; if there are several, the kind whose keys all others have. Returns None
+        if there is no such kind.
+        """
+        key, value = _discriminator(error), error.value
+        if not isinstance(value, Mapping):
+            return None
+        models = models_in(self._annotation(error.path))
+        kinds = {tag: keys_of(model) for model in models for tag in tags_of([model], key)}
+        stated = value.get(key)
+        kind = nearest(stated, kinds) if isinstance(stated, str) else None
+        if kind is None:
+            known = {name for keys in kinds.values() for name in keys} & {key, *value}
+            fitting = {tag: set(keys) for tag, keys in kinds.items() if _needed(keys) <= known <= set(keys)}
+            shared = [tag for tag, keys in fitting.items() if all(keys <= other for other in fitting.values())]
+            kind = shared[0] if len(shared) == 1 else None
+        return ((*error.path, key), kind) if kind is not None else None
 
     def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
         kind = self._data(path)
@@ -170,10 +193,13 @@ class Words:
             yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", "correct the value")
 
 
-def unknown_tag(error: FieldError) -> tuple[str, list[str]]:
-    """Returns the key that states the kind of a value, and the valid kinds, for the error of an unknown kind."""
-    key = str(error.context["discriminator"]).strip("'")
-    return key, re.findall(r"'([^']*)'", str(error.context["expected_tags"]))
+def _needed(keys: Mapping[str, FieldInfo]) -> set[str]:
+    return {name for name, info in keys.items() if info.is_required()}
+
+
+def _discriminator(error: FieldError) -> str:
+    """Returns the key that states the kind of a value, for the error of a missing or unknown kind."""
+    return str(error.context["discriminator"]).strip("'")
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pydantic_core import ErrorDetails, ValidationError
 
 from specc.compiler.errors import Diagnostic
-from specc.compiler.spec.messages.expected import Model, nearest
-from specc.compiler.spec.messages.keys import Words, unknown_tag
+from specc.compiler.spec.messages.expected import Model
+from specc.compiler.spec.messages.keys import TAGS, Words
 from specc.compiler.spec.messages.values import TYPES, FieldError
 from specc.compiler.strict import Path
 from specc.compiler.text.source import Source, step
@@ -33,19 +33,13 @@ def diagnostics_of(
     return tuple(diagnostics), frozenset(error.path for error in errors)
 
 
-def similar_kinds(error: ValidationError, data: object) -> dict[Path, str]:
-    """Returns the path of each unknown kind, and the valid kind with the most similar name. An unknown kind without a
-    similar name is left out."""
-    kinds: dict[Path, str] = {}
-    for details in error.errors(include_url=False):
-        if details["type"] != "union_tag_invalid":
-            continue
-        fault = _located(details, data)
-        key, words = unknown_tag(fault)
-        kind = fault.value.get(key) if isinstance(fault.value, Mapping) else None
-        if isinstance(kind, str) and (near := nearest(kind, words)):
-            kinds[*fault.path, key] = near
-    return kinds
+def likely_kinds(error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model) -> dict[Path, str]:
+    """Returns the path of each missing or unknown kind, and the kind that the value is likely meant to have. The
+    arguments are those of `diagnostics_of`. A value that may be of several kinds is left out."""
+    words = Words(source, models, root)
+    errors = (_located(details, source.data) for details in error.errors(include_url=False))
+    kinds = (words.likely_kind(fault) for fault in errors if fault.kind in TAGS)
+    return dict(kind for kind in kinds if kind is not None)
 
 
 def _located(details: ErrorDetails, data: object) -> FieldError:

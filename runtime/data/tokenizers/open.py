@@ -17,11 +17,11 @@ def _tiktoken(path: Path, data: TextData) -> Tokenizer:
     return TiktokenTokenizer(path, data.pattern, special, data.bos)
 
 
-# For each suffix: the fields of `train.data` that apply, and the function that opens a file.
-BY_SUFFIX: Mapping[str, tuple[set[str], Callable[[Path, TextData], Tokenizer]]] = {
-    ".model": (set(), lambda path, data: SentencePieceTokenizer(path)),
-    ".tiktoken": ({"pattern", "special", "bos"}, _tiktoken),
-    ".json": ({"bos"}, lambda path, data: JsonTokenizer(path, data.bos)),
+# For each suffix of `TOKENIZER_SETTINGS`, the function that opens a file.
+BY_SUFFIX: Mapping[str, Callable[[Path, TextData], Tokenizer]] = {
+    ".model": lambda path, data: SentencePieceTokenizer(path),
+    ".tiktoken": _tiktoken,
+    ".json": lambda path, data: JsonTokenizer(path, data.bos),
 }
 
 
@@ -39,13 +39,9 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
     """
     data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data
     name = data.tokenizer
-    fields, opened = BY_SUFFIX.get(Path(name).suffix, (set(), None))
-    if opened is None and name != ByteTokenizer.name:
-        kinds = "`bytes`, tokenizer.json, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)"
-        raise DataError(f"unknown tokenizer {name!r}", f"use {kinds}")
-    if unused := sorted((data.model_fields_set & {"pattern", "special", "bos"}) - fields):
-        raise DataError(f"train.data.{unused[0]} does not apply to the tokenizer {name}", f"remove {', '.join(unused)}")
-    return ByteTokenizer() if opened is None else opened(find_file(name, search), data)
+    for problem in data.problems():  # a spec has none, but `data` may be any name
+        raise DataError(problem.message, problem.hint)
+    return ByteTokenizer() if name == "bytes" else BY_SUFFIX[Path(name).suffix](find_file(name, search), data)
 
 
 def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:

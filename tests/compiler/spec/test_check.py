@@ -233,7 +233,7 @@ def test_an_mlp_that_is_too_wide_is_reported_at_the_key_that_sets_its_width(key:
     assert (error.code, error.hint) == ("S215", f"choose a smaller {key}") and error.mark.column >= column
 
 
-def test_a_misspelled_kind_hides_no_other_errors() -> None:
+def test_a_missing_or_unknown_kind_hides_no_other_errors() -> None:
     text = edited(
         ("kind: decoder", "kind: decodr"), ("dim: 64", "dim: '64'"), ("{kind: token}", "{kind: tokn, initt: 1}")
     )
@@ -243,8 +243,20 @@ def test_a_misspelled_kind_hides_no_other_errors() -> None:
         ("S105", Mark(9, 18)),
         ("S101", Mark(9, 24)),
     ]
+    text = edited(("kind: attention\n        heads: 4", "heads: '4'"), ("kind: decoder", "kind: xyz"))
+    assert [(problem.code, problem.mark) for problem in errors_of(text)] == [
+        ("S105", Mark(5, 9)),
+        ("S102", Mark(13, 9)),
+        ("S103", Mark(13, 16)),
+    ]
+    # also those that involve several fields
+    layer = "{kind: mlp, ratio: 4"
+    broken = edited((layer, f"{layer}, hidden: 8"), ("kv_heads: 2", "kv_heads: 3"))
+    across = [problem.code for problem in errors_of(broken)]
+    assert len(across) == 2
+    assert {problem.code for problem in errors_of(broken.replace("kind: mlp, ", ""))} == {"S102", *across}
 
 
-def test_a_kind_that_is_similar_to_none_is_the_only_error_of_its_value() -> None:
-    (problem,) = errors_of(edited(("{kind: mlp, ratio: 4", "{kind: recurrence, ratoi: 4")))
+def test_a_value_that_may_be_of_several_kinds_has_no_other_errors() -> None:
+    (problem,) = errors_of(edited(("{kind: mlp, ratio: 4, act: relu(x) ** 2", "{kind: recurrence, input: 4")))
     assert problem.code == "S105"

@@ -141,7 +141,7 @@ def test_two_hands_of_torchrun_join(whole: Path) -> None:
 
 def test_lines_of_other_ranks_begin_with_their_rank() -> None:
     text = (
-        "import sys\nfrom specc.cli.output import keep_notes_going\nkeep_notes_going()\n"
+        "import sys\nfrom specc.cli.output import keep_going\nkeep_going()\n"
         "sys.stderr.write('one\\ntwo ')\nsys.stderr.flush()\nprint('lines\\nthree', file=sys.stderr)"
     )
     shown = {}
