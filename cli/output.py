@@ -68,8 +68,8 @@ def keep_going() -> None:
     unless the rank is 0. In a locale of ASCII, both are UTF-8, and standard output has the bytes of paths as they are.
     """
     if sys.stdout is not None:
-        errors, buffered = sys.stdout.errors, sys.stdout.line_buffering
-        sys.stdout = _text(_Stream(sys.stdout.fileno(), BrokenPipeError), sys.stdout.encoding, errors, buffered)
+        results = _Stream(sys.stdout.fileno(), BrokenPipeError)
+        sys.stdout = _text(results, sys.stdout.encoding, sys.stdout.errors, results.isatty())
     if sys.stderr is not None:
         rank = os.environ.get("RANK", "0")
         prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""

@@ -94,16 +94,20 @@ def _diagnostics(model: type[StrictModel], source: Source, error: ValidationErro
     """Yields the diagnostics of an invalid source.
 
     A value of a missing or unknown kind is then checked as a value of the kind that is likely meant, if there is one,
-    so that the kind hides no other errors.
+    so that the kind hides no other errors. Problems of the parts around it, which may follow from the kind, are reported
+    only if the kind is misspelled.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds
 
     faulty: frozenset[Path] = frozenset()
+    guessed: frozenset[Path] = frozenset()  # the parts with a value whose kind is not certain
     while error is not None:
         models = dict(places(model, source.data))
         diagnostics, paths = diagnostics_of(error, source, models, model)
-        kinds = likely_kinds(error, source, models, model)
+        likely = likely_kinds(error, source, models, model)
+        kinds = {path: kind for path, kind, _ in likely}
+        guessed |= {path[:-2] for path, _, similar in likely if not similar}
         faulty |= paths - {path[:-1] for path in kinds}
         unknown = {source.place(path) for path in kinds}
         yield from (each for each in diagnostics if not kinds or Place(each.file, each.mark) in unknown)
@@ -111,7 +115,7 @@ def _diagnostics(model: type[StrictModel], source: Source, error: ValidationErro
             break
         source = replace(source, data=_with(source.data, kinds))
         error = _error_of(model, source.data)
-    problems = _problems_of_sound_parts(source, dict(places(model, source.data)), faulty)
+    problems = _problems_of_sound_parts(source, dict(places(model, source.data)), faulty | guessed)
     yield from to_diagnostics(problems, source)
 
 

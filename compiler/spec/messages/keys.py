@@ -151,8 +151,9 @@ class Words:
         words = re.findall(r"'([^']*)'", str(error.context["expected_tags"]))
         yield self._no_kind((*error.path, _discriminator(error)), words)
 
-    def likely_kind(self, error: FieldError) -> tuple[Path, str] | None:
-        """Returns the path of a missing or unknown kind, and the kind that the value is likely meant to have.
+    def likely_kind(self, error: FieldError) -> tuple[Path, str, bool] | None:
+        """Returns the path of a missing or unknown kind, the kind that the value is likely meant to have, and whether
+        it has a similar name.
 
         This is the kind with the most similar name. If there is none, it is the kind that has all keys of the value
         which any kind has, and needs no others; if there are several, the kind whose keys all others have. Returns None
@@ -164,13 +165,13 @@ class Words:
         models = models_in(self._annotation(error.path))
         kinds = {tag: keys_of(model) for model in models for tag in tags_of([model], key)}
         stated = value.get(key)
-        kind = nearest(stated, kinds) if isinstance(stated, str) else None
+        kind = near = nearest(stated, kinds) if isinstance(stated, str) else None
         if kind is None:
             known = {name for keys in kinds.values() for name in keys} & {key, *value}
             fitting = {tag: set(keys) for tag, keys in kinds.items() if _needed(keys) <= known <= set(keys)}
             shared = [tag for tag, keys in fitting.items() if all(keys <= other for other in fitting.values())]
             kind = shared[0] if len(shared) == 1 else None
-        return ((*error.path, key), kind) if kind is not None else None
+        return ((*error.path, key), kind, near is not None) if kind is not None else None
 
     def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
         kind = self._data(path)

@@ -33,13 +33,15 @@ def diagnostics_of(
     return tuple(diagnostics), frozenset(error.path for error in errors)
 
 
-def likely_kinds(error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model) -> dict[Path, str]:
-    """Returns the path of each missing or unknown kind, and the kind that the value is likely meant to have. The
-    arguments are those of `diagnostics_of`. A value that may be of several kinds is left out."""
+def likely_kinds(
+    error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
+) -> tuple[tuple[Path, str, bool], ...]:
+    """Returns `Words.likely_kind` of each value with a missing or unknown kind. The arguments are those of
+    `diagnostics_of`. A value that may be of several kinds is left out."""
     words = Words(source, models, root)
     errors = (_located(details, source.data) for details in error.errors(include_url=False))
     kinds = (words.likely_kind(fault) for fault in errors if fault.kind in TAGS)
-    return dict(kind for kind in kinds if kind is not None)
+    return tuple(kind for kind in kinds if kind is not None)
 
 
 def _located(details: ErrorDetails, data: object) -> FieldError:
