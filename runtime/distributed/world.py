@@ -194,6 +194,16 @@ class World:
         except RuntimeError:
             return not isinstance(error, PeerLost)
 
+    def leave(self) -> None:
+        """Ends the use of the store. Rank 0, which hosts the store, waits until the others no longer use it, because
+        Torch would print a trace for each call that is not answered."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self.rank:
+            self._store.set(f"left/{self.rank}", "")
+        elif others := [f"left/{rank}" for rank in range(1, self.size)]:
+            self._poll(lambda: self._store.check(others))
+
     def _poll(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + _HEAD_START
         while not condition() and time.monotonic() < until:
@@ -241,9 +251,8 @@ def joined() -> Iterator[World]:
             if isinstance(error, RuntimeFailure):
                 error.message = f"rank {world.rank}: {error.message}"
         raise
-    if world._heartbeat is not None:
-        world._heartbeat.stop()
     dist.destroy_process_group()
+    world.leave()
     codes.append(0)
 
 
