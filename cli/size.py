@@ -18,8 +18,9 @@ from specc.cli.output import find_over_budget, say
     is_flag=True,
     help="Also compress the same arrays as parameter-golf PR 1105 does, and compare the sizes. Takes minutes.",
 )
+@click.option("--layers", is_flag=True, help="Show one row per parameter of each layer instead of one for all layers.")
 @json_option
-def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
+def command(model: Path, budget: int | None, plain: bool, layers: bool, as_json: bool) -> int:
     """Count the bytes of an artifact or a submission exactly.
 
     The exit code is 1 if the size exceeds the budget. The size of a submission is the size of both files.
@@ -35,6 +36,8 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         if not as_json:
             click.echo(compared.report())
     if is_submission(model):
+        if layers:
+            raise click.UsageError(f"--layers is for an artifact or a run; {model} is a submission")
         counted = submission_size(model, budget)
         for line in [json.dumps({**counted.facts(), **more}, indent=2)] if as_json else counted.report():
             click.echo(line)
@@ -42,7 +45,7 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     from specc.runtime.export.size import size as count
     from specc.runtime.storage.evaluations import evaluation_line, recorded_evaluations
 
-    sizes = count(model, budget, say)
+    sizes = count(model, budget, say, layers)
     evaluations = recorded_evaluations(model if model.is_dir() else model.absolute().parent.parent)
     if as_json:
         facts = {"path": str(sizes.path), "total": sizes.total, "budget": sizes.budget, "over": sizes.over}
@@ -50,8 +53,11 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         groups = [asdict(group) for group in sizes.groups]
         click.echo(json.dumps({**facts, "groups": groups, **more, **scores}, indent=2))
         return int(find_over_budget(sizes.path, sizes.total, sizes.budget))
+    width = max(28, *(len(group.name) for group in sizes.groups))
     for group in sizes.groups:
-        click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
+        click.echo(
+            f"{group.name:<{width}} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli"
+        )
     for section in sizes.sections:
         click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
     against = (

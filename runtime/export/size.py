@@ -14,7 +14,7 @@ from specc.runtime.storage.quantized_run import artifact_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """The parameters of the same name in all blocks, such as `blocks.*.mlp.up`.
+    """The parameters of the same name in all blocks, such as `blocks.*.mlp.up`, or a single parameter.
 
     Attributes:
         name: the name of the group, with `*` for the block index.
@@ -61,14 +61,19 @@ class SizeResult:
         return self.budget is not None and self.total > self.budget
 
 
-def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> SizeResult:
+def size(path: Path, budget: int | None = None, say: Say = lambda _: None, by_layer: bool = False) -> SizeResult:
     """Returns the size of the artifact at `path`, or of the artifact of the run at `path`.
 
-    `budget` is a limit in bytes. If it is None, `quant.budget_bytes` of the spec applies. `say` is called with a line
-    of text if the weights of the run have changed since the quantization.
+    Args:
+        path: the artifact or the run.
+        budget: a limit in bytes. If it is None, `quant.budget_bytes` of the spec applies.
+        say: a function that is called with a line if the weights of the run have changed since the quantization.
+        by_layer: whether each parameter is a group of its own.
 
-    Raises RunDirectoryError if `path` is neither an artifact nor a run, RunFailure if the run is not quantized, and
-    IntegrityError if the file does not match its header or its spec.
+    Raises:
+        RunDirectoryError: if `path` is neither an artifact nor a run.
+        RunFailure: if the run is not quantized.
+        IntegrityError: if the file does not match its header or its spec.
     """
     artifact = artifact_of(path, say)
     size = artifact_size(artifact)
@@ -85,7 +90,8 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
 
     members: dict[str, list[str]] = {}
     for name in deployment.schemes:
-        members.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+        group = name if by_layer else re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        members.setdefault(group, []).append(name)
     groups: list[GroupSize] = []
     for group, names in members.items():
         kinds = [(deployment.schemes[name], deployment.shapes[name]) for name in names]

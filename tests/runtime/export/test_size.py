@@ -48,6 +48,13 @@ def test_groups_are_the_parameters(run: Run) -> None:
     assert groups["blocks.*.mlp.down"].scheme == "int6 gptq, per row + int5 gptq, per row"
     assert groups["embed.token"].scheme == "int8 round, per row"
     assert (groups["blocks.*.mlp.residual"].scheme, groups["blocks.*.mlp.residual"].stored) == ("f16", 128)
+    parameters = size(run.directory, by_layer=True).groups
+    assert [(group.name, group.tensors) for group in parameters] == [(name, 1) for name in weights]
+    assert sum(group.stored for group in parameters) == raw
+    assert {group.scheme for group in parameters if ".mlp.down" in group.name} == {
+        "int6 gptq, per row",
+        "int5 gptq, per row",
+    }
     blocks = [name.replace(".0.", ".*.").replace(".1.", ".*.") for name in weights]
     assert list(groups) == list(dict.fromkeys(blocks))
 
