@@ -190,6 +190,8 @@ def command(
     from specc.runtime.open_model import open_model
 
     start = _utf8(prompt)
+    if temperature == 0:
+        _refuse_options("--temperature 0", ("top_k", "top_p"))
     sampling = Sampling(temperature, top_k, top_p)
     if prompts is not None:
         _refuse_options("--prompts", ("prompt", "samples"))

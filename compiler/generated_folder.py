@@ -1,6 +1,7 @@
 """A folder of generated files: compares it with a build and writes it without losing hand edits."""
 
 import difflib
+import errno
 import hashlib
 import json
 import os
@@ -161,8 +162,10 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
             return _write(folder, files, force)
     except OSError as error:
         reason = error.strerror or str(error)
-        hint = "free some space" if error.errno in FULL else "make it writable"
-        raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", hint) from error
+        refused = (errno.EACCES, errno.EPERM, errno.EROFS)
+        hint = "free some space" if error.errno in FULL else "make it writable" if error.errno in refused else "fix this"
+        again = f"{hint}, and build again, which writes the remaining files"
+        raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", again) from error
 
 
 def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ...]:

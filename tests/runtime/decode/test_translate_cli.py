@@ -86,9 +86,18 @@ def test_options_of_texts_are_refused_beside_lines(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_beam_is_refused_beside_a_prompt(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", str(trained[1]), "--prompt", "x", "--beam", "2"]) == 2
-    assert "--beam has no effect together with a prompt" in " ".join(capsys.readouterr().err.split())
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--beam", "2"], "--beam has no effect together with a prompt"),
+        (["--temperature", "0", "--top-k", "5"], "--top-k has no effect together with --temperature 0"),
+    ],
+)
+def test_options_without_effect_are_refused_beside_a_prompt(
+    trained: tuple[Path, Path], given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", str(trained[1]), "--prompt", "x", *given]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
