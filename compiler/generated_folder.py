@@ -163,7 +163,9 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     except OSError as error:
         reason = error.strerror or str(error)
         refused = (errno.EACCES, errno.EPERM, errno.EROFS)
-        hint = "free some space" if error.errno in FULL else "make it writable" if error.errno in refused else "fix this"
+        hint = (
+            "free some space" if error.errno in FULL else "make it writable" if error.errno in refused else "fix this"
+        )
         again = f"{hint}, and build again, which writes the remaining files"
         raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", again) from error
 
