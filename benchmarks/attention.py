@@ -1,6 +1,6 @@
-"""Times of attention on a GPU, forward and backward: this project's Triton kernels, flash-attn-4 with the same
-expressions where it is installed, FlexAttention compiled, and Torch's causal attention.
-`python benchmarks/attention.py [WORD ...] [--tiles]` prints a table; words choose the rows that contain one."""
+"""Times attention on a GPU, forward and backward, in four implementations: the Triton kernels of specc, flash-attn-4
+(if it is installed), compiled FlexAttention, and Torch's causal attention. `python benchmarks/attention.py [WORD ...]
+[--tiles]` prints a table of the rows whose names contain a WORD, or of all rows."""
 
 import importlib
 import sys
@@ -38,7 +38,8 @@ WORDS = [word for word in sys.argv[1:] if word != "--tiles"]
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: attention as a spec states it. `mean` is the mean number of tokens of a document."""
+    """A row of the table: attention with the score, mask and tables of a spec. `mean` is the mean number of tokens of a
+    document."""
 
     score: str = "s"
     mask: str = "j <= i"
@@ -46,7 +47,7 @@ class Row:
     mean: int = T
 
     def site(self, backward: bool) -> Site:
-        """The node of the forward or the gradient."""
+        """Returns the site of the forward pass or of the gradient."""
         q, k = (TensorType(("B", "T", count, CHANNELS), "bf16") for count in (HEADS, GROUPS))
         mask = bound_mask(self.mask, HEADS, T)
         score = bound_score(self.score, tuple(self.tables.items()), mask, HEADS, T)
@@ -86,7 +87,8 @@ def op_of(kernel: Kernel, site: Site, folder: Path) -> Callable[..., Any]:
 
 
 def flex(row: Row) -> Callable[..., Tensor]:
-    """The function that generated models call without a fusion, which uses FlexAttention when it is compiled."""
+    """Returns the function that generated models call if attention is not fused. Under torch.compile, it uses
+    FlexAttention."""
     site = row.site(False)
     op = site.node.op
     assert isinstance(op, ScoredAttention)
@@ -105,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fastest(kernel: Kernel, site: Site, inputs: Sequence[Tensor], folder: Path) -> Kernel:
-    """The variant of a kernel with the fastest tile."""
+    """Returns the variant of a kernel with the fastest tile."""
     variants = dict(enumerate(kernel.variants(site)))
     ops = {str(i): op_of(variant, site, folder) for i, variant in variants.items()}
     calls = {name: lambda op=op: op(*inputs) for name, op in ops.items()}
@@ -117,7 +119,8 @@ def fastest(kernel: Kernel, site: Site, inputs: Sequence[Tensor], folder: Path) 
 def passes(
     row: Row, kernels: Sequence[Kernel], values: Sequence[Tensor], dy: Tensor, folder: Path
 ) -> tuple[Callable[[], object], str]:
-    """Forward and backward by a pair of kernels as one call in a CUDA graph, and their tiles."""
+    """Returns a function that replays the forward and the backward of a pair of kernels as one CUDA graph, and their
+    tiles."""
     sites = [row.site(False), row.site(True)]
     attend = op_of(kernels[0], sites[0], folder)
     y, lse = attend(*values)

@@ -52,7 +52,7 @@ CLEAN = re.compile(r"SUMMARY: 0 (?:errors|hazards)")
 
 
 def launched(plan: Plan, without: str) -> tuple[Choice, ...]:
-    """The choices whose modules do not have `without` in their name; all where it is empty."""
+    """Returns the choices whose module names do not contain `without`; all choices if it is empty."""
     chosen = tuple(choice for choice in tuned_choices(plan) if not without or without not in choice.rendered.module)
     if not chosen:
         raise SystemExit(f"no kernel is left to launch without {without!r}")
@@ -60,7 +60,8 @@ def launched(plan: Plan, without: str) -> tuple[Choice, ...]:
 
 
 def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
-    """What the mangled names of the kernels contain that some sources define."""
+    """Returns parts of the mangled names of the kernels that the sources `texts` define. Each name contains one of
+    them."""
     names: dict[str, None] = {}
     for text in texts:
         names |= dict.fromkeys(name for pattern in NAMED for name in pattern.findall(text))
@@ -69,8 +70,8 @@ def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def inputs(site: Site, device: str, tiles: int, shapes: int) -> Iterator[list[Tensor]]:
-    """Those of one launch for each row count. They come from the host: initcheck follows copies, and no kernel that is
-    not looked at. `shapes` is the number of row counts."""
+    """Yields the inputs of one launch for each row count. `shapes` is the number of row counts. The inputs are copied
+    from the host, because initcheck tracks copies, but not the writes of kernels that it does not check."""
     few = [sizes_of(site, rows) for rows in ROWS[:shapes]]
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
@@ -82,13 +83,14 @@ def inputs(site: Site, device: str, tiles: int, shapes: int) -> Iterator[list[Te
 
 
 def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """One tool of compute-sanitizer, which looks at kernels of `names` only, over this script."""
+    """Returns the command that runs this script under a tool of compute-sanitizer. The tool checks only kernels of
+    `names`."""
     filters = ["--kernel-name", ",".join(f"kns={name}" for name in names)]
     return ["compute-sanitizer", "--tool", tool, *filters, sys.executable, __file__, *arguments]
 
 
 def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs the tools; the last lines tell what each has found."""
+    """Runs this script under each tool and prints the results. Returns 1 if a tool reports an error, otherwise 0."""
     if not names:
         raise SystemExit("no kernel of the plan has machine code of its own: there is nothing to look at")
     # an allocation a tensor, else memcheck does not see what lies behind one
@@ -107,7 +109,8 @@ def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str
 
 
 def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, options: argparse.Namespace) -> None:
-    """One kernel after another, each awaited, so that what goes wrong does so below its name."""
+    """Launches the kernels one after the other, and waits for each, so that an error appears below the name of its
+    kernel."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = instantiate(spec, options.target, Path(folder), lock=lock, deployed=options.deployed)
         module, device = vars(sys.modules[type(loaded.model).__module__]), device_of(loaded.target)

@@ -11,8 +11,8 @@ A leg that has a record with the same settings is not repeated, so the same comm
 legs by patterns: `original@2-*`, `fast-seed1`, `fast:no softcap-*`. `--dry-run` lists them. Two commands with the same
 `--out` may run at once, on two GPUs.
 
-The script is not part of this repository. Its changes are those of `CHANGES`, which the command prints; everything
-else is set by its options.
+The script is not part of this repository. The command applies the changes in `CHANGES` to it and prints them.
+Everything else is set by options of the script.
 """
 
 import argparse
@@ -83,12 +83,12 @@ def original(factor: float, seed: int) -> Leg:
 
 
 def fast(sets: Mapping[str, tuple[str, ...]], seed: int, stop: float | None) -> Leg:
-    """Returns a leg of gpt2_fast, with the first setting of the sweep file, which stops at a loss."""
+    """Returns the leg of gpt2_fast with the first setting of the sweep file. It ends when the loss is at most `stop`."""
     return Leg(f"fast-seed{seed}", seed, None, next(iter(sets.values())), stop)
 
 
 def ablation(sets: Mapping[str, tuple[str, ...]], setting: str, seed: int) -> Leg:
-    """Returns the leg of a setting of the sweep file, which trains its whole schedule."""
+    """Returns the leg of gpt2_fast with a setting of the sweep file. It trains the whole schedule."""
     return Leg(f"fast:{setting}-seed{seed}", seed, None, sets[setting])
 
 
@@ -109,7 +109,7 @@ class Race:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def settings(self, leg: Leg) -> dict[str, Any]:
-        """Returns everything that decides the result of a leg, as in its record."""
+        """Returns everything that determines the result of a leg, as fields of its record."""
         shared = {"seed": leg.seed, "data": self.data.name, "spacing": self.spacing}
         if leg.factor is not None:
             text = patched(self.script, leg.seed)
@@ -199,7 +199,8 @@ def patched(script: Path, seed: int) -> str:
 def read_original(lines: Iterable[str]) -> Record:
     """Reads the output of the script.
 
-    Its clock begins before the first step, which compiles. That step is counted as the mean of the others.
+    The clock of the script begins before the first step, which compiles. This step is counted with the mean time of the
+    other steps.
     """
     seconds: dict[int, float] = {}
     losses: dict[int, float] = {}
@@ -242,7 +243,7 @@ def _ended(validations: Sequence[Record]) -> Record:
 
 
 def loss_in_f32(run: Path, data: Path) -> float:
-    """Returns the loss of a finished run in nats per target, in f32 as the script validates.
+    """Returns the loss of a finished run in nats per target. It is computed in f32, like the validation of the script.
 
     The code for a CPU computes in f32. Without fusion points it is plain Torch, which runs on a GPU too, without TF32.
     """
@@ -277,7 +278,8 @@ def _tokens_per_step(overrides: tuple[str, ...]) -> int:
 
 
 def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """Runs a command in a folder and returns its output, which is also in `output` there. Raises RaceError."""
+    """Runs a command in a folder and returns its output, which is also written to the file `output` in the folder.
+    Raises RaceError if the command fails."""
     path = folder / "output"
     with path.open("w") as file:
         ended = subprocess.run(
@@ -290,7 +292,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
 
 
 def settings_of(path: Path) -> dict[str, tuple[str, ...]]:
-    """Returns the overrides of each setting of a sweep file, whose specs it checks."""
+    """Checks the specs of a sweep file, and returns the overrides of each setting."""
     from specc.runtime.sweep.plan import read_sweep
 
     return {run.setting: run.overrides for run in read_sweep(path).runs}
@@ -383,7 +385,8 @@ def verdict(race: Race, sets: Mapping[str, tuple[str, ...]], target: float | Non
 
 
 def pack(arguments: argparse.Namespace, data: Path) -> None:
-    """Packs the text into token shards, which both sides read, unless they exist. Another race may pack them now."""
+    """Packs the text into token shards for both sides, unless the shards exist. Another race may be packing them at the
+    same time."""
     with FileLock(f"{data}.lock"):
         if data.exists():
             return

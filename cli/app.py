@@ -149,7 +149,7 @@ def main() -> NoReturn:
 
 
 class Terminated(BaseException):
-    """Raised if a signal to end the process arrives while no function that handles the signal itself is running."""
+    """Raised by a signal to end the process, unless a running function handles this signal itself."""
 
     exit_code = EXIT_PREEMPTED
 

@@ -99,9 +99,9 @@ def command(
     cache once. On a GPU, decoding steps with library matrix products are measured too, and both kinds of steps are also
     measured under torch.compile.
 
-    A model of pairs has more parts. `table` times training and validation on one and on several GPUs, with and without
-    a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix products of the deployed
-    model with torch._int_mm.
+    For a model of lines, there are more parts. `table` times training and validation on one and on several GPUs, with
+    and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix products of
+    the deployed model with torch._int_mm.
 
     If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
     """

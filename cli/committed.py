@@ -14,7 +14,7 @@ from specc.cli.options import generated_beside
 
 
 def require_built(spec: Path, name: str, target: str) -> None:
-    """Raises StaleCode if generated/NAME beside a spec file is not what the spec builds for a target.
+    """Raises StaleCode if the folder generated/NAME beside a spec file differs from a build of the spec for a target.
 
     If this folder does not exist, nothing is compared. Overrides are ignored, because the folder is built from the spec
     file alone.
@@ -52,8 +52,8 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
 
 
 def require_built_run(directory: Path) -> None:
-    """Raises StaleCode if generated/NAME in the working directory was built from the spec and the lock of a run, and
-    differs from what they build for the target of the run.
+    """Raises StaleCode if generated/NAME in the working directory is outdated: it was built from the spec and the lock
+    of a run, but a new build for the target of the run differs from it.
 
     The folder of another spec or lock, for example after the spec was edited or with overrides, is not compared.
     """

@@ -70,7 +70,7 @@ def _write_many(
     from specc.runtime.generate import generate_many
 
     if opened.spec.model.reads == "lines":
-        raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
+        raise click.UsageError(f"{opened.spec.name} transforms lines: use --lines FILE")
     try:
         starts = lines_of(prompts.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -201,7 +201,7 @@ def command(
     _refuse_options("a prompt", ("batch",))
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
     if opened.spec.model.reads == "lines":
-        raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
+        raise click.UsageError(f"{opened.spec.name} transforms lines: use --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
         texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say, compiled=compile)

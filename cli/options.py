@@ -82,8 +82,8 @@ def picture_option(text: str) -> Callable[[F], F]:
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
-    """Returns the tokenizer that `--tokenizer` names, as an argument of `open_tokenizer`, and the folders to search for
-    its file.
+    """Returns the tokenizer that `--tokenizer` names, in a form that `open_tokenizer` accepts, and the folders to
+    search for its file.
 
     If the option names a spec, the tokenizer is that of the spec, and the folder of the spec is searched too.
     """

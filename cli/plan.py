@@ -47,8 +47,8 @@ def _by_state(files: tuple[tuple[str, str], ...]) -> dict[str, list[str]]:
 
 
 def _files_line(folder: Path, files: tuple[tuple[str, str], ...]) -> str:
-    """Returns one line about the files that a build would change, with the names of the first few files of each
-    state."""
+    """Returns one line with the numbers and the first few names of the new, changed and removed files. `files` contains
+    pairs (state, name)."""
     parts = []
     for state, names in _by_state(files).items():
         if names:

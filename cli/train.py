@@ -88,7 +88,7 @@ def command(
 ) -> int:
     """Train the model of a spec.
 
-    If generated code of the spec is committed beside it, this code must be up to date.
+    If generated code is committed beside the spec, it must be up to date.
 
     To train on several machines, start this command on each, with options of torchrun after `--`: for example
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
@@ -204,8 +204,8 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that selects the kind of data that `--data` names. Returns none if the spec with `overrides`
-    already states this kind. Only kinds that need no files can be selected in this way."""
+    """Returns the override that selects the kind of data that `--data` names. Returns no override if the spec with
+    `overrides` already states this kind. Only kinds that need no files can be selected in this way."""
     from specc.compiler.spec.train import GENERATED
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read

@@ -102,7 +102,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     which returns the loss of each target in nats, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation.
     ids and targets are i64 [B, T] on the target's device.
 
-    A model of line pairs has `model(source, inputs, target)`, `model.score(source, target)`, `encode`, `extend`, and
+    A model of lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode`, `extend`, and
     `model.translate(lines)`, which returns one target line per source line.
 
     An artifact with int8 products runs directly from its int8 codes. It lacks `model(...)`, which is for training.

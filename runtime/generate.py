@@ -242,7 +242,8 @@ def _block(opened: OpenedModel) -> int:
 
 
 def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, say: Say | None) -> list[int]:
-    """Returns the BOS token (if the tokenizer has one) followed by the prompt, cut to the last tokens of the context.
+    """Returns the BOS token (if the tokenizer has one) followed by the tokens of the prompt. If they exceed the
+    context, only the last tokens are returned.
 
     Raises SamplingError, DataError and RunFailure as `generate` does.
     """

@@ -28,7 +28,7 @@ def command(name: str, out: Path, shards: int, repo: str | None, revision: str |
 
     NAME is fineweb-sp1024 or fineweb-sp8192, for shards of FineWeb and their tokenizer, or the file of a tokenizer that
     a spec names: gpt2.tiktoken, llama3.tiktoken, qwen3.json or gemma3.model. The command states what it downloads, and
-    asks. No other command uses the network.
+    asks for confirmation. No other command uses the network.
     """
     from specc.runtime.data.shards.fetch import SETS, fetch
     from specc.runtime.data.shards.fetch_tokenizer import TOKENIZERS, fetch_tokenizer

@@ -69,7 +69,7 @@ class ArtifactContents:
         tensors: the arrays by parameter name and suffix; read-only after reading.
         interface: 32 bytes, the digest of parameter names, shapes and storage.
         code: 32 bytes, the digest of the generated code at the time of writing.
-        table: the raw section of table.py; empty if no array is multiplied in its stored form.
+        table: the raw bytes of the table section (table.py); empty if no array is multiplied in its stored form.
         trained_on: digests of the training data; None if they are not known.
     """
 

@@ -1,4 +1,4 @@
-"""Stored arrays of int8 products: checks them against their products and computes the tensors that the kernels read.
+"""Checks the stored arrays of int8 products, and computes from them the tensors that the kernels read.
 
 The checks need only the table of arrays, so they run before any array is decompressed.
 """

@@ -21,9 +21,9 @@ The sections are, in this order:
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
 - the streams (streams.py), each cut between rows into sections of at most 512 KiB.
 
-Each stream section has the transform with the smallest measured size. Apart from the table of arrays, names, dtypes and
-shapes of arrays are not stored. Because streams are cut, brotli adapts to each part, all cores compress in parallel,
-and the expanded size of a section is bounded.
+Each stream section has the transform with the smallest measured size. Names, dtypes and shapes of arrays are stored
+only in the table of arrays. Because streams are cut, brotli adapts to each part, all cores compress in parallel, and
+the expanded size of a section is bounded.
 
 Version 1, which is read but no longer written, has no codec and no transforms. The arrays of each kind are joined in
 layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.

@@ -1,8 +1,8 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-An artifact's spec determines the shapes of its arrays. An array that is multiplied in its stored form would be read
-with that shape even if it had been written with another. A file with such arrays therefore has an additional section,
-the table, with one JSON line per array.
+An artifact's spec determines the shapes of its arrays. If an array that is multiplied in its stored form had been
+written with another shape, it would be read without an error. A file with such arrays therefore has an additional
+section, the table, with one JSON line per array.
 """
 
 import json

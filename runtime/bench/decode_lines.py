@@ -1,4 +1,4 @@
-"""Measures greedy decoding of held-out lines by a model of pairs: with and without a cache, in each dtype, and in int8.
+"""Measures greedy decoding of held-out lines by a model of lines: with and without a cache, in each dtype, and in int8.
 
 lines/s is the number of lines divided by the seconds from source text to target text in this process. A batch has
 `eval.batch` lines. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as
@@ -110,7 +110,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     """Measures every row that the spec and the target allow.
 
     Args:
-        setup: the setup of the benchmark. Its spec describes a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of lines.
         weights: a run or an artifact. None for the initial weights of training.
 
     Returns:
@@ -169,8 +169,8 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields the model in each dtype in which it can compute on the target. The dtype of the spec is first, and int8 is
-    last."""
+    """Yields (name, function that builds the model) for each dtype in which the model can compute on the target. The
+    dtype of the spec is first, and int8 is last."""
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
@@ -246,5 +246,5 @@ def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: 
 
 
 def _equal(texts: list[str], others: list[str]) -> int:
-    """Returns the number of lines that are equal."""
+    """Returns the number of positions at which both lists have the same line."""
     return sum(a == b for a, b in zip(texts, others, strict=True))

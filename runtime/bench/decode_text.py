@@ -127,7 +127,7 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder. Its objects are created for each batch and context.
+    """A decoder. Its functions create new caches and graphs for each batch and context.
 
     Attributes:
         logits: a function that returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are
@@ -380,7 +380,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
     """Yields the row of each decoder. If a decoder cannot run, or computes a different function, the reason is added to
     `missing`.
 
-    Raises RunFailure if the two caches of this package differ.
+    Raises RunFailure if the logits of the contiguous and the paged cache differ.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (cell.batch, cell.context - cell.tokens)
@@ -426,8 +426,8 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference between logits and the first rows of `others`, relative to the largest of
-    these."""
+    """Returns the largest difference between `logits` and the first rows of `others`, divided by the largest magnitude
+    in these rows."""
     width = min(logits.shape[-1], others.shape[-1])
     exact = others[: len(logits), :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

@@ -1,4 +1,4 @@
-"""The parts of a report for models of pairs, as tables and as data: the training table, decoding, and int8 products."""
+"""The parts of a report for models of lines, as tables and as data: the training table, decoding, and int8 products."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

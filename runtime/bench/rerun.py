@@ -19,7 +19,7 @@ TOKENS = "tokens"  # the key of the decoded tokens in the state
 
 
 def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batch: int, beam: int = 1) -> Translator:
-    """Returns a decoder of a loaded model of pairs that has no cache.
+    """Returns a decoder without a cache for a loaded model of lines.
 
     Args:
         loaded: the model.
@@ -40,7 +40,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
-    """Returns a module that decodes without a cache and shares the current weights of a loaded model of pairs.
+    """Returns a module that decodes without a cache and shares the current weights of a loaded model of lines.
 
     The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
@@ -90,7 +90,8 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows in the next steps. The rule is the same as for decoders with a cache."""
+        """Returns the number of rows in the next steps, given that `going` of `now` rows are unfinished. The rule is
+        the same as for decoders with a cache."""
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
         return going if going <= 0.75 * now else now

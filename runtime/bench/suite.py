@@ -1,4 +1,4 @@
-"""Runs all parts of a benchmark in order: ceilings, kernels, groups, the step, and the parts for models of pairs."""
+"""Runs all parts of a benchmark in order: ceilings, kernels, groups, the step, and the parts for models of lines."""
 
 import sys
 import tempfile

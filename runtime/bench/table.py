@@ -1,12 +1,13 @@
-"""The training table of a model of pairs: training on one or several GPUs, and decoding with or without a cache.
+"""The training table of a model of lines: training on one or several GPUs, and decoding with or without a cache.
 
 A rate is total work divided by total time. Terms of the table:
 
 - A training step is one update on `train.batch` samples of all processes together, as in `specc train`. The spec sets
   teacher forcing. On a GPU, the step is compiled and captured as a CUDA graph, and batches are transferred during
   computation.
-- A validation step decodes `train.batch` lines of the held-out split greedily and compares each with its target, from
-  text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
+- A validation step decodes `train.batch` lines of the held-out split greedily, from source text to target text, and
+compares each with its target. Several processes share the lines. The ratio of validation steps to training steps is the
+ratio of
   `eval.lines` to the lines of an epoch. There is at least one validation step.
 - The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding. `overall` is the
   work of all training and validation steps, divided by their seconds.
@@ -133,7 +134,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
     others wait.
 
     Args:
-        setup: the setup of the benchmark. Its spec describes a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of lines.
         steps: the number of training steps.
         world: the processes.
 

@@ -105,8 +105,8 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
-    """Looks at a call of `function`. Returns the name of the parameter that is its second argument, and the node that
-    is its first argument.
+    """If a node calls `function`, returns the name of the parameter that is the second argument, and the node that is
+    the first argument.
 
     Returns None for other nodes, and if the second argument is not a parameter.
     """

@@ -60,7 +60,8 @@ class InputScales:
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
-        """Returns the input scales of each weight [N, K] divided by the largest of them, f32 [K], by weight name.
+        """Returns f32 [K] for each weight [N, K], by weight name: the scales of its input features, divided by the
+        largest of these scales.
 
         The deployed model rounds the weight multiplied by these shares.
         """

@@ -2,8 +2,8 @@
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
 rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model
-that fits its data. g is a sum over the uses of W. Every use adds rank-one matrices l r^T, where l [N] belongs to the
-rows:
+that fits its data. g is a sum over the uses of W. Every use adds rank-one matrices l r^T to g, where l [N] has one
+entry per row of W:
 
 - a product y = W x adds l = dl/dy, r = x for each row of x. If a block runs several times per token, each call adds one
   term.
@@ -62,7 +62,8 @@ def capture_uses(
         progress: a function that is called with the number of processed rows after each batch.
 
     Returns:
-        For each name, one use for all products and one for all lookups, as far as there are any.
+        For each name, one use that combines all products, and one that combines all lookups. A kind without any use is
+        left out.
 
     Raises:
         QuantizeError: a gradient or an input contains NaN or infinity.

@@ -151,7 +151,8 @@ def calibration_of(
 
 
 def _add(decoder: Any, batch: Batch, first: int, tally: Tally, device: torch.device) -> None:
-    """Adds the targets of a batch of windows. `first` is the number of tokens that the model reads at once."""
+    """Adds the targets of a batch of windows. The first `first` tokens of each window are prefilled, and the others are
+    decoded one at a time."""
     ids, targets, new = (torch.from_numpy(array.copy()).to(device) for array in (batch.ids, batch.targets, batch.new))
     logits = decoder.prefill(ids[:, :first])
     for place in range(first - 1, ids.shape[1]):

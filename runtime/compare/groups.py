@@ -106,7 +106,8 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories of a word, each with the name of its group if it is the first of the group."""
+    """Yields the run directories of a word, each with the name that its group has if this run is the first of the
+    group."""
     for part in [word] if Path(word).exists() else word.split(","):
         plain = Path(part).exists()
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
@@ -118,8 +119,8 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the run at a path, or the started runs of the sweep at a path. A path that is not `named` matches a
-    pattern, and may be neither."""
+    """Yields the run at a path, or the started runs of the sweep at a path. If `named` is False, the path comes from a
+    pattern, and is skipped if it is neither."""
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

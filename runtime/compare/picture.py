@@ -35,8 +35,8 @@ def comparison_picture(
         evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
-        A PNG with a plot of the loss over tokens, one over seconds, the recorded evaluations if there are
-        any, and a reliability diagram if there are calibrations.
+        A PNG with a plot of the loss over tokens, a plot of the loss over seconds, the recorded evaluations if there
+        are any, and a reliability diagram if there are calibrations.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.

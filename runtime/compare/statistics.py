@@ -35,7 +35,7 @@ class Welch:
         error: the standard error of the difference.
         t: the difference of the means, in units of its standard error.
         df: degrees of freedom by the Welch-Satterthwaite equation.
-        p: the two-sided probability of a |t| at least this large if the means are equal.
+        p: the two-sided p-value: the probability of a |t| of at least the measured one if the means are equal.
         low, high: 95 % confidence interval of the difference.
     """
 
@@ -48,14 +48,15 @@ class Welch:
     high: float
 
     def p_below(self, limit: float) -> float:
-        """Returns the one-sided probability of a difference at most this large if the true difference is `limit`."""
+        """Returns the one-sided p-value: the probability of a difference of at most `self.difference` if the true
+        difference is `limit`."""
         t = (self.difference - limit) / self.error
         tail = t_two_sided(t, self.df) / 2
         return tail if t <= 0 else 1 - tail
 
 
 def welch(first: Summary, second: Summary) -> Welch | None:
-    """Compares two groups of at least two values each.
+    """Compares two groups by Welch's t-test.
 
     Returns:
         The result. None if a group has fewer than two values, or if the standard error is zero because neither group

@@ -1,8 +1,8 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-One program samples one row. It maps the bits of logits to 32-bit integers of the same order, the keys. Bisection over
-the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights of tokens are f64, as in
-`Sampling.probabilities`, so that both choose the same token for the same random number.
+One program samples one row. It maps the bits of logits to 32-bit integers in the same order, which are called keys.
+Bisection over the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights of tokens are f64, as
+in `Sampling.probabilities`, so that both choose the same token for the same random number.
 """
 
 import torch

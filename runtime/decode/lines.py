@@ -21,7 +21,7 @@ CHECK = 4  # the number of steps between two counts of the unfinished rows; each
 
 @dataclass(frozen=True)
 class Translator:
-    """A decoder of a model of line pairs.
+    """A decoder of a model of lines.
 
     Beam search (`beam` > 1) keeps the `beam` most probable lines of each source, whether finished or not. It stops when
     the most probable line is finished, because extending another line only lowers its probability. There is no length
@@ -245,7 +245,7 @@ def translator(
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """Returns the decoder of an opened model of line pairs. If `beam` is None, the spec states the beam size.
+    """Returns the decoder of an opened model of lines. If `beam` is None, the spec states the beam size.
 
     Raises DataError for a model of text.
     """
@@ -262,8 +262,8 @@ def decoder_inputs(
     """Computes decoder inputs for scheduled sampling, a mix of target tokens and the model's own predictions.
 
     Position 0 is the start token. Position t + 1 is the target's token t if `forcing` is true at t + 1. Otherwise it is
-    the model's most probable token after the inputs up to t, excluding padding and start. Predictions continue after a
-    predicted stop token, up to the length of the target.
+    the token, other than padding and start, that the model finds most probable after the inputs up to t. Predictions
+    continue after a predicted stop token, up to the length of the target.
 
     Args:
         model: the generated model of lines.

@@ -14,8 +14,8 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """A text that is being written: its random numbers, and how many tokens were sampled. The host may not yet have
-    read the last of these."""
+    """A text that is being written: its random numbers, and how many tokens were sampled. The host may not have read
+    the last sampled tokens yet."""
 
     generator: torch.Generator
     sampled: int = 0

@@ -52,8 +52,8 @@ def page_of(spec: Spec) -> int:
 
 @dataclass
 class _Text:
-    """A text: its pages, the number of tokens in them, and its tokens since the first in the pages, as pieces, i64 on
-    the device. The last token is not in the pages yet."""
+    """A text in the pages. `pieces` are its tokens, beginning with the first token in the pages, as i64 tensors on the
+    device. `length` is the number of tokens in the pages, which do not contain the last token yet."""
 
     pages: list[int]
     pieces: list[Tensor]

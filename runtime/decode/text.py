@@ -176,8 +176,8 @@ class Decoder:
 
 
 class Replayed:
-    """A function without results, which is captured as a CUDA graph on a GPU. It runs directly on a CPU, and is
-    captured and replayed on a GPU.
+    """A function without results. It runs directly on a CPU. On a GPU, it is captured as a CUDA graph, which is
+    replayed.
 
     Args:
         work: the function. It reads and writes the same addresses in every call, except for its arguments.

@@ -113,7 +113,7 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
     """Runs a command in `size` processes. Returns the exit code of the process that failed first, or 0.
 
     SIGTERM, SIGHUP and SIGINT are forwarded to all processes, which save and end as a single process would. After a
-    failure, the other processes have GRACE seconds to end. If this process is killed, they receive SIGTERM.
+    failure, the other processes have GRACE seconds to end. If this process is killed, all processes receive SIGTERM.
     """
     with ExitStack() as stack:
         environment = {**_environment(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}

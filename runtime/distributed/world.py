@@ -83,7 +83,7 @@ class World:
             return replace(self, device=device)
         if self.local_rank >= torch.cuda.device_count():
             count = torch.cuda.device_count()
-            message = f"rank {self.rank} needs GPU {self.local_rank} of its host, and torch finds {count}"
+            message = f"rank {self.rank} needs the GPU with index {self.local_rank}, but torch finds {count} GPUs"
             raise EnvironmentFailure(message, "start one process per GPU")
         gpu = torch.device("cuda", self.local_rank)
         patience = PATIENCE if self._single_host else NCCL_PATIENCE
@@ -178,8 +178,8 @@ class World:
 
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails shows its error. The
-        others end as a result of it, or with the same error. If a process of this machine was lost, its launcher
-        reports this, because it knows the signal."""
+        others end as a result of it, or with the same error. If a process of this machine was lost, its launcher, which
+        knows the signal, reports this."""
         if self._store is None:
             return True
         if isinstance(error, PeerLost) and self._single_host and has_launcher():

@@ -36,8 +36,8 @@ def evaluate(
     gpus: int | None = None,
     tasks: Sequence[Path] = (),
 ) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
-    """Scores a run or an artifact by the metric of its spec, or on the examples of files. Results of a run, or of the
-    artifact in a run, are recorded there, except those with `adapt`.
+    """Scores a run or an artifact by the metric of its spec, or on the examples of files. The results of a run, or of
+    the artifact in a run, are recorded in the run, except results with `adapt`.
 
     Args:
         path: the run or the artifact.

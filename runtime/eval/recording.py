@@ -23,8 +23,8 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records the measures of data as the result of the task `data`. An earlier result for the same settings and for
-    data with the same name is replaced.
+    """Records the measures of the scored data as the result of a task named `data` and its settings. An earlier result
+    for the same settings and for data with the same name is replaced.
 
     Raises EnvironmentFailure if it cannot be written.
     """

@@ -30,7 +30,8 @@ def evaluate_tasks(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> TaskResults:
-    """Scores an opened model of text on tasks. Results of a run, or of the artifact in a run, are recorded there.
+    """Scores an opened model of text on tasks. The results of a run, or of the artifact in a run, are recorded in the
+    run.
 
     Args:
         opened: the model.

@@ -145,7 +145,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
         call: a function that runs the file.
         say: a function that is called with the result as a line of text.
 
-    Raises IntegrityError if they differ by more than `TOLERANCE`, or if the file cannot be run.
+    Raises IntegrityError if outputs or losses differ by more than `TOLERANCE`, or if the file cannot be run.
     """
     nats, expected, tokens = 0.0, 0.0, 0
     differences: list[Tensor] = []

@@ -170,7 +170,7 @@ class Config:
 
 
 def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Returns the fields that a family did not read because they do not change the function of the model.
+    """Returns the fields that a family did not read. They do not change the function of the model.
 
     Args:
         config: the config, after the family read it.

@@ -176,7 +176,7 @@ def _units(result: Inspection) -> "Figure":
 
 
 def _experts(result: Inspection) -> "Figure":
-    """Draws a map of experts and of layers and kinds of documents."""
+    """Draws a map of loads: a column per expert, and a row per layer and kind of documents."""
     count = max(len(row.loads) for row in result.experts)
     height = max(3.2, 1.6 + 0.32 * len(result.experts))
     figure = _figure(max(6.0, 2.5 + 0.4 * min(count, 40)), height, f"{result.name}: experts, step {result.step:,}")

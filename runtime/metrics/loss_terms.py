@@ -14,8 +14,8 @@ def loss_terms(
     """Returns the mean of each term over a batch, without its weight, by the title of the term.
 
     The loss of the program is linear in the weights of the terms that are computed for each token. To measure these
-    terms, the program runs with a weight of 1 for one term at a time. The value of an auxiliary loss is the gradient
-    with respect to its weight, which is the sum over the blocks.
+    terms, the program runs with a weight of 1 for one term at a time. The value of an auxiliary loss, a sum over the
+    blocks, is the gradient of the loss with respect to its weight.
 
     Args:
         model: the model. The buffers that the program writes, such as statistics of 8-bit products, are restored.

@@ -73,15 +73,15 @@ class GeneratedLines(Protocol):
 
 
 def text_model(module: Any) -> GeneratedText:
-    """Casts a module that was generated from a text spec to its type."""
+    """Casts a module to GeneratedText. The module must be generated from a text spec."""
     return cast(GeneratedText, module)
 
 
 def paged_model(module: Any) -> GeneratedPages:
-    """Casts to GeneratedPages a module that was generated from a text spec with a paged cache."""
+    """Casts a module to GeneratedPages. The module must be generated from a text spec with a paged cache."""
     return cast(GeneratedPages, module)
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module that was generated from a spec of lines to its type."""
+    """Casts a module to GeneratedLines. The module must be generated from a spec of lines."""
     return cast(GeneratedLines, module)

@@ -47,7 +47,7 @@ class DerivedWeights:
     def add_gradients(
         self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> None:
-        """Adds the gradients that reach the parameters through the matrices to the gradients of the parameters.
+        """Completes the gradients of the parameters: adds the part that reaches them through the matrices.
 
         Args:
             totals: f32, the gradient of each matrix, in the order of `leaves`.

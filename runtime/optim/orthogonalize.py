@@ -21,8 +21,8 @@ class Method:
     Attributes:
         name: the name in a spec.
         quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
-        prepare: a function that returns X and A = X X^T for wide matrices [N, m, n], m <= n, of Frobenius norm 1 or 0.
-            The singular values of X are at most 1.
+        prepare: a function of wide matrices [N, m, n], m <= n, each of Frobenius norm 1 or 0. It returns the start X of
+            the iteration, whose singular values are at most 1, and A = X X^T.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 

@@ -77,9 +77,10 @@ class Soap(MatrixRule[SoapSpec]):
     L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam's second
     moment is computed from U^T g V. The first moment is rotated into the same bases, and Adam's update is rotated back.
 
-    As in the authors' code, the first update only computes U and V. In the bases of the gradient itself, a gradient is
-    nearly diagonal, and Adam would divide rounding errors by their own size. A refresh first sorts the columns of U,
-    and the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L U.
+    As in the authors' code, the first update only computes U and V. In bases that are computed from a gradient, this
+    gradient is nearly diagonal, and Adam would divide rounding errors by their own size. A refresh first sorts the
+    columns of U, and the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L
+    U.
     """
 
     name = "soap"

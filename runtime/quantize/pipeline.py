@@ -329,7 +329,8 @@ def _clear(staging: Path) -> None:
 
 
 def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
-    """Returns the text of report.json: sizes, the loss before and after, one row per parameter and per int8 input.
+    """Returns the text of report.json: sizes, the loss before and after quantization, and one row per parameter and per
+    int8 input.
 
     `output_error` is null without a Hessian, or if it is infinite because the trained output is zero. `trace` is null
     without a Hessian.

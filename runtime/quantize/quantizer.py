@@ -146,7 +146,7 @@ class Quantizer:
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
         """Returns the estimated increase in the loss, in nats per token, for each parameter with each of its schemes.
 
-        They are estimated in one pass over the calibration text.
+        All increases are estimated in one pass over the calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.

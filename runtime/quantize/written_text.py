@@ -100,7 +100,7 @@ def write_text(
                 progress(done, length)
         tokens = written.cpu()
     except torch.OutOfMemoryError as error:
-        hint = "lower quant.calibrate.sequences or its length"
+        hint = "lower quant.calibrate.sequences or quant.calibrate.length"
         raise RunFailure("out of GPU memory while generating calibration text", hint) from error
     if int(tokens.min()) < 0:
         raise RunFailure("the logits contain NaN or infinity", "the model is broken: calibrate an earlier checkpoint")

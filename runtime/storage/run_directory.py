@@ -221,7 +221,7 @@ class Run:
         changed = [f"{path}: {old} in the run, {new} now" for path, old, new in differences(here, there)]
         changed += [f"the target: {self.target} in the run, {target} now"] if target != self.target else []
         if changed:
-            hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
+            hint = "resume with the settings of the run, or start a new run; to stop earlier, give only --steps"
             raise RunDirectoryError(f"{self.directory} has other settings: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:

@@ -1,4 +1,4 @@
-"""Counts the bytes of a submission by the rules of the challenge: the code file plus the weights file."""
+"""Counts the bytes of a submission, its code file plus its weights file, by the rules of parameter-golf."""
 
 import stat
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
     """Returns the size of the submission in the folder `path`, with its budget in bytes.
 
     If `budget` is None, the budget is `quant.budget_bytes` of the spec in the weights file. If the spec has none, it is
-    the limit of the challenge, 16,000,000 bytes.
+    the limit of parameter-golf, 16,000,000 bytes.
 
     Raises IntegrityError if the code or the weights are missing or not a regular file, or if `budget` is None and the
     weights are not a valid artifact.

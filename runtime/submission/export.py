@@ -46,9 +46,9 @@ def export_submission(
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
         force: whether to overwrite existing files.
-        say: a function that is called with lines of text. They state the requirements of the code, whether the run has
-            newer weights, and whether code and weights exceed `quant.budget_bytes` of the spec or, without it, the
-            limit of the challenge.
+        say: a function that is called with lines of text. They state what the code requires, whether the run has
+            weights that are newer than its artifact, and whether code and weights exceed their limit:
+            `quant.budget_bytes` of the spec, or 16,000,000 bytes if the spec has none.
 
     Returns:
         The sizes of the code and the weights in bytes.
@@ -58,8 +58,10 @@ def export_submission(
             a kind that cannot be a submission.
         TargetError (2): a target is not valid for the spec.
         DataError: the tokenizer is missing.
-        RunDirectoryError, RunFailure, IntegrityError: under the conditions of `specc.runtime.export.run.export`.
-        RunFailure: the run ended before its last phase, or its spec changed after it was quantized.
+        RunDirectoryError: `path` is not a run.
+        RunFailure: the run is not quantized or ended before its last phase, or its spec changed after it was quantized.
+        IntegrityError: the run or its artifact is damaged.
+        EnvironmentFailure: a file cannot be written.
     """
     run = _of_text(Run.open(path))
     say = say or (lambda _: None)

@@ -14,7 +14,7 @@ _LINE_HINT = 'each line must be one JSON object such as {"text": "a document"}; 
 
 
 def json_records(file: io.BufferedIOBase, path: Path, hint: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (place, object) for each line of a file that is not blank. The place is `path:line`.
+    """Yields (place, object) for each non-blank line of a file. The place is `path:line`.
 
     Raises DataError with `hint` if a line is not a JSON object in UTF-8, or is longer than a document may be.
     """

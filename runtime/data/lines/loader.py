@@ -186,7 +186,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
 
 def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:
-    """Yields the samples of each step, starting at a position, with the position after them."""
+    """Yields the samples of each step from a position on, each with the position after the step."""
     while True:
         step, position = samples.take(position, rows)
         yield step, position

@@ -269,7 +269,7 @@ def _packed(*columns: Rows) -> Rows:
     filled = table != 0
     lengths = filled.sum(axis=1)
     if lengths.size and lengths.max() > LONGEST:
-        raise ValueError(f"a side of {lengths.max()} characters; the task has at most {LONGEST}")
+        raise ValueError(f"one side of a line has {lengths.max()} characters, but the task allows {LONGEST}")
     rows = np.zeros((len(table), LONGEST), np.uint8)
     rows[np.arange(LONGEST) < lengths[:, None]] = table[filled]
     return rows

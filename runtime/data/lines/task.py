@@ -77,7 +77,7 @@ class Task(ABC, Generic[Set]):
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set. If training draws fresh lines, the first of these are this set."""
+        """The fixed training set. If training draws fresh lines, their stream begins with this set."""
 
     @property
     @abstractmethod

@@ -105,8 +105,8 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 def _comes_back(stride: int, blocks: int) -> bool:
     """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR).
 
-    False if there are few blocks. Small strides do so, and strides close to a simple fraction of the number of blocks.
-    A training step would then contain adjacent windows.
+    Small strides lead back, and so do strides close to a simple fraction of the number of blocks. A training step would
+    then contain adjacent windows. The result is False if there are few blocks.
     """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
@@ -276,7 +276,7 @@ class Loader(BackgroundReader[_Step]):
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues with the batch after the last batch of `state`, in the order that belongs to the version of
+        """Continues with the batch after the last batch of `state`. The order is that of the specc version that wrote
         `state`.
 
         Raises:

@@ -149,7 +149,8 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Opens shards in place. If `whole`, they must be all shards of the split that a record in their folder lists."""
+    """Opens shards in place. If `whole` is true and their folder has a record, all shards that the record lists for the
+    split must be present."""
     record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
     if record is not None:
         record.require(tokenizer, paths[0].parent)

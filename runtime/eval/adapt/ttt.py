@@ -66,7 +66,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`, of which only the targets at positions after + 1 .. end are used."""
+    """A window that begins at token `start`, of which only the targets at positions `after` + 1 .. `end` are used."""
 
     start: int
     after: int
@@ -76,7 +76,7 @@ class Row:
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
     """Returns rows of up to `length` tokens that cover each target at positions span[0] + 1 .. span[1] once.
 
-    Earlier tokens of a row are context only.
+    The tokens of a row before these targets are only context.
     """
     after, end = span
     ends = [*range(after + length, end, length), end]

@@ -58,8 +58,8 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         window: the largest number of inputs.
         stride: the distance between windows of a longer text.
-        unscored: the number of inputs at the start of a window whose targets are not scored, because the model sees
-            them.
+        unscored: the number of inputs at the start of a window whose targets are not scored. These inputs belong to the
+            prefix of the model, in which a position also reads later tokens, and thus its own target.
     """
 
     tokenizer: Tokenizer
@@ -76,7 +76,7 @@ class Encoder:
         are removed.
 
         Raises DataError, which states `where`, if the text has no tokens or is too long, if no token precedes it, or if
-        it begins among the first targets, which the model sees.
+        it begins among the targets of the first `unscored` inputs.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -123,7 +123,7 @@ def score_rows(
     """Scores rows in batches of similar length.
 
     Shorter rows of a batch are padded on the right. In a causal model no token reads later tokens. Padding therefore
-    does not change scores, apart from rounding, because matrix products have other shapes.
+    changes scores only by rounding, because matrix products have other shapes.
 
     Args:
         opened: the model.
@@ -176,7 +176,8 @@ def score_rows(
 
 
 def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list[int]], batch: int) -> Iterator[int]:
-    """Yields each row in which a target at a position in `unsure` is not the most probable token."""
+    """Yields the index of each row with a target that is not the most probable token. Only the targets at the positions
+    in `unsure` are checked, which maps the index of a row to positions."""
     by_length: dict[int, list[int]] = {}
     for i, places in unsure.items():
         for place in places:

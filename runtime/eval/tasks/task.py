@@ -148,8 +148,8 @@ class Task(ABC):
 def read_task(path: Path) -> Task:
     """Reads the examples of a file.
 
-    All lines of a .jsonl file are of one kind, which their keys determine. Any other file that `specc train` reads is
-    an example of the task `text` per document.
+    All lines of a .jsonl file are of one kind, which their keys determine. In any other file that `specc train` reads,
+    each document is an example of the task `text`.
 
     Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
     file is damaged.
