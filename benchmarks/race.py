@@ -83,7 +83,8 @@ def original(factor: float, seed: int) -> Leg:
 
 
 def fast(sets: Mapping[str, tuple[str, ...]], seed: int, stop: float | None) -> Leg:
-    """Returns the leg of gpt2_fast with the first setting of the sweep file. It ends when the loss is at most `stop`."""
+    """Returns the leg of gpt2_fast with the first setting of the sweep file. It ends when the loss is `stop` or
+    less."""
     return Leg(f"fast-seed{seed}", seed, None, next(iter(sets.values())), stop)
 
 

@@ -45,7 +45,7 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights, with which a model of line pairs rarely ends a line.",
+    help="Weights for `decode`. By default, the initial weights, with which a model of lines rarely ends a line.",
 )
 @click.option(
     "--batch",

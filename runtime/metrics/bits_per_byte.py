@@ -169,7 +169,7 @@ class Account:
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """Returns (after, end) for a range of batches: the range scores the targets at positions `after` + 1 .. `end`."""
+        """Returns (after, end) for a range of batches, which scores the targets at positions `after` + 1 .. `end`."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 

@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 class Records:
     """The records of a log, in order.
 
-    A resumed run repeats steps. A `start` at step n therefore drops the records of later steps that precede it.
+    A resumed run repeats steps. A `start` record at step n therefore removes the earlier records of steps after n.
 
     Attributes:
         all: the records.

@@ -252,7 +252,7 @@ def lasting(data: str) -> str:
 
 def is_run(directory: Path) -> bool:
     """Returns whether this directory is a run, whether valid or damaged. A quantized directory also has a spec.json,
-    but it has a COMMIT as well."""
+    and differs from a run by its COMMIT."""
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 

@@ -51,10 +51,10 @@ class RecordedWork(StrictModel):
         """Describes the difference between this record and `other`, the record of the same name. Returns None if they
         are equal. `other` is None if there is no such record."""
         if other is None:
-            return "nothing has the settings and seed"
+            return "no entry has the settings and seed"
         if other.overrides != self.overrides:
             return _changed(self.overrides, other.overrides)
-        return None if other == self else "another spec under the same overrides"
+        return None if other == self else "the same overrides give another spec"
 
 
 class RecordedRun(RecordedWork):

@@ -56,7 +56,7 @@ class Outcome:
     """The results of jobs.
 
     Attributes:
-        failed: name -> reason.
+        failed: the reason for each job that failed, by name.
         done: the names of the jobs that ended with exit code 0.
         left: the number of jobs that were not started.
     """
@@ -117,7 +117,7 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: float, say: Say) -> Outcome:
-    """Runs jobs, at most one per slot at a time. The failure of one does not stop the others.
+    """Runs jobs, at most one per slot at a time. The failure of a job does not stop the other jobs.
 
     Args:
         jobs: the jobs, in the order in which they start.

@@ -9,7 +9,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """Writes to the local database of Trackio. The project has the name of the spec, and the run that of its
+    """Writes to the local database of Trackio. The project has the name of the spec, and the run has the name of its
     directory."""
 
     name, package, extra = "trackio", "trackio", "trackio"

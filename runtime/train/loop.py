@@ -325,7 +325,7 @@ class Loop:
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"
-        quantized += ", inputs not" if quantized and trainer.segment.phase.rounds else ""
+        quantized += ", inputs exact" if quantized and trainer.segment.phase.rounds else ""
         self._say(f"step {trainer.step:,}  validation, {which} weights{quantized}: {result.line()}")
         if trainer.terms:
             self._log.write("losses", step=trainer.step, weights=which, terms=trainer.terms)

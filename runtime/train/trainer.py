@@ -479,7 +479,7 @@ class Trainer:
         return list(first.values())
 
     def _update_function(self, work: Work) -> Callable[[], None]:
-        """Returns the function that performs the update of a step with this work, in the current phase."""
+        """Returns the function that performs, in the current phase, the update of a step with this work."""
         rests = self.segment.phase.rests
         if (rests, work) not in self._updates:
             update = partial(self._apply, self._unused[rests], work)
@@ -518,7 +518,7 @@ class Trainer:
                 self._finish_gradients = self._finish_functions()
 
     def _finish_functions(self) -> dict[int, Callable[[], None]]:
-        """Returns the functions that finish the gradients of a step, by its number of micro-batches."""
+        """Returns the functions that finish the gradients of a step, by the number of micro-batches of the step."""
         return {
             count: self._replayed(partial(self._mean_gradients, count), collective=True)
             for count in {segment.micro_batches for segment in self._segments}
@@ -537,7 +537,7 @@ class Trainer:
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
         """Starts to copy the loss and the gradient norm from the device. Returns whether the loss scale skips the
-        update, for which it waits for the values if the loss scale is dynamic."""
+        update. If the loss scale is dynamic, waits for the values."""
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)

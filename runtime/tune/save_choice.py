@@ -8,8 +8,8 @@ from specc.compiler.plan.plan import SaveChoices
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """Returns the save choice whose kernels, forward and backward, have the smallest sum of times in `lock`.
 
-    The times of library calls are not included, because they are equal for all options. Returns None until all kernels
-    of all options are measured.
+    The times of library calls are not included, because they are equal for all save choices. Returns None until all
+    kernels of all save choices are measured.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:

@@ -61,7 +61,7 @@ class Errors:
         """Describes the errors, in words that follow the name of the output in a message."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
-        return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
+        return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class ExactModel:
         return [tuple(some.new_zeros(t.extents(sizes), dtype=dtypes[name]) for name, t in self._types.items())]
 
     def prefill(self, *inputs: Any) -> Tensor:
-        """Runs the program. The last input is the cache, which the program updates in place."""
+        """Runs the program that extends texts. The last input is the cache, which the program updates in place."""
         *given, (cache,) = inputs
         names = [name for name, _ in self._program.inputs if name not in self._types]
         values = dict(zip((*names, *self._types), (*given, *cache), strict=True))

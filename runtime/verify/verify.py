@@ -480,7 +480,7 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
             difference = (loaded.model.score(*again.values()) - before).abs()  # type: ignore[operator]
             leak = max(leak, difference[:, :j].max().item() if j else 0.0)
             moved = moved and bool(difference[:, j:].max() > 0)
-    detail = f"changing token j moved scores before j by at most {leak:.1e}" + ("" if moved else "; and none after it")
+    detail = f"changing token j moved scores before j by at most {leak:.1e}" + ("" if moved else "; but none from j on")
     yield Check(loaded.target.name, "causality", leak <= scale and moved, detail)
 
 

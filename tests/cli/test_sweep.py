@@ -149,13 +149,13 @@ def test_a_changed_file_is_refused(
     changed = message(text.replace(f"train.steps={STEPS}", "train.steps=50"))
     assert changed.startswith("2 error: U016 the sweep file has changed since ")
     assert f"`train.steps=50` instead of `train.steps={STEPS}` in base-seed1, base-seed2 and 3 more" in changed
-    assert "nothing has the settings and seed in base-seed2" in message(text.replace("seeds: [1, 2]", "seeds: [1]"))
+    assert "no entry has the settings and seed in base-seed2" in message(text.replace("seeds: [1, 2]", "seeds: [1]"))
     more = text.replace("seeds: [1, 2]", "seeds: [1, 2, 3]")
     assert "was started without base-seed3, gelu-seed3, quantized_to_nearest-seed3" in message(more)
     spec = tmp_path / "gpt_mini.yaml"
     spec.write_text(SPEC.read_text().replace("clip_norm: 1.0", "clip_norm: 0.9"))
     assert spec.read_text() != SPEC.read_text()
-    assert "another spec under the same overrides" in message(text.replace(str(SPEC), str(spec)))
+    assert "the same overrides give another spec" in message(text.replace(str(SPEC), str(spec)))
     other = ["--data", str(tmp_path)]
     assert f"data is {tmp_path}, but was " in message(text, *other)
     copy = tmp_path / "copy"
