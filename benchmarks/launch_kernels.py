@@ -1,14 +1,14 @@
-"""Launches every kernel of a spec's plan, tiles of its lock included: for a few row counts, and for so many rows that
-every multiprocessor goes from one tile to the next. What they compute is for `specc verify` to judge.
+"""Launches every kernel of a spec's plan, with the tiles of its lock: for a few row counts, and for so many rows that
+every multiprocessor computes several tiles in turn. `specc verify` checks the values that they compute.
 
 python benchmarks/launch_kernels.py specs/gpt_mlp35_base.yaml sm90 --sanitize
 
-runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
-and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
-take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--deployed` is
-for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that
-there are few rows only; `--shapes` says how many row counts there are. The exit code is 1 where a tool reports anything
-or does not come to an end.
+`--sanitize` runs this script under each tool of compute-sanitizer (of CUDA 12.3 or later), and summarizes the reports.
+The tools check only the kernels of the plan. In cuBLAS, cuDNN and Torch, they would take hours, and would report errors
+that this project cannot fix. `--sanitize racecheck` runs one tool. `--without attention` skips the kernels whose module
+name contains this word. `--deployed` launches the kernels of int8 artifacts. `--tiles` is the minimum number of the
+largest tiles per multiprocessor; with 0, the kernels are launched only for the few row counts. `--shapes` is the number
+of these row counts. The exit code is 1 if a tool reports an error or does not finish.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from specc.runtime.verify.random_inputs import int8_operands
 ROWS = (1, 129, 300, 2, 7, 64, 127, 128, 255, 511)
 FEW = 3  # of ROWS are launched unless `--shapes` states another number
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-TILES = 1  # of 256 x 256, so several of most: racecheck takes a thousand times as long as the kernel
-# How the machine code of a source calls its kernels: of Triton, of CUDA C++, and of CUTLASS 3 and 2. cuBLAS has kernels
-# of the last kind too, but of types with names of their own.
+TILES = 1  # of 256 x 256, which is several tiles of most kernels; racecheck takes a thousand times as long as a kernel
+# The names of kernels in machine code, by source: Triton, CUDA C++, and CUTLASS 3 and 2. cuBLAS also has kernels of the
+# last kind, but their types have other names.
 NAMED = (re.compile(r"^@triton\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE), CUDA_KERNEL)
 CUTLASS = ("GemmUniversalAdapter", ("cutlass13device_kernel", "cutlass7Kernel2INS_4gemm"))
 SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
@@ -93,7 +93,7 @@ def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str
     """Runs this script under each tool and prints the results. Returns 1 if a tool reports an error, otherwise 0."""
     if not names:
         raise SystemExit("no kernel of the plan has machine code of its own: there is nothing to look at")
-    # an allocation a tensor, else memcheck does not see what lies behind one
+    # one allocation per tensor, because memcheck does not detect an access beyond a tensor within an allocation
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     endings = []
     for tool in tools:

@@ -313,7 +313,7 @@ def best_factor(race: Race) -> float | None:
 
 
 def originals(race: Race, factor: float) -> list[Record]:
-    """Returns the finished legs of the script with a factor, by seed."""
+    """Returns the records of the finished legs of the script with a factor, in the order of seeds."""
     return [record for seed in SEEDS if (record := finished(race, original(factor, seed))) is not None]
 
 

@@ -28,8 +28,7 @@ class LazyGroup(click.RichGroup):
     """A group of commands. Each subcommand is the object `command` of a module, which is imported when the command
     runs.
 
-    Every subcommand gets the option `--format`, which selects the format of errors and findings, unless it declares an
-    option of this name itself.
+    A subcommand that declares no option `--format` gets one, which selects the format of errors and findings.
 
     Args:
         name: the name of the group.

@@ -59,11 +59,11 @@ def build_model(
     device: str | None = None,
     seed: int | None = None,
 ) -> "nn.Module":
-    """Builds the model of a spec with initial weights, in eval mode and in the dtypes of its target.
+    """Builds the model of a spec with initial weights. The module is in eval mode and has the dtypes of the target.
 
-    The code is that of `specc build`, with the tiles of the lock next to the spec. Parameters have the names of the
-    spec, which `specc ir` prints, so that `load_state_dict` accepts other weights. The module has the same methods as
-    the result of `load`, except `translate`.
+    The module runs the code that `specc build` generates, with the tiles of the lock next to the spec. Parameters have
+    the names of the spec, which `specc ir` prints, so that `load_state_dict` accepts other weights. The module has the
+    same methods as the result of `load`, except `translate`.
 
     Args:
         spec: the spec file.
@@ -94,7 +94,8 @@ def build_model(
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
-    """Loads the model of a run directory or a `.specc` artifact, in eval mode and in the dtypes of its target.
+    """Loads the model of a run directory or a `.specc` artifact. The module is in eval mode and has the dtypes of the
+    target.
 
     Code that is stored in a file is never executed.
 

@@ -44,8 +44,8 @@ class Check:
 
     Attributes:
         name: what was checked.
-        state: `ok`; `note` if something optional is missing; `failed` if some commands cannot run that this machine
-            should be able to run.
+        state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should support
+            cannot run.
         detail: the result in words.
         fix: what the user can do; empty if the state is `ok`.
     """

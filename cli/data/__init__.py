@@ -1,1 +1,1 @@
-"""Commands for token shards, which pack, check and download them."""
+"""Commands that pack, check and download token shards, and train tokenizers."""

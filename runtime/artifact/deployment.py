@@ -21,7 +21,7 @@ class Deployment:
         schemes: the quantization scheme of each parameter.
         shapes: the shape of each parameter.
         interface: the digest of parameter names, shapes and storage, 32 bytes.
-        code: the SHA-256 of the generated code of all targets, which does not depend on the machine.
+        code: the SHA-256 of the generated code of all targets. It does not depend on the machine.
     """
 
     schemes: Mapping[str, Scheme]

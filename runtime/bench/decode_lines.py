@@ -82,7 +82,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, whether the weights are trained, and the reasons for missing rows, by name."""
+    """All rows, whether the weights are trained, and, for the name of each missing row, the reason."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool
@@ -192,7 +192,8 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns the spec with each dtype in which the model can compute on a target. The unchanged spec is first."""
+    """Returns one spec for each dtype in which the model can compute on a target, by the name of the dtype. The
+    unchanged spec is first."""
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})

@@ -5,9 +5,9 @@ measured. Both run under torch.compile. If the weights are from an artifact, a s
 too.
 
 A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
-a time, which is timed. Each decoder has one untimed pass, which compiles and captures graphs, and two timed passes.
-Before a decoder is timed, its logits are compared with those of the contiguous cache after the same tokens: the logits
-of all texts, or of one text for Transformers.
+a time, and only this decoding is timed. Each decoder has one untimed pass, which compiles and captures graphs, and two
+timed passes. Before a decoder is timed, its logits are compared with those of the contiguous cache after the same
+tokens: the logits of all texts, or of one text for Transformers.
 
 Transformers loads the same weights in the same dtype, from a folder in the format of `specc export --format hf`. Its
 `generate` decodes with a dynamic cache, and with a compiled static cache.
@@ -101,7 +101,8 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """All rows, the dtype of the weights, whether they are trained, and the reasons for missing rows, by name."""
+    """All rows, the dtype of the weights, whether they are trained, and, for the name of each missing row, the
+    reason."""
 
     rows: tuple[TextRow, ...]
     dtype: str
@@ -132,8 +133,8 @@ class _Decoder:
     Attributes:
         logits: a function that returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are
             prefilled, and the last is decoded.
-        passes: a function that returns the function to time, for a number of texts and a number of tokens of a
-            completed text.
+        passes: a function of the number of texts and the number of tokens of a completed text. It returns the function
+            to time.
         programs: the programs whose parameters and cache a step reads.
         most: the largest number of texts for which a step runs these programs; None for no limit.
     """
@@ -160,14 +161,14 @@ def measure(
         weights: a run or an artifact. None for the initial weights of training.
         batches: the numbers of texts; empty for BATCHES.
         contexts: the numbers of tokens of a completed text; empty for the entries of CONTEXTS that the model allows.
-        timed: the number of timed tokens of each text; None for TIMED, at most half of the text.
+        timed: the number of timed tokens of each text; None for TIMED, or half of the text if that is less.
 
     Returns:
         The rows.
 
     Raises:
         RunFailure: if a context is longer than that of the model or too short for the timed tokens, or if the logits of
-            a decoder of this package differ from those of another.
+            two decoders of this package differ.
         Others: the errors of reading `weights`.
     """
     spec, device = setup.spec, setup.device
@@ -233,7 +234,7 @@ def _decoders(
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: a mapping to which the reasons for all other decoders are added, by name.
+        missing: a mapping from names to reasons, to which all other decoders are added.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")

@@ -43,7 +43,7 @@ class DryRun:
         bytes: the peak memory of the tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
         full: whether the step on the CPU had its full size.
-        size: the step that ran, in words.
+        size: a description of the step that ran.
         loss: the loss of the step on the CPU.
         seconds: the seconds of that step.
         peak: the peak number of bytes of tensors on the CPU, from the creation of the model to the end of the step.
@@ -131,8 +131,8 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs: the given spec or, if
-    its step is too large, a smaller spec with the same kinds of blocks and one row per step."""
+    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs. If the step is too
+    large, this is a smaller spec with the same kinds of blocks and one row per step."""
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]
     local = load(json.dumps(data))[0]

@@ -92,7 +92,8 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
 
 
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
-    """Yields the rows of each group whose path contains `at`: forward, and forward and backward.
+    """Yields two rows for each group whose path contains `at`: one for the forward pass, and one for forward plus
+    backward.
 
     A group without gradients has no rows, because it is measured as a kernel.
 
@@ -145,7 +146,7 @@ def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns the inputs, of which those with an index in `leaves` require a gradient."""
+    """Returns the inputs. Those with an index in `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 

@@ -110,7 +110,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
     """Returns the row of the trainer's update, which also writes the copies in the compute dtype and the averaged
-    weights. It uses the gradients of the last step."""
+    weights. The update uses the gradients of the last step."""
     masters, average = trainer.masters, trainer.average
     # These are the f32 masters, or the bf16 parameters if they are themselves the masters.
     read = sum(weight.nbytes for weight in masters.model_parameters.values())

@@ -50,9 +50,9 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is
-    Torch's call for the node on the target or, if there is none, the Torch kernel of the CPU target or, if there is
-    none either, the reference of the op."""
+    """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is the
+    first of these that exists: Torch's call for the node on the target, the Torch kernel of the CPU target, the
+    reference of the op."""
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is None:
         function: Function = site.node.op.reference

@@ -103,7 +103,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows, and the reasons why other rows were not measured, by name."""
+    """The measured rows, and, for the name of each other row, the reason why it was not measured."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]

@@ -1,4 +1,4 @@
-"""Times calls: after warm-up, many samples each, in two passes that alternate between the calls."""
+"""Times calls. After a warm-up, each call is sampled many times, in two passes over all calls."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

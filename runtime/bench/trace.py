@@ -82,7 +82,7 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    Torch's profiler records the trace, which requires no permission to read the hardware counters of a GPU.
+    Torch's profiler records the trace. This requires no permission to read the hardware counters of a GPU.
 
     Args:
         spec: the spec.

@@ -34,7 +34,7 @@ def added_nats(
         model: the model, generated without fusions, on `device`.
         windows: a function that returns batches of (ids, targets), i64 [rows, window]. It is called until `PASSES` rows
             are read.
-        errors: errors of parameters, in the shapes of the parameters, by name.
+        errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
         progress: a function that is called as `progress(done, total)` with the number of backward passes.
 

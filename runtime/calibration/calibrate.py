@@ -129,7 +129,7 @@ def calibration_windows(
 
     Args:
         stream: the training text.
-        calibrate: the settings, of which `sequences` and `batch` are used, in rows.
+        calibrate: the settings. Only `sequences` and `batch` are used, which are numbers of rows.
         window: the length of a row in tokens.
         seed: the seed of the run.
 

@@ -1,4 +1,4 @@
-"""The uses of a parameter in a model, which are matrix products with it and lookups of its rows.
+"""The uses of a parameter in a model: matrix products with it, and lookups of its rows.
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
 rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model

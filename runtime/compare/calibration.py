@@ -110,7 +110,7 @@ def calibration_of(
 ) -> Calibration:
     """Measures the calibration of a text model on the validation split of its data.
 
-    The logits are those of cached decoding. The windows have the length of the model's context, as in `specc eval`
+    The logits are computed by cached decoding. The windows have the length of the model's context, as in `specc eval`
     without a stride.
 
     Args:

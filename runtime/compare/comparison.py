@@ -33,7 +33,7 @@ class GroupResult:
         seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same for the final loss in nats per token; None if this loss is not comparable.
+        nats: the same numbers for the final loss in nats per token; None if this loss is not comparable.
         seconds, tokens_per_second: means over the runs; None if a log lacks them.
     """
 
@@ -54,11 +54,11 @@ class PairResult:
     Attributes:
         first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
-        reason: the reason, if there is no test.
-        nats: the same test in nats per token.
+        reason: the reason why there is no test, if there is none.
+        nats: Welch's test of the final loss in nats per token.
         improves_by_threshold: the one-sided p-value of the measured improvement. The null hypothesis is that the second
             group is better than the first by only THRESHOLD nats. None without a test in nats.
-        spec: the two values of each setting that differs between the specs, by path. The seed is not included.
+        spec: for each path at which the specs differ, the two values. The seed is not included.
     """
 
     first: str
@@ -99,7 +99,7 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
         groups: the groups.
 
     Returns:
-        The comparison, and the groups without their incomplete runs, which the comparison leaves out.
+        The comparison, and the groups without their incomplete runs. The comparison leaves these runs out.
 
     Raises:
         CompareError: if the runs have different metrics or data, or if a named group or all groups have no complete

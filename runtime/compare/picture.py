@@ -117,7 +117,7 @@ def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) ->
 
 
 def _limits(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the limits of the losses, ignoring those of the first steps."""
+    """Returns the limits of the loss axis. Losses of the first steps are ignored."""
     losses: list[float] = []
     for group in groups:
         for member in group.members:
@@ -130,7 +130,8 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 
 def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
-    """Replaces `place` by one plot per evaluation, which shows its first measure, with one row per group."""
+    """Replaces `place` by one plot per evaluation. The plot shows the first measure of the evaluation, with one row per
+    group."""
     whole, figure = place.get_subplotspec(), place.figure
     assert whole is not None
     rows = whole.subgridspec(len(evaluations), 1)

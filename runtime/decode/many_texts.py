@@ -23,8 +23,8 @@ class _Writing:
     drawn: int = 0
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
-        """Returns the next random numbers. They are those of `sample_tokens` for `count` tokens, followed by zeros,
-        because later tokens are discarded."""
+        """Returns the next `steps` random numbers. The first `count` numbers of a text are the ones that
+        `sample_tokens` uses. Zeros follow, because later tokens are discarded."""
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
             self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())

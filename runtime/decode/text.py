@@ -259,7 +259,7 @@ def sample_blocks(
     count: int,
     block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Yields `count` sampled tokens of each text, which follow `tokens`, in blocks of up to `block`.
+    """Yields the `count` tokens that are sampled after `tokens` for each text, in blocks of up to `block`.
 
     After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, when it
     copies random numbers to the device.

@@ -31,7 +31,7 @@ class Heartbeat:
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: a function that opens a separate connection to the store, on which a call may block.
+        connect: a function that opens a separate connection to the store, so that its calls may block.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:

@@ -47,7 +47,7 @@ def evaluate(
         progress: a function that is called with the number of scored tokens or lines and the total.
         world: the processes that share the work. Each of them calls this function for its device.
         gpus: the requested number of processes; None if not specified. The processes run on GPUs, unless `target` is
-            the CPU. If `target` is None, `cpu_target` decides.
+            the CPU. If `target` is None, `cpu_target` decides whether they run on the CPU.
         tasks: files of examples, which are scored instead of data.
 
     Returns:

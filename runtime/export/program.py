@@ -105,7 +105,7 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
     weights are the dequantized weights of the run's artifact; otherwise, they are the trained weights.
 
     Raises:
-        ExportError (exit code 2): the program of this model cannot be exported, with the reason.
+        ExportError (exit code 2): the program of this model cannot be exported. The message states the reason.
         RunFailure (4): the run has no checkpoint, or is not quantized.
         IntegrityError (5): the run is damaged.
     """

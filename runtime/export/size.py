@@ -14,7 +14,7 @@ from specc.runtime.storage.quantized_run import artifact_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """The parameters of the same name in all blocks, such as `blocks.*.mlp.up`, or a single parameter.
+    """The parameters that have the same name in all blocks, such as `blocks.*.mlp.up`, or a single parameter.
 
     Attributes:
         name: the name of the group, with `*` for the block index.

@@ -60,7 +60,7 @@ class Config:
         self.read: set[str] = set()
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
-        """Returns an error about a field, which states the path of the field, its value, the problem and a remedy."""
+        """Returns an error that states the path of a field, its value, the problem and a remedy."""
         path = f"{self.section}.{key}" if self.section else key
         value = f": {shown(self.fields[key])}" if key in self.fields else ""
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)

@@ -160,7 +160,8 @@ def softcap_of(model: Decoder) -> float | None:
 
 
 def heads(model: Decoder) -> Data:
-    """Returns the fields of attention with grouped queries in the first block, with its rotary positions."""
+    """Returns the fields of a config for the attention with grouped queries in the first block, and its rotary
+    positions."""
     layer = layer_of(model, Attention)
     return {
         "num_attention_heads": layer.heads,

@@ -133,7 +133,7 @@ def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def expanded(table: Sequence[Row], shapes: Shapes, blocks: int) -> list[Row]:
-    """Returns the rows of a model, with the names of every block and expert.
+    """Returns the rows of a model. Their names contain the index of each block and expert.
 
     Args:
         table: the rows of the family. Rows whose first parameter the model lacks are left out.

@@ -76,7 +76,7 @@ class HeadPatterns:
         graph: the flattened program. Its types distinguish self-attention from attention to another sequence.
 
     Attributes:
-        refused: the reason why an attention node has no types, by node.
+        refused: for each attention node without types, the reason.
     """
 
     def __init__(self, graph: Graph) -> None:

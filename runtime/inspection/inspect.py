@@ -80,7 +80,8 @@ class Inspection:
         name: the name of the spec.
         step: the step of the checkpoint.
         rows: the number and the length in tokens of the rows of text for heads, units and norms.
-        scored: the tokens, bytes and bits per byte of the text for the sensitivities, without quantization.
+        scored: the tokens, bytes and bits per byte of the text on which sensitivities are measured, without
+            quantization.
         notes: the reasons for missing results, by part or by location in the model.
     """
 

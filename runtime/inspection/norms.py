@@ -48,7 +48,7 @@ class ResidualNorms:
         graph: the flattened program.
 
     Attributes:
-        refused: the reason why a block has no sizes, by block.
+        refused: for each block without sizes, the reason.
     """
 
     def __init__(self, graph: Graph) -> None:

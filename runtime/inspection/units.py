@@ -29,8 +29,8 @@ class Units:
         units: the number of units.
         tokens: the number of tokens that reached the units; 0 for an expert to which no token was routed.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose magnitude is small at every token, including dead units. A magnitude is small if
-            it is at most 1 % of the median, over the units, of their largest magnitudes.
+        weak: the number of units whose magnitude is small at every token, including dead units. Small is at most 1 % of
+            the median, over all units, of the largest magnitude of a unit.
         active: the mean share of tokens at which a unit is not zero.
     """
 

@@ -36,7 +36,8 @@ class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def expert_loads(
     model: nn.Module, score: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
 ) -> dict[str, list[float]]:
-    """Returns the share of the rows of each expert, which sums to 1, by the path of the layer, such as `blocks.1.moe`.
+    """Returns the share of the rows that each expert of a layer receives, by the path of the layer, such as
+    `blocks.1.moe`. The shares of a layer sum to 1.
 
     Args:
         model: the model.

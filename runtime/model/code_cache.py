@@ -31,7 +31,8 @@ def use_private_caches() -> None:
     set are not changed.
 
     Also lets torch.compile cache graphs that contain an `autograd.Function`, such as generated groups. Torch does not
-    do so by default. It is safe, because the cache key covers the forward and the backward of the function.
+    cache them by default. Caching them is safe, because the cache key covers the forward and the backward of the
+    function.
 
     Raises IntegrityError if a folder is a link, belongs to another user, or is writable by others.
     """
@@ -92,7 +93,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache. Folders outside of the cache, which the user set, are not included."""
+    """Yields the entries of the cache. Folders that the user has set, outside of the cache, are not included."""
     for name in FOLDERS:
         folder = cache_root() / name
         # Inductor's files are independent of each other, and its folders are named by two letters of a key.

@@ -20,7 +20,7 @@ def captured(
         work: the function to capture.
         pool: the memory pool of the graph; a new pool if None. Several graphs may share a pool if only one of them runs
             at a time and tensors allocated in it are not read after another graph runs.
-        warm_up: the number of uncaptured calls before the capture, on a side stream.
+        warm_up: the number of uncaptured calls on a side stream, before the capture.
 
     Returns:
         The graph, and the result of `work`. Each replay overwrites the tensors of the result.

@@ -39,8 +39,8 @@ class TargetError(RuntimeFailure):
 class Loaded:
     """A module, with the spec, target and programs from which it was generated.
 
-    `directory` contains its code. `stored` holds the arrays of the quantized model from which the floats were
-    dequantized, by parameter and suffix; None if there is no quantized model.
+    `directory` contains its code. `stored` holds the arrays, by parameter and suffix, from which the floats were
+    dequantized; None if there is no quantized model.
     """
 
     spec: Spec

@@ -1,4 +1,4 @@
-"""The average of the weights over a run, which becomes its final weights."""
+"""The average of the weights over a run. The average becomes the final weights of the run."""
 
 from collections.abc import Callable, Mapping
 

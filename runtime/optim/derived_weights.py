@@ -17,7 +17,7 @@ class DerivedWeights:
     gradient of the leaf, the result is the same as if every pass computed the matrix.
 
     Args:
-        model: the model, on the device on which it will run.
+        model: the model. It is already on the device on which it will run.
         weights: its derived weights.
 
     Attributes:
@@ -51,8 +51,8 @@ class DerivedWeights:
 
         Args:
             totals: f32, the gradient of each matrix, in the order of `leaves`.
-            values: the values of parameters, by name, from which `write` last computed the matrices.
-            gradients: f32, the gradients of parameters, by name, to which the part is added.
+            values: the values of parameters, by name, with which `write` was last called.
+            gradients: the gradients of parameters, f32, by name. The part is added to them.
         """
         for (weight, matrix), total in zip(self._weights, totals, strict=True):
             with torch.enable_grad():

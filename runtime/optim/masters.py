@@ -33,7 +33,8 @@ class Masters:
     do not change.
 
     Args:
-        model: a model with f32 parameters, under exactly the names in `dtypes`, on the device on which it will run.
+        model: a model that is already on the device on which it will run. Its parameters are f32 and have exactly the
+            names in `dtypes`.
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, one part per process.
         copied: the parameters that have a separate master, although the model computes with them in f32.
@@ -366,8 +367,8 @@ class _Group:
 def _round_stochastically(values: Tensor) -> None:
     """Rounds f32 `values` stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    Every value lies between two adjacent bf16 values. If it is the fraction p of the way from the one nearer to zero to
-    the other, it is rounded away from zero with probability p, and toward zero otherwise. A bf16 number consists of the
+    Every value lies between two adjacent bf16 values, at a fraction p of the way from the bf16 value nearer to zero to
+    the other. It is rounded away from zero with probability p, and toward zero otherwise. A bf16 number consists of the
     upper 16 bits of an f32 number. A uniform integer of 16 bits is added to the lower 16 bits, which are then set to
     zero. The sum carries into the upper bits with probability p.
     """

@@ -32,8 +32,8 @@ class Moment:
 def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     """Returns the position of the run after `step` updates and `seconds` of training.
 
-    The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, by the
-    schedule's shape. In a run that is limited by steps, the warm-down ends just after the last update.
+    The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, in the
+    shape that the schedule states. In a run that is limited by steps, the warm-down ends just after the last update.
 
     In a run of `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the warm-down
     ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean seconds per

@@ -29,7 +29,7 @@ def choose_bits(
 
     Args:
         quantizer: the object that quantizes the weights and estimates their cost and size.
-        quant: the settings, of which `promote`, `allocate`, `correct` and `budget_bytes` are used.
+        quant: the settings. Only `promote`, `allocate`, `correct` and `budget_bytes` are used.
         base: the scheme of each parameter according to the rules.
         measure: a function that returns the exact bytes of the artifact.
         say: a function that is called with a line of text for each allocation that is measured.

@@ -47,7 +47,7 @@ def promote(
     budget.
 
     Args:
-        quant: the settings, of which `promote` and `budget_bytes` are used. `reserved` is already subtracted from the
+        quant: the settings. Only `promote` and `budget_bytes` are used. `reserved` is already subtracted from the
             budget.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.

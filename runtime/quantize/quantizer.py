@@ -37,7 +37,7 @@ class IntegerInputs:
     Attributes:
         sources: the int8 products that read these inputs.
         ranges: the measured range of each input, by weight.
-        trained: the scales, f32 [1] or [K], with which the run trained, by the first weight that reads the input; empty
+        trained: the scales with which the run trained, f32 [1] or [K], by the first weight that reads the input; empty
             if calibration chooses the scales.
     """
 

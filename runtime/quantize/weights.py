@@ -35,10 +35,10 @@ class TrainedModel:
         weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters that are used in any other way than in a single matrix product, from `reused` in
-            compiler/passes/assign_quant.py.
-        unfused: a function that returns the module without fusions, with `weights`, in eval mode on the device. Each
-            linear layer is a separate node.
+        reused: the parameters that are used in any other way than in a single matrix product, as `reused` in
+            compiler/passes/assign_quant.py returns them.
+        unfused: a function that returns the module without fusions. The module has the parameters `weights`, and is in
+            eval mode on the device. Each linear layer is a separate node.
         windows: a function that yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes in
             `quant.calibrate`.
     """

@@ -304,7 +304,8 @@ def default_run(name: str, root: Path = Path("runs")) -> Path:
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """Returns the `runs/NAME-NNN` with the highest number in which training began, or None."""
+    """Returns the run with the highest number among the `runs/NAME-NNN` in which training began; None if there is
+    none."""
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 

@@ -182,8 +182,8 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
 
 def _spec_of(path: Path, file: SweepFile) -> Path:
-    """Returns the path of the spec, which is relative to the working directory or, if it does not exist there, to the
-    folder of the sweep file."""
+    """Returns the path of the spec. A path in a sweep file is relative to the working directory or, if it does not
+    exist there, to the folder of the sweep file."""
     spec = Path(file.spec).expanduser()
     beside = path.parent / spec
     return beside if not spec.exists() and beside.exists() else spec

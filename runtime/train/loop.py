@@ -221,8 +221,8 @@ class Loop:
 
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop must begin with a validation. It must if the validation at the step from which the
-        run resumes was interrupted, or if that validation reached `train.stop_at_loss`, in which case the run has
-        ended."""
+        run resumes was interrupted. It also must if that validation reached `train.stop_at_loss`, because the run has
+        then ended."""
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
             return False

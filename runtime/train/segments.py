@@ -85,7 +85,7 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
 class UnusedParameters:
     """Parameters that no program of a phase reads.
 
-    An update would nevertheless decay them and advance their step counts, which `restore` reverts. During each call,
+    An update would nevertheless decay them and advance their step counts. `restore` reverts this. During each call,
     `masters` must hold their f32 values.
 
     Args:

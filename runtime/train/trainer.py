@@ -265,8 +265,9 @@ class Trainer:
 
         Args:
             vocabulary: the number of token ids.
-            mark: a function. It is called with `trace` after the first gradients of a segment, which trace and compile
-                its program, and with `warm_up` after the other work, which also captures CUDA graphs.
+            mark: a function that is called after each part of the work: with `trace` after the first gradients of a
+                segment, whose computation traces and compiles the program, and with `warm_up` after everything else,
+                including the capture of CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)

@@ -43,7 +43,7 @@ def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `tuned_choices` of the plan, followed by those of the plans with all other save choices."""
+    """Returns `tuned_choices` of the plan, followed by `tuned_choices` of the plans with all other save choices."""
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
     for choice in plan.every_choice:
         if choice.rendered.function:

@@ -34,7 +34,7 @@ def measure_rest(
     """Writes the times of library products and, if `only` is empty, of a whole step, into the lock at `path`.
 
     Args:
-        spec: the spec, for its sizes.
+        spec: the spec, which states the sizes.
         target: the name of the target that matches the device.
         path: the lock, which contains the measured tiles.
         machine: this machine, in the form of locks.
@@ -115,8 +115,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns, for each class of work outside of the nodes of a plan, its time per step in ms, and likewise the
-    remaining time, which includes idle time."""
+    """Returns the time per step in ms of each class of work outside of the nodes of a plan. The rest, which includes
+    idle time, is one class."""
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}

@@ -119,7 +119,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Compares kernels of one node with f64, on the same inputs for all kernels.
+    """Compares kernels of one node with f64 references. All kernels get the same inputs.
 
     Attributes:
         site: the node, with the types of its inputs and the target.

@@ -20,7 +20,7 @@ class ExactModel:
     """Runs the programs that extend texts. Each op is computed by its reference, in the precision of the weights.
 
     Args:
-        programs: the programs of a text model, which are not fused.
+        programs: the unfused programs of a text model.
         weights: the parameters, by name.
     """
 

@@ -297,7 +297,7 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 def _term_sizes(
     programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Estimates how large the terms are that add up to a parameter's gradient, for each parameter in `few`.
+    """Estimates, for each parameter in `few`, the size of the terms whose sum is the gradient of the parameter.
 
     The gradient of a parameter is a sum with one term per token. Here, the size of the terms is the square root of the
     sum of their squares. It is estimated as the root mean square of sums in which the terms have random signs

@@ -87,9 +87,9 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
     """Yields the documents of one split of a source, as the bytes in the source.
 
     Sources:
-        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document, and is in
-            val with a probability of about 1 in 10, by the SHA-256 of its path within the library.
-        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
+        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. About 1 in
+        10 is in val, selected by the SHA-256 of its path within the library. a file: .txt (documents separated by a
+        line `<|endoftext|>`), .jsonl (one object per line, with the document
             in its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet
             and .arrow (one row per document, in the column "text").
         a folder: all such files in it, recursively, in the order of their relative paths. If `datasets` saved the
@@ -97,8 +97,7 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
 
     Files belong to the val split if the name of the file or of its top-level folder starts with the word val (or valid,
     validation). If there are such files, the train split consists of the files named train, or of all other files if no
-    file is named train. Without such files, each document is in val with a probability of 1 in 10, by the SHA-256 of
-    its bytes.
+    file is named train. Without such files, about 1 document in 10 is in val, selected by the SHA-256 of its bytes.
 
     Raises:
         DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.
@@ -127,7 +126,7 @@ def split_corpus(
     Args:
         sources: paths of files or folders, or `stdlib`.
         validation: sources of the val split. If empty, val is a part of `sources`.
-        share: the fraction of documents in val, by their SHA-256. None selects the rules of `documents`.
+        share: the fraction of documents in val, which their SHA-256 selects. None selects the rules of `documents`.
         bounds: the boundaries between documents; None for the default of each file format.
 
     Returns:
@@ -187,8 +186,8 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether a document (or path) with these bytes is in the val split. This is the case for 1 document in 10,
-    as its SHA-256 determines."""
+    """Returns whether a document (or path) with these bytes is in the val split. The SHA-256 of the bytes selects about
+    1 document in 10."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
@@ -241,7 +240,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _named(label: str) -> str | None:
-    """Returns the split of a file, which is the first word of its name or of its top-level folder. None if neither word
+    """Returns the split that the first word of a file's name, or of its top-level folder, states. None if neither word
     is a split."""
     parts = label.split("/")
     match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)

@@ -38,7 +38,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
 
     Args:
         file: the open file.
-        path: the path of the file, to read it again and for messages.
+        path: the path of the file. It is used in messages, and to read the file again.
         ends: a function that returns whether a line is a separator.
         may_run: whether to cut a large file without separators into blocks.
 

@@ -67,7 +67,7 @@ class Lines:
             forms: the coefficients (a, b) of both factors a * v + b, i64 [N, 2, 2].
 
         Returns:
-            The lines, with equal values for equal products.
+            The lines. Equal products have equal values.
         """
         a, b = forms[..., 0], forms[..., 1]
         lone = b == 0
@@ -108,7 +108,7 @@ class Lines:
         return self._printed(_expansions)
 
     def _printed(self, side: Callable[["Lines"], Rows]) -> Rows:
-        """Prints a side block by block, to limit memory."""
+        """Prints one side of all lines, block by block to limit memory."""
         return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def sides(self) -> tuple[Rows, Rows]:

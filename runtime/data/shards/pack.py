@@ -142,7 +142,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """Yields an empty, locked folder next to `out`, which is renamed to `out` at the end of the block.
+    """Yields an empty, locked folder next to `out`. The folder is renamed to `out` at the end of the block.
 
     The folder is deleted if the block fails. Raises DataError if `out` has content or another process packs into it,
     and EnvironmentFailure if the folder cannot be written.

@@ -48,8 +48,7 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with this number of tokens, which is also the offset of the next
-        token."""
+        """Returns the size in bytes of a file with this number of tokens. This is also the offset of the next token."""
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:

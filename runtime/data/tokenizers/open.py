@@ -26,7 +26,7 @@ BY_SUFFIX: Mapping[str, Callable[[Path, TextData], Tokenizer]] = {
 
 
 def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokenizer:
-    """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file, which `find_file` searches.
+    """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file. `find_file` searches for the file.
 
     Args:
         data: the name of the tokenizer, or the data of a spec, which states further settings of the tokenizer.

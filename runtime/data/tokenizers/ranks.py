@@ -1,4 +1,4 @@
-"""Ranks of byte-level BPE, which are the tokens in the order of their merges, and their conversion between tiktoken and
+"""The ranks of a byte-level BPE: its tokens in the order of their merges. Converts ranks between tiktoken and
 `tokenizers`."""
 
 import base64

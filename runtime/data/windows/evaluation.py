@@ -84,7 +84,7 @@ class Windows:
     def chunks(self, tokens: int | None) -> list[range]:
         """Divides the windows into ranges of about `tokens` targets each. If `tokens` is None, there is a single range.
 
-        Each range ends with the first window that reaches a multiple of `tokens`.
+        Each range ends with the first window at which the number of scored targets reaches a multiple of `tokens`.
         """
         if tokens is None:
             return [range(len(self))]

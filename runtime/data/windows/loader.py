@@ -65,11 +65,11 @@ class EpochOrder:
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """Returns the order of one epoch, which depends only on the arguments, on any machine and library version.
+    """Returns the order of one epoch. It depends only on the arguments, and not on the machine or on library versions.
 
-    The order `coprime_stride` is that of parameter-golf PR 726, for a single stream. Each epoch has a random phase (so
-    that window boundaries differ between epochs), a random start, and a random stride coprime to the number of blocks.
-    Version 2 rejects strides that soon return close to an earlier block.
+    The order `coprime_stride` is taken from parameter-golf PR 726, and applied to a single stream. Each epoch has a
+    random phase (so that window boundaries differ between epochs), a random start, and a random stride coprime to the
+    number of blocks. Version 2 rejects strides that soon return close to an earlier block.
 
     Args:
         tokens: the length of the stream.

@@ -1,8 +1,8 @@
 """Best-fit packing of documents into rows, as in nanochat (dataloader of July 2026).
 
-A document is BOS followed by its tokens. A row is filled with the largest document in a buffer that fits into the rest
-of the row, again and again. If none fits, the row is completed with the beginning of the shortest document, whose end
-is left out. Rows have no padding, and every row begins with BOS.
+A document is BOS followed by its tokens. The largest document in a buffer that fits into the rest of a row is added to
+the row. This is repeated until no document fits. The row is then completed with the beginning of the shortest document,
+whose end is left out. Rows have no padding, and every row begins with BOS.
 """
 
 import bisect

@@ -50,7 +50,7 @@ class Work:
         rows: the number of rows per batch.
         world: the processes that share the work.
         seed: the seed of random initial values.
-        progress: a function that is called with the number of scored targets and the total, on this process.
+        progress: a function that is called with the number of targets that this process has scored and has to score.
     """
 
     account: Account

@@ -66,7 +66,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`, of which only the targets at positions `after` + 1 .. `end` are used."""
+    """A window that begins at token `start`. Only its targets at positions `after` + 1 .. `end` are used."""
 
     start: int
     after: int

@@ -22,10 +22,10 @@ LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of tokens, of which the last `scored` are scored targets.
+    """A row of tokens. The last `scored` tokens are the targets that are scored.
 
     Attributes:
-        tokens: the tokens, of which all but the last are inputs of the model.
+        tokens: the tokens. All tokens except the last are inputs of the model.
         scored: the number of targets that are scored.
         size: the bytes of text that the scored targets represent.
         truncated: whether tokens were removed from the left, because the context of the model is shorter.
@@ -133,7 +133,7 @@ def score_rows(
         share: the part of the work that this process does.
         score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
-        progress: a function that is called with the number of scored rows and the total, on this process.
+        progress: a function that is called with the number of rows that this process has scored and has to score.
 
     Returns:
         One score per row, in order, over all processes.
@@ -176,8 +176,8 @@ def score_rows(
 
 
 def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list[int]], batch: int) -> Iterator[int]:
-    """Yields the index of each row with a target that is not the most probable token. Only the targets at the positions
-    in `unsure` are checked, which maps the index of a row to positions."""
+    """Yields the index of each row with a target that is not the most probable token. `unsure` maps the index of a row
+    to the positions to check."""
     by_length: dict[int, list[int]] = {}
     for i, places in unsure.items():
         for place in places:

@@ -83,7 +83,7 @@ class _Streams:
 
 
 class RandomTokens:
-    """A substitute for a loader, which yields random ids and targets, uniform over the vocabulary.
+    """A substitute for a loader. It yields random ids and targets, uniform over the vocabulary.
 
     Args:
         batch, length: the shape of ids and targets, i64 [batch, length].
