@@ -125,7 +125,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _fenced(language: str, text: str) -> Iterator[str]:
-    """Yields a code block, whose fence is longer than any in its text."""
+    """Yields the lines of a code block. Its fence is longer than any fence in the text."""
     fence = "```"
     while fence in text:
         fence += "`"

@@ -156,8 +156,7 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the last validation of the final weights (an empty record if there is none), and the name of these
-        weights."""
+        """Returns the name of the final weights, and their last validation (an empty record if there is none)."""
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
         record = self.records.last("validation", weights=which)

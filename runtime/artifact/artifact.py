@@ -291,7 +291,7 @@ def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
 
 
 def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
-    """Yields the result of `_plan` for format version 1: one stream per kind, in layout order, cut every
+    """Yields the result of `_plan` for format version 1: one stream per kind, in layout order, cut into pieces of
     CHUNK_BYTES."""
     for kind in Kind:
         members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)

@@ -57,7 +57,8 @@ class Deployment:
 
 
 def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
-    """Parses and lowers the spec of an artifact. Raises IntegrityError if it is invalid or cannot be lowered."""
+    """Returns the spec of an artifact, and its deployment. Raises IntegrityError if the spec is invalid or cannot be
+    lowered."""
     try:
         spec = spec_of(text)
         if problem := next(iter(problems_of(spec)), None):

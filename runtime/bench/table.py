@@ -253,8 +253,8 @@ class _Scored:
         return cls(sources, targets, Totals(steps, len(lines), tokens, 0.0), world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
-        """Decodes the lines, one step at a time, and counts the exact matches. Returns the seconds of the slowest
-        process."""
+        """Decodes the lines, one step at a time. Returns the totals, with the seconds of the slowest process, and the
+        number of exact matches over all processes."""
         each = len(self.sources) // self.totals.steps
         self.world.wait()
         began, exact = time.perf_counter(), 0

@@ -25,7 +25,8 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs; for one run, the standard error over its examples."""
+        """The standard deviation over the runs; for one run, the standard error over its examples, or None without
+        it."""
         return self.summary.std if self.summary.n > 1 else self.error
 
 

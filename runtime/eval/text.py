@@ -200,7 +200,7 @@ def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], A
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """Opens the text to score. Raises EvaluateError if no data is named, and RunFailure if it differs between
+    """Opens the text to score. Raises EvaluateError if no data is named, and RunFailure if the text differs between
     processes."""
     data = options.data or opened.data
     if data is None:

@@ -32,9 +32,9 @@ class ExportRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def file(self, run: Run, suffix: str) -> Path:
-        """Returns the path of an output file, NAME and `suffix` in the run directory by default.
+        """Returns the path of the output file. By default, this is NAME followed by `suffix`, in the run directory.
 
-        Raises ExportError if it exists and `force` is False, if it is a folder, or if its folder does not exist.
+        Raises ExportError if the file exists and `force` is False, if it is a folder, or if its folder does not exist.
         """
         out = self.out if self.out is not None else run.directory / f"{run.spec.name}{suffix}"
         if out.is_dir() or not out.parent.is_dir():

@@ -124,7 +124,7 @@ def _scale(latent: Latent, size: int) -> Data:
 
 
 def table(config: Config) -> Sequence[Row]:
-    """Returns the rows of all tensors of a model with this config."""
+    """Returns the table rows of all tensors of a model with this config."""
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values, heads = config.whole("v_head_dim", 128), config.whole("num_attention_heads")
     whole = "q_lora_rank" in config.fields and not config.stated("q_lora_rank")

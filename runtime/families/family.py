@@ -34,7 +34,7 @@ class Family:
         model: a function that converts a config to the `model` section of a spec, as data without defaults.
         config: a function that converts a model to the fields of a config, which the caller checks with `model`. It
             raises NotOfFamily.
-        table: a function that returns the rows of all tensors that a model with a given config can have.
+        table: a function that returns the table rows of all tensors that a model with a given config can have.
         buffers: patterns that match the names of tensors without parameters, which files of older versions contain.
         prefix: a prefix of tensor names. Files that contain the model without its head omit it.
     """

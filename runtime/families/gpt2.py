@@ -61,8 +61,8 @@ def config(model: Decoder) -> Data:
 
 
 def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[Row, ...]:
-    """Returns the rows of the LayerNorms before layers. `names` contains pairs: a layer, and the name of its norm in a
-    file."""
+    """Returns the table rows for the LayerNorms before layers. `names` contains pairs: a layer, and the name of its
+    norm in a file."""
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")
         for layer, theirs in names

@@ -70,7 +70,7 @@ def config(model: Decoder) -> Data:
 
 
 def table(config: Config) -> Sequence[Row]:
-    """Returns the rows of all tensors of a model with this config."""
+    """Returns the table rows of all tensors of a model with this config."""
     heads = config.whole("num_attention_heads")
     size = config.whole("hidden_size") // heads
     matrices = [

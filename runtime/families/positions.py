@@ -1,6 +1,7 @@
 """Converts between the field `rope` of a spec and the fields of a config.
 
-The field is `rope_parameters`, or in older configs `rope_theta` and `rope_scaling`."""
+A config has the field `rope_parameters`, or in older configs `rope_theta` and `rope_scaling`.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -44,12 +44,12 @@ def _unchanged(tensors: Tensors) -> Tensors:
 
 
 def same(parameter: str, tensor: str, dims: int | None = None) -> Row:
-    """Returns the row of a parameter that equals a tensor."""
+    """Returns the table row for a parameter that equals a tensor."""
     return Row((parameter,), (tensor,), _unchanged, _unchanged, dims)
 
 
 def transposed(parameter: str, tensor: str) -> Row:
-    """Returns the row of a matrix that the file stores as [inputs, outputs]."""
+    """Returns the table row for a matrix that the file stores as [inputs, outputs]."""
 
     def turn(tensors: Tensors) -> Tensors:
         return [tensors[0].T]
@@ -58,7 +58,8 @@ def transposed(parameter: str, tensor: str) -> Row:
 
 
 def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
-    """Returns the row of matrices of equal shape that the file joins as [inputs, all outputs], or of their biases."""
+    """Returns the table row for matrices of equal shape that the file joins as [inputs, all outputs], or for their
+    biases."""
 
     def split(tensors: Tensors) -> Tensors:
         return [part.T if part.ndim == 2 else part for part in tensors[0].chunk(len(parameters), -1)]
@@ -70,7 +71,8 @@ def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
 
 
 def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices that the file joins into one matrix. Matrix i has `sizes[i]` consecutive rows."""
+    """Returns the table row for matrices that the file joins into one. Matrix i is `sizes[i]` consecutive rows of this
+    matrix."""
 
     def split(tensors: Tensors) -> Tensors:
         return [tensors[0][first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
@@ -82,7 +84,7 @@ def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> 
 
 
 def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices, or biases, whose outputs are ordered by head in the file.
+    """Returns the table row for matrices, or biases, whose outputs are ordered by head in the file.
 
     Args:
         parameters: the names of the matrices.
@@ -106,8 +108,8 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
 
 def experts(parameter: str, tensor: str) -> Row:
-    """Returns the row of a parameter that contains the matrices of all experts, [E, outputs, inputs]. The file has one
-    tensor per expert."""
+    """Returns the table row for a parameter that contains the matrices of all experts, [E, outputs, inputs]. The file
+    has one tensor per expert."""
 
     def split(tensors: Tensors) -> Tensors:
         return [torch.stack(list(tensors))]
@@ -119,8 +121,8 @@ def experts(parameter: str, tensor: str) -> Row:
 
 
 def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the rows, and an additional row for the bias of each matrix whose tensor name ends in `weight`. Biases
-    are never transposed."""
+    """Returns the table rows, and an additional row for the bias of each matrix whose tensor name ends in `weight`.
+    Biases are never transposed."""
 
     def bias(row: Row) -> Row:
         parameters = tuple(f"{name}_bias" for name in row.parameters)
@@ -133,7 +135,7 @@ def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def expanded(table: Sequence[Row], shapes: Shapes, blocks: int) -> list[Row]:
-    """Returns the rows of a model. Their names contain the index of each block and expert.
+    """Returns the table rows of a model. Their names contain the index of each block and expert.
 
     Args:
         table: the rows of the family. Rows whose first parameter the model lacks are left out.

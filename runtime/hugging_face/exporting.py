@@ -209,7 +209,7 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
 def _write_weights(
     folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str], shard: int
 ) -> None:
-    """Writes the tensors of rows, in one file or in several with an index.
+    """Writes the tensors of table rows, in one file or in several with an index.
 
     Args:
         folder: the folder.
@@ -246,7 +246,7 @@ def _write_weights(
 
 
 def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a row by name, computed from parameters by name."""
+    """Returns the tensors of a table row by name, computed from parameters by name."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 

@@ -155,7 +155,7 @@ def _require_writable(place: Path, text: str) -> None:
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
 ) -> list[Row]:
-    """Returns the rows of all parameters, after checking that the folder contains their tensors.
+    """Returns the table rows of all parameters, after checking that the folder contains their tensors.
 
     Args:
         family: the family.
@@ -202,14 +202,15 @@ def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
 
 
 class FittedWeights:
-    """The weights of a folder as parameters of a model, f32. Reading a parameter reads only the tensors of its row.
+    """The weights of a folder as parameters of a model, f32. Reading a parameter reads only the tensors of its table
+    row.
 
     Attributes:
         family: the family.
         section: the section `model` of a spec, as data.
         model: the model.
         shapes: the shapes of the parameters, by name.
-        rows: the rows of the parameters.
+        rows: the table rows of the parameters.
         ignored: the fields of config.json that do not change what the model computes.
     """
 

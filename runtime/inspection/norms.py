@@ -37,7 +37,7 @@ class BlockNorm:
 
     @property
     def growth(self) -> float | None:
-        """The factor by which the block changes the size of the stream."""
+        """The factor by which the block changes the size of the stream; None without `before`."""
         return self.after / self.before if self.before else None
 
 
@@ -129,7 +129,7 @@ def _block(name: str) -> str:
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width of the model: the most frequent width of values between blocks."""
+    """Returns the width of the model: the most frequent width of values between blocks. None without such values."""
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for ref in node.inputs:

@@ -53,8 +53,8 @@ class Average:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Copies `weights` into the mean and `state` into the state. Names and shapes must be the current ones, except
-        that unknown names in `state` are ignored."""
+        """Sets the mean to `weights`, and the other state to `state`, a result of the method `state`. Names and shapes
+        must be the current ones, except that unknown names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

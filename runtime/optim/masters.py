@@ -222,13 +222,13 @@ class Masters:
     ) -> Tensor:
         """Replaces the sums of this process with means over all micro-batches of all processes, and clips them.
 
-        The host does not wait for the GPU. The sums over processes overlap on the GPU.
+        The host does not wait for the GPU. On the GPU, the sums over processes overlap with each other.
 
         Args:
             micro_batches: the number of micro-batches of one process.
             clip_norm: the largest 2-norm over all gradients. None for no limit.
-            banks: the banks of the sharded parameters. Each receives the mean for this process's part of its matrices.
-                The entries of `gradients` for sharded parameters are not used.
+            banks: the banks of the sharded parameters. Each bank receives the mean gradients of the matrices that
+                belong to this process. The entries of `gradients` for sharded parameters are not used.
             world: the processes.
             scale: f32 [], the factor of the loss in the backward passes, by which the gradients are divided. None if
                 the loss had no factor.

@@ -37,8 +37,8 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides row i of X by the square root of the sum of |A| over row i, where A = X X^T. This is an almost-orthogonal
-    layer (Prach and Lampert, 2022)."""
+    """Divides row i of X by the square root of the sum of |A| over row i, where A = X X^T, as in an almost-orthogonal
+    layer (Prach and Lampert, 2022). Returns the new X and its A."""
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT

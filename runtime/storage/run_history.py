@@ -73,11 +73,12 @@ class RunHistory:
 
     @property
     def final(self) -> Mapping[str, Any] | None:
-        """The validation of the final weights of a complete run. These are the averaged weights if the run has any."""
+        """The validation of the final weights, which are the averaged weights if the run has any. None if the run is
+        not complete."""
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:
-        """Returns the last validation of `raw` or `average` weights at the end of a complete run."""
+        """Returns the last validation of `raw` or `average` weights of a complete run; None if there is none."""
         if self.end is None or not self.complete:
             return None
         return next((v.values for v in reversed(self.validations) if v.weights == weights), None)

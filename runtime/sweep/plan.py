@@ -311,7 +311,8 @@ class _Plan:
                     yield PlannedQuantization(name, entry.name, run.name, run.seed, tuple(entry.set))
 
     def _quantizes(self, spec: Spec, name: str, overrides: tuple[_Override, ...], number: int) -> bool:
-        """Checks the overrides of a quantization, as `specc quantize` does."""
+        """Returns whether the overrides of a quantization are valid, and records problems. Checks what `specc quantize`
+        checks."""
         place = self._at(("quantize", number))
         if spec.quant is None:
             message = f"{quote(name)}: the spec has no section `quant`"

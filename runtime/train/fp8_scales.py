@@ -81,7 +81,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Copies the result of `state` into this state. Other names are ignored."""
+        """Restores the values of `state`, a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self._write(loss_scale)

@@ -82,7 +82,7 @@ class LossScale:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copies the result of `state` into this state. Other names are ignored."""
+        """Restores the values of `state`, a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self.factor.fill_(self.value)

@@ -119,7 +119,8 @@ _SET = f"{_DOWNLOADS}/set"  # while a download is in progress, this file contain
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:
-    """Returns the record of a complete download of the set, or None if it was interrupted or `out` is new or empty.
+    """Returns the record of a complete download of the set. None if the download was interrupted, or if `out` is new or
+    empty.
 
     Raises DataError if the folder contains other data.
     """
