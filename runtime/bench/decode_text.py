@@ -77,8 +77,8 @@ class TextRow:
         token: the time of a step, which decodes one token for each text.
         first: the seconds by which the untimed pass exceeds a timed pass.
         floor_ms: the minimum time of a step at the peak rates.
-        error: the largest difference of its logits from those of the contiguous cache, relative to the largest logit.
-            None for the contiguous cache.
+        error: the largest difference between the logits of the decoder and those of the contiguous cache, relative to
+            the largest logit. None for the contiguous cache.
     """
 
     decoder: str

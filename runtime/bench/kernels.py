@@ -31,7 +31,7 @@ class Row:
         times: the time of each variant.
         language: the language of the kernel. None for a group.
         tile: the tile of the kernel, if it has one. None for a group.
-        accuracy: the errors. None if the library computes the node.
+        accuracy: the errors of the kernel or group. None if the library computes the node.
         failed: the variants that torch.compile could not compile, each with the reason.
     """
 

@@ -45,7 +45,7 @@ class UpdateRow:
     Attributes:
         name: the name of the update, or the kind and the pattern of an entry of `train.optimizers`.
         tensors: the number of parameters.
-        numbers: the number of their elements.
+        numbers: the number of elements of all these parameters.
         update: the time of an update.
         floor_ms: the minimum time to read weights, gradients and state once, and to write weights and state once.
     """
@@ -130,7 +130,7 @@ def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
 
 
 def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> Iterator[UpdateRow]:
-    """Yields one row per entry of `train.optimizers`, if there are several, and the rows of Torch."""
+    """Yields one row per entry of `train.optimizers`, if there are several, and the rows of Torch's AdamW."""
     specs = setup.spec.train.optimizers
     owner = owners(specs, {name: tuple(value.shape) for name, value in values.items()})
     for i, spec in enumerate(specs if len(specs) > 1 else ()):
@@ -160,7 +160,7 @@ def _step(adamw: torch.optim.Optimizer, step: int) -> None:
 
 
 def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns parameters with these values and random gradients, on the device."""
+    """Returns parameters with these values and random gradients, on the device of the benchmark."""
     generator = torch.Generator(setup.device).manual_seed(setup.spec.train.seed)
     masters = {name: nn.Parameter(value.to(setup.device, copy=True)) for name, value in values.items()}
     for master in masters.values():
@@ -207,7 +207,7 @@ def _row(
         name: the name of the row.
         parameters: the parameters.
         work: the minimum work of an update.
-        update: performs the update of a step, whose number is its argument.
+        update: a function that performs the update of the step with a given number.
     """
     numbers = sum(parameter.numel() for parameter in parameters.values())
     measured = Measured.of(*_passes(setup.device, update))

@@ -33,8 +33,8 @@ def roofline(data: Mapping[str, Any]) -> bytes:
         data: the data of a report, as `report.data` returns it, with at least one kernel or group.
 
     Returns:
-        A PNG of 1500 x 900 pixels, with a mark for each kernel and group. Its coordinates are the operations per byte,
-        as the compiler counts them, and the measured operations per second.
+        A PNG of 1500 x 900 pixels, with a mark for each kernel and group. The coordinates of a mark are the operations
+        per byte, as the compiler counts them, and the measured operations per second.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.

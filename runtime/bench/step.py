@@ -71,7 +71,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
 
     Args:
         setup: the setup of the benchmark.
-        steps: the steps to time.
+        steps: the minimum number of steps to time.
         generated: the names of the generated kernels of the fused build.
         unfused: whether to also measure the `fuse: []` build of a spec with fusion points.
 

@@ -6,9 +6,8 @@ A rate is total work divided by total time. Terms of the table:
   teacher forcing. On a GPU, the step is compiled and captured as a CUDA graph, and batches are transferred during
   computation.
 - A validation step decodes `train.batch` lines of the held-out split greedily, from source text to target text, and
-compares each with its target. Several processes share the lines. The ratio of validation steps to training steps is the
-ratio of
-  `eval.lines` to the lines of an epoch. There is at least one validation step.
+  compares each with its target. Several processes share the lines. The ratio of validation steps to training steps is
+  the ratio of `eval.lines` to the lines of an epoch. There is at least one validation step.
 - The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding. `overall` is the
   work of all training and validation steps, divided by their seconds.
 - `compile` is the number of seconds before the clock starts. Code is rendered and compiled, graphs are captured, and
@@ -81,7 +80,7 @@ class TableRow:
         train: the training steps.
         validation: the validation steps.
         compile_seconds: the seconds before the clocks started.
-        exact: the number of validation lines that equal their target, with the weights at the end of these steps.
+        exact: the number of validation lines that equal their target, with the weights after the training steps.
     """
 
     name: str

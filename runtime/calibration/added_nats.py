@@ -36,7 +36,7 @@ def added_nats(
             are read.
         errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
-        progress: a function that is called as `progress(done, total)` with the number of backward passes.
+        progress: a function that is called as `progress(done, total)` with numbers of backward passes.
 
     Returns:
         The rises, in the order of the errors, by name.

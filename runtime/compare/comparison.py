@@ -54,7 +54,7 @@ class PairResult:
     Attributes:
         first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
-        reason: the reason why there is no test, if there is none.
+        reason: if `test` is None, the reason.
         nats: Welch's test of the final loss in nats per token.
         improves_by_threshold: the one-sided p-value of the measured improvement. The null hypothesis is that the second
             group is better than the first by only THRESHOLD nats. None without a test in nats.

@@ -29,7 +29,7 @@ class Origin:
     """The dtypes of the tensors from which a run was imported.
 
     Attributes:
-        dtype: the dtype of most tensors, as in safetensors.
+        dtype: the dtype of most tensors, in the spelling of safetensors.
         others: the dtypes of the other tensors, by name.
     """
 

@@ -209,7 +209,8 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises IntegrityError, which lists the differences, unless both have the same names, shapes and dtypes."""
+    """Raises IntegrityError, which lists the differences, unless both mappings have the same names, shapes and
+    dtypes."""
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [

@@ -30,7 +30,7 @@ def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
 
 
 def recorded_evaluations(run: Path) -> list[dict[str, Any]]:
-    """Returns the results in a run, by file name. Files that cannot be read are left out."""
+    """Returns the results in a run, sorted by file name. Files that cannot be read are left out."""
     results = []
     for path in sorted((run / FOLDER).glob("*.json")):
         try:

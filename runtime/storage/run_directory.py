@@ -310,7 +310,7 @@ def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
 
 
 def _numbered(name: str, root: Path) -> list[Path]:
-    """Returns the entries `NAME-NNN` of a folder, by number."""
+    """Returns the entries `NAME-NNN` of a folder, sorted by number."""
     pattern = re.compile(re.escape(name) + r"-\d{3,9}")
     names = os.listdir(root) if root.is_dir() else []
     return [root / n for n in sorted(filter(pattern.fullmatch, names), key=lambda n: int(n.rpartition("-")[2]))]

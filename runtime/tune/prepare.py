@@ -70,7 +70,7 @@ def prepare(
         device: the device to call it on.
 
     Returns:
-        The results, in the order in which they end.
+        The results, in the order in which the candidates finish.
 
     Raises:
         EnvironmentFailure: if this machine lacks something that the compilers need.

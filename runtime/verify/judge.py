@@ -93,7 +93,7 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A selection of rows or sequences of the values whose leading dims are `dims`.
+    """A selection of rows or sequences. It applies to values whose leading dims are `dims`.
 
     `rows` are indices into these leading dims, flattened to one.
     """
@@ -294,9 +294,9 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
-    For an op that mixes tokens, there are two sequences of `rows` tokens each, but of at least SEQUENCE tokens. Shorter
-    sequences would be weak tests. The gradient of attention to one token is exactly 0. For two or three tokens, it is a
-    difference of nearly equal numbers, which rounding dominates.
+    For an op that mixes tokens, there are two sequences of `rows` tokens each, or of SEQUENCE tokens if that is more.
+    Shorter sequences would be weak tests. The gradient of attention to one token is exactly 0. For two or three tokens,
+    it is a difference of nearly equal numbers, which rounding dominates.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})

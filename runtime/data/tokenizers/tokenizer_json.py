@@ -30,7 +30,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_spelling() -> Mapping[str, int]:
-    """Returns the characters that stand for bytes in byte-level vocabularies, as in GPT-2.
+    """Returns the byte for which each character stands in byte-level vocabularies, as in GPT-2.
 
     Bytes that are printable characters in Latin-1 are represented by these characters, and all other bytes by the code
     points from 256 on, in order.
