@@ -22,8 +22,8 @@ class UpdateRule(ABC, Generic[S]):
     Each subclass is one kind of optimizer, in a file of this package. The settings are in
     `specc.compiler.spec.optimizers`. This class implements what all kinds share: weight decay, and the sums of
     gradients between updates. Numbers that change from step to step, such as the learning rate, are read from the
-    device. Steps of equal `work` launch the same kernels and never wait for a GPU, so that CUDA graphs can contain
-    them.
+    device. Steps of equal `work` launch the same kernels and, unless `waits` returns True, do not wait for a GPU, so
+    that CUDA graphs can contain them.
 
     Args:
         spec: the entry.

@@ -88,8 +88,8 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
 
     Sources:
         `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. About 1 in
-        10 is in val, selected by the SHA-256 of its path within the library. a file: .txt (documents separated by a
-        line `<|endoftext|>`), .jsonl (one object per line, with the document
+            10 is in val, selected by the SHA-256 of its path within the library.
+        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
             in its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet
             and .arrow (one row per document, in the column "text").
         a folder: all such files in it, recursively, in the order of their relative paths. If `datasets` saved the
