@@ -21,7 +21,7 @@ def _logits(logits_ptr, at, V):
 
 @triton.jit
 def _key(logit):
-    """Maps f32 to i32 of the same order."""
+    """Maps f32 to i32 in the same order."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

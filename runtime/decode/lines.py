@@ -90,7 +90,8 @@ class Translator:
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
         """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then padding.
 
-        Greedy decoding may stop row i after `limits[i]` tokens, i64 [B]. Raises RunFailure if logits are NaN.
+        With `limits`, i64 [B], greedy decoding may stop row i after `limits[i]` tokens. Raises RunFailure if logits are
+        NaN.
         """
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
@@ -232,7 +233,7 @@ def translator(
         device: the device of the model.
         batch: the number of beams per batch. A batch contains `batch // beam` sources.
         beam: the beam size. None is greedy decoding.
-        compiled: on a GPU, run every step as a CUDA graph.
+        compiled: whether to run every step as a CUDA graph on a GPU.
 
     Returns:
         The decoder.

@@ -35,7 +35,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a decoder with different settings of the cache."""
+    """Returns the spec of a decoder with the given settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -67,10 +67,10 @@ class PagedDecoder:
     When a text is added, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a
     text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
 
-    A step reads the same number of pages of each text: that of the longest text, rounded up to one of a few numbers. On
-    a GPU, there is one CUDA graph for each combination of a number of pages and a number of texts, where the number of
-    texts is rounded up to a power of two. A separate page serves rows without a text. It also serves texts that
-    continue beyond their last page; the caller discards those tokens.
+    A step reads the same number of pages of each text: the pages of the longest text, rounded up to one of a few
+    numbers. On a GPU, there is one CUDA graph for each combination of a number of pages and a number of texts, where
+    the number of texts is rounded up to a power of two. A separate page serves rows without a text. It also serves
+    texts that continue beyond their last page; the caller discards those tokens.
 
     Args:
         model: the model, on `device`.

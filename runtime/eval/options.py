@@ -89,7 +89,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
 
 @contextmanager
 def memory(hint: str = FEWER) -> Iterator[None]:
-    """Raises RunFailure with `hint` if the block runs out of GPU memory."""
+    """A context manager that raises RunFailure with `hint` if the block runs out of GPU memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -290,7 +290,8 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides warnings of torch about its own deprecated functions, and its notes about optional packages."""
+    """A context manager that hides warnings of torch about its own deprecated functions, and its notes about optional
+    packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

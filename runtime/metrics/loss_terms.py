@@ -11,7 +11,7 @@ from specc.compiler.losses.term import LossTerm
 def loss_terms(
     model: nn.Module, program: Callable[..., Tensor], terms: Sequence[LossTerm], inputs: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Returns the mean of each term over a batch, not multiplied by the weight of the term, by the title of the term.
+    """Returns the unweighted mean of each term over a batch, by the title of the term.
 
     The loss of the program is linear in the weights of the terms that are computed for each token. To measure these
     terms, the program runs with a weight of 1 for one term at a time. The value of an auxiliary loss, a sum over the

@@ -32,7 +32,7 @@ class Share:
             raise ValueError("sharing the work among processes needs `reduce`")
 
     def of(self, count: int) -> range:
-        """Returns the contiguous range, of `count` items, that this process measures."""
+        """Returns the range of the items 0 .. `count` - 1 that this process measures."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def total(self, sums: Sums) -> Sums:

@@ -51,7 +51,7 @@ def write_all(descriptor: int, part: bytes) -> None:
 
 
 def create_folder(folder: Path) -> None:
-    """Creates a folder, with its parents, if it does not exist, and syncs the entry of each that is new.
+    """Creates a folder, with its parents, if it does not exist, and syncs the entry of each new folder.
 
     Without this sync, a power failure may remove a new folder and all files in it, although the files were synced.
     """

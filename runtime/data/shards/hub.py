@@ -90,7 +90,7 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     Args:
         repository: the repository, at a commit.
         file: the file, with the size and digest that the hub states.
-        folder: the folder to write below.
+        folder: the folder below which the file is written.
         say: a function that is called with a message about the file.
 
     Returns:

@@ -77,7 +77,8 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 class ShardWriter:
     """Writes a shard. Use it as a context manager: a normal exit writes the header and syncs the file.
 
-    Until then, the header is invalid. Callers write into a temporary folder, so the file is not renamed into place.
+    Until then, the header is invalid. Callers write into a temporary folder, so this class does not need to rename the
+    file.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:

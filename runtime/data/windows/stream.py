@@ -173,7 +173,7 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
 
 
 def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
-    """Opens the files of byte counts beside the shards. Returns none if no shard has such a file.
+    """Opens the files of byte counts beside the shards. The result is empty if no shard has such a file.
 
     Raises DataIntegrityError if only some shards have such a file, or if a file and its shard differ in length.
     """

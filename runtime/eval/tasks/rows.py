@@ -70,10 +70,10 @@ class Encoder:
     def continuation(self, context: str, text: str, where: str) -> Row:
         """Returns the row that scores `text` after `context`.
 
-        As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Both are
-        tokenized together. If the context alone has n tokens, all tokens after the first n belong to the text. BOS
-        precedes the context, if the tokenizer has one. If there are more inputs than the window has, the first inputs
-        are removed.
+        As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Context
+        and text are tokenized together. If the context alone has n tokens, all tokens after the first n belong to the
+        text. BOS precedes the context, if the tokenizer has one. If there are more inputs than the window has, the
+        first inputs are removed.
 
         Raises DataError, which states `where`, if the text has no tokens or is too long, if no token precedes it, or if
         it begins among the targets of the first `unscored` inputs.
