@@ -67,7 +67,7 @@ def prepare(
         module: the name of the kernel's module in each folder.
         function: the name of its function.
         site: the node that provides the inputs. None to compile only.
-        device: the device to call it on.
+        device: the device to call the kernel on.
 
     Returns:
         The results, in the order in which the candidates finish.
