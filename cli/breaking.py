@@ -21,8 +21,8 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     """List the changes of specs that stop old checkpoints and artifacts from loading.
 
     The command compares the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By
-    default, all specs in specs/ are compared. With a revision, a removed spec is a finding, but a new spec is not. The
-    exit code is 1 if there are findings.
+    default, all specs in specs/ are compared, and a spec that was removed since the revision is a finding. A new spec
+    is not a finding. The exit code is 1 if there are findings.
     """
     from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic

@@ -218,8 +218,8 @@ def _sampled(
 ) -> Iterator[list[int]]:
     """Yields one sampled token id per seed at each step. All rows start with the same `tokens`.
 
-    On a GPU, tokens are sampled up to two blocks before the host reads them, so that the device does not wait for the
-    host.
+    On a GPU, tokens are sampled up to two blocks of tokens before the host reads them, so that the device does not wait
+    for the host.
 
     Raises RunFailure if the logits are not finite or GPU memory is full.
     """

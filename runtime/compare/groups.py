@@ -106,8 +106,8 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories of a word, each with the name that its group has if this run is the first of the
-    group."""
+    """Yields the run directories of a word, each with a label. A group without a name is named by the label of its
+    first run, if no other group has this name."""
     for part in [word] if Path(word).exists() else word.split(","):
         plain = Path(part).exists()
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
@@ -120,7 +120,7 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
     """Yields the run at a path, or the started runs of the sweep at a path. If `named` is False, the path comes from a
-    pattern, and is skipped if it is neither."""
+    pattern, and a path that is neither a run nor a sweep is skipped."""
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

@@ -251,7 +251,7 @@ class FittedWeights:
 def fitted_weights(
     folder: Folder, name: str = "model", tokenizer: str = TOKENIZERS[0], ignored: Sequence[str] = ()
 ) -> FittedWeights:
-    """Returns the weights of a folder as parameters of the model of its config.
+    """Returns the weights of a folder as parameters of the model that its config describes.
 
     Args:
         folder: the folder.
