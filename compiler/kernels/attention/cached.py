@@ -2,8 +2,8 @@
 
 A decoding step reads the cache once and computes little, so that it takes at least the time of reading. A program
 instance reads a range of the visible keys of one text and one key head, for all query heads that share the key head,
-and writes partial sums. A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for
-long-context inference").
+and writes partial sums. The last of these program instances to finish adds the partial sums of the ranges (Dao et al.,
+2023, "Flash-Decoding for long-context inference"). If they are too many bytes for one, a second kernel adds them.
 """
 
 from dataclasses import dataclass, replace

@@ -13,6 +13,7 @@ from specc.compiler.kernels.attention.attention import table_name
 from specc.compiler.kernels.attention.score_lines import Reading, ScoreLines
 from specc.compiler.kernels.attention.score_tile import NARROWEST, block
 from specc.compiler.kernels.attention.scored_context import LOG2E
+from specc.compiler.kernels.gemm.rows import DEPENDENT_LAUNCH
 from specc.compiler.kernels.generated import (
     TRITON_DTYPES,
     GeneratedFunction,
@@ -27,9 +28,14 @@ from specc.compiler.ops.caches.cached_attention import CachedBase
 
 MOST_ROWS = 64  # rows per program instance
 SUMS = 128  # f32 sums per thread; a thread has 255 registers
+# Bytes of parts that one program instance joins. It reads them from the L2 cache in about 0.6 us, and the launch of
+# another kernel takes more than 1 us.
+JOINED_BYTES = 65_536
+JOINED = 32  # of these, the numbers that a thread loads at once; with 64, it has too many registers
 # Scales of values are multiplied by this, which brings them near 1 for 16-bit products; a power of two is exact
 UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
+JOIN = ("D", "ROWS", "CHANNELS", "BLOCK_P")  # constants of `join`
 DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
 
@@ -88,7 +94,10 @@ class CachedContext:
         how: A description of the kernels' algorithm.
         settings: Lines that assign the constants that describe the tile and the layout of the cache.
         helpers: Templates of functions that the kernels call.
-        kernel, join: The signatures of the kernels.
+        pdl: Whether a kernel may begin before the preceding kernel ends (programmatic dependent launch).
+        finish, join, kernel, join_kernel: The signatures of the functions and kernels.
+        finish_lines: Lines that complete the denominator.
+        finish_block, finish_joined, join_block, join_row: The calls of these functions.
         begin: The position of the first query of a text.
         bounds: Lines that define the first and last token of a block of queries; none if no other line reads them.
         queries: The mask that selects the valid elements of a block of queries.
@@ -105,7 +114,6 @@ class CachedContext:
         weights: The weights of values.
         unit: The number that one unit of the integer sums represents.
         inside: The condition on channels of values, as text to append to another condition.
-        finish_whole, finish_parts: Lines that complete the denominator, for all keys, and for parts of them.
         element, stored: The dtypes of the operands of matrix products, and of y.
         sizes, launched_sizes: Lines that define the sizes that the function and the launch read.
         prepared: Lines before the launch.
@@ -122,8 +130,16 @@ class CachedContext:
     values: int
     settings: tuple[str, ...]
     helpers: tuple[str, ...]
-    kernel: str
+    pdl: bool
+    finish: str
     join: str
+    kernel: str
+    join_kernel: str
+    finish_lines: tuple[str, ...]
+    finish_block: str
+    finish_joined: str
+    join_block: str
+    join_row: str
     begin: str
     bounds: tuple[str, ...]
     queries: str
@@ -140,8 +156,6 @@ class CachedContext:
     weights: str
     unit: str
     inside: str
-    finish_whole: tuple[str, ...]
-    finish_parts: tuple[str, ...]
     element: str
     stored: str
     sizes: tuple[str, ...]
@@ -202,7 +216,8 @@ class Writer:
     def context(self) -> CachedContext:
         """Returns the template context."""
         kernel, arguments = self._kernel()
-        join, join_arguments = self._join()
+        join_kernel, join_arguments = self._join_kernel()
+        finishing, joining = self._joining()
         return CachedContext(
             op=self._function(),
             how=self._how(),
@@ -212,8 +227,24 @@ class Writer:
             values=self.values,
             settings=self._settings(),
             helpers=("triton/scored_attention_tanh.jinja",) if self.lines.calls else (),
+            pdl=self.site.target.arch >= DEPENDENT_LAUNCH,
+            finish=listed("def finish(", [*finishing, "D: tl.constexpr"], "):"),
+            join=listed("def join(", [*joining, *(f"{word}: tl.constexpr" for word in JOIN)], "):"),
             kernel=kernel,
-            join=join,
+            join_kernel=join_kernel,
+            finish_lines=self._finish_lines(),
+            finish_block=self._call("finish", finishing, {"row": "query * H + h"}, ["D"], 8),
+            finish_joined=self._call("finish", finishing, {}, ["D"], 4),
+            join_block=self._call(
+                "join",
+                joining,
+                {"row": "joined", "h": "head", "there": "token < T"},
+                ["D", "JOINED", "VALUES", "BLOCK_P"],
+                16,
+            ),
+            join_row=self._call(
+                "join", joining, {"h": "row % H", "there": "row >= 0"}, ["D", "1", "CHANNELS", "BLOCK_P"], 4
+            ),
             begin=f"tl.load(positions_ptr{' + b * T' if self.page else ''}).to(tl.int32)",
             bounds=self._bounds(),
             queries=f"there{self.padded}",
@@ -230,8 +261,6 @@ class Writer:
             weights=f"(p * ({self._scale_of_values} * {UNIT})[None, :])" if self.op.coded else "p",
             unit=f"{1 / UNIT!r}" if self.op.coded else "1.0",
             inside=self._inside,
-            finish_whole=self._finish_whole(),
-            finish_parts=self._finish_parts(),
             element=self.element,
             stored=TRITON_DTYPES[self.site.node.type.dtype],
             sizes=self._sizes(launched=False),
@@ -263,6 +292,7 @@ class Writer:
         return (
             constants(tile | {"PROGRAMS": self.tile.programs, "MOST_ROWS": most}),
             constants(sizes),
+            constants({"JOINED_BYTES": JOINED_BYTES, "JOINED_TILE": JOINED * 32 * self.tile.warps}),
             f"SCALE, LOG2E = {self._scale!r}, tl.constexpr({LOG2E})",
         )
 
@@ -273,30 +303,50 @@ class Writer:
         sizes = [("T", "t"), ("PARTS", "parts"), ("APART", "apart"), *([("N", "n")] if self.page else [])]
         words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
         words += [*(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
-        names = [*(f"{name}_ptr" for name in (*tensors, "parts", "sums")), *(size for size, _ in sizes)]
-        constant = [f"{name}: tl.constexpr" for name in (*words, "ROWS", "PARTIAL")]
+        names = [*(f"{name}_ptr" for name in (*tensors, "parts", "sums", "counts")), *(size for size, _ in sizes)]
+        constant = [f"{name}: tl.constexpr" for name in (*words, "ROWS", "PARTIAL", "JOINED", "BLOCK_P", "PDL")]
         arguments = [
             *self.inputs,
             *again,
             "y",
             "partial",
             "sums",
+            "count",
             *(value for _, value in sizes),
             *words,
+            *("row_tile", "parts > 1", "joined", "block", "PDL"),
         ]
-        arguments += ["ROWS=row_tile", "PARTIAL=parts > 1"]
         return (
             listed(f"def {self._symbol}_kernel(", [*names, *constant], "):"),
             flowed(f"{', '.join(map(unbroken, arguments))},", " " * 8),
         )
 
-    def _join(self) -> tuple[str, str]:
-        """Returns the signature and the arguments of the kernel that adds parts."""
-        sinks = ["sinks"] if self.op.sinks else []
-        names = [f"{name}_ptr" for name in ("parts", "sums", *sinks, "y")]
-        constant = [f"{name}: tl.constexpr" for name in ("H", "D", "MOST_PARTS", "CHANNELS")]
-        arguments = ["partial", "sums", *sinks, "y", "parts", "H", "D", "most_parts", "channels"]
-        return listed("def join_kernel(", [*names, "PARTS", *constant], "):"), f"{' ' * 12}{', '.join(arguments)},"
+    def _join_kernel(self) -> tuple[str, str]:
+        """Returns the signature and the arguments of the kernel that joins parts."""
+        tensors = ["y", "parts", "sums", *self._sinks]
+        words = ["H", "D", "CHANNELS", "BLOCK_P", "PDL"]
+        constant = [f"{name}: tl.constexpr" for name in words]
+        arguments = ["y", "partial", "sums", *self._sinks, "parts", "H", "D", "channels", "block", "PDL"]
+        return (
+            listed("def join_kernel(", [*(f"{name}_ptr" for name in tensors), "PARTS", *constant], "):"),
+            f"{' ' * 12}{', '.join(arguments)},",
+        )
+
+    def _joining(self) -> tuple[list[str], list[str]]:
+        """Returns the parameters of `finish` and of `join`, without constants."""
+        sinks = [f"{name}_ptr" for name in self._sinks]
+        row = [*sinks, "row", *(["h"] if sinks else []), "there", "d"]
+        return ["y_ptr", *row, "most", "total", "y"], ["y_ptr", "parts_ptr", "sums_ptr", *row, "PARTS"]
+
+    def _call(
+        self, name: str, names: Sequence[str], given: dict[str, str], constants: Sequence[str], indent: int
+    ) -> str:
+        """Returns a call. Arguments have the names of the parameters, unless they are `given`."""
+        return listed(f"{name}(", [*(given.get(n, n) for n in names), *constants], ")", indent, last="").lstrip()
+
+    @property
+    def _sinks(self) -> list[str]:
+        return ["sinks"] if self.op.sinks else []
 
     @property
     def _symbol(self) -> str:
@@ -402,28 +452,14 @@ class Writer:
         place = f"{reading.table}_table_ptr + {triton_text(reading.index, whole=True)}"
         return nested(reading.name, f"tl.load({place}, mask=seen, other=0.0).to(tl.float32)", 8)
 
-    def _finish_whole(self) -> tuple[str, ...]:
+    def _finish_lines(self) -> tuple[str, ...]:
         if not self.op.sinks:
             return ("total = tl.where(total == 0.0, 1.0, total)  # of a query that sees no key",)
         return (
-            "sink = tl.load(sinks_ptr + g * (H // G) + row % (H // G)).to(tl.float32) * LOG2E",
+            "sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E",
             "base = tl.maximum(most, sink)",
             "shrink = tl.exp2(most - base)",
-            "total, y = total * shrink + tl.exp2(sink - base), y * shrink[:, None]",
-        )
-
-    def _finish_parts(self) -> tuple[str, ...]:
-        if self.op.sinks:
-            return (
-                "sink = tl.load(sinks_ptr + row % H).to(tl.float32) * LOG2E",
-                "top = tl.maximum(top, sink)",
-                "weights = tl.exp2(most - top)",
-                "denominator = tl.sum(total * weights, 0) + tl.exp2(sink - top)",
-            )
-        return (
-            'weights = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top))',
-            "denominator = tl.sum(total * weights, 0)",
-            "denominator = tl.where(denominator == 0.0, 1.0, denominator)  # of a query that sees no key",
+            "total, y = total * shrink + tl.exp2(sink - base), y * shrink",
         )
 
     def _sizes(self, launched: bool) -> tuple[str, ...]:
@@ -505,7 +541,10 @@ class Writer:
         words = (
             f"Triton kernels for {self.site.target.name}. A program reads a range of the keys that its queries may see;"
         )
-        words += " a second kernel adds the ranges of a text. Positions are read on the device. Sums are fp32, weights"
+        words += (
+            " the last program of a text and key head adds the ranges, or a second kernel if they are many. Positions"
+        )
+        words += " are read on the device. Sums are fp32, weights"
         words += " are rounded before they are multiplied with. Called again with tensors of the same shapes, it gives"
         words += " the same bits."
         return flowed(words)

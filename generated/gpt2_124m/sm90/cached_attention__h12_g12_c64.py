@@ -8,35 +8,76 @@
     x = s where j <= i
     y = exp(x) v / (sum(exp(x)))
 
-Triton kernels for sm90. A program reads a range of the keys that its queries may see; a second kernel adds
-the ranges of a text. Positions are read on the device. Sums are fp32, weights are rounded before they are
-multiplied with. Called again with tensors of the same shapes, it gives the same bits.
+Triton kernels for sm90. A program reads a range of the keys that its queries may see; the last program of a
+text and key head adds the ranges, or a second kernel if they are many. Positions are read on the device. Sums
+are fp32, weights are rounded before they are multiplied with. Called again with tensors of the same shapes,
+it gives the same bits.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.attention.y"
 H, G, C, D = 12, 12, 64, 64  # query heads, key heads, channels of keys, channels of values
 KEYS, WARPS, STAGES, PROGRAMS, MOST_ROWS = 64, 4, 2, 4, 64
 WIDTH, VALUES = 64, 64
+JOINED_BYTES, JOINED_TILE = 65536, 4096
 SCALE, LOG2E = 0.125, tl.constexpr(1.4426950408889634)
+PDL = True  # programmatic dependent launch: a program waits for the kernel before it
+COUNTS: dict[torch.device, Tensor] = {}
+
+
+@triton.jit
+def finish(y_ptr, row, there, d, most, total, y, D: tl.constexpr):
+    """Divides sums of rows by their denominators, and stores the results."""
+    most, total = most[:, None], total[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # of a query that sees no key
+    tl.store(y_ptr + row * D + d, (y * (1.0 / total)).to(tl.bfloat16), mask=there & (d < D))
+
+
+@triton.jit
+def join(
+    y_ptr, parts_ptr, sums_ptr, row, there, d, PARTS, D: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr,
+):
+    """Adds the parts of rows in order, weighted by their shares of the denominators, and stores the results.
+    Other programs wrote the parts: they are read from the L2 cache."""
+    most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    y = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for first in range(0, PARTS, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)[None, :]
+        place, known = row * PARTS + part, there & (part < PARTS)
+        x = tl.load(sums_ptr + place * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+        share = tl.load(sums_ptr + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+        place, known = place[:, :, None] * D + d[:, None, :], known[:, :, None] & (d < D)[:, None, :]
+        values = tl.load(parts_ptr + place, mask=known, other=0.0, cache_modifier=".cg")
+        top = tl.maximum(most, tl.max(x, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(most - base)
+        most, total = top, total * shrink + tl.sum(share * weights, 1)
+        y = y * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+    finish(y_ptr, row, there, d, most, total, y, D)
 
 
 @triton.jit(do_not_specialize=["T", "PARTS"])
 def cached_attention_kernel(
-    q_ptr, k_ptr, v_ptr, positions_ptr, y_ptr, parts_ptr, sums_ptr, T, PARTS, APART, H: tl.constexpr,
-    G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, PARTIAL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, positions_ptr, y_ptr, parts_ptr, sums_ptr, counts_ptr, T, PARTS, APART,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, PARTIAL: tl.constexpr,
+    JOINED: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):
     """Attention of ROWS pairs of a token and a query head, which share a key head, to one part of their keys."""
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
     t, h = row // (H // G), (g * (H // G) + row % (H // G))[:, None]
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     begin = tl.load(positions_ptr).to(tl.int32)
     last = tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)
     i = (begin + t)[:, None]  # the positions of a text follow each other
@@ -66,36 +107,36 @@ def cached_attention_kernel(
         most, total = top, total * shrink + tl.sum(p, 1)
         v = tl.load(v_ptr + at[:, None] * D + d, mask=inside[:, None], other=0.0)
         y = tl.dot(p.to(tl.bfloat16), v, y * shrink[:, None])
-    place = query * H + h
     if PARTIAL:
-        place = place * PARTS + part
-        tl.store(parts_ptr + place * D + d, y, mask=there & (total > 0)[:, None])
+        place = (query * H + h) * PARTS + part
+        tl.store(parts_ptr + place * D + d, y, mask=there)
         tl.store(sums_ptr + place * 2, most[:, None], mask=there)
         tl.store(sums_ptr + place * 2 + 1, total[:, None], mask=there)
+        if JOINED > 0:
+            tl.debug_barrier()  # all threads store their values before the program is counted
+            count_ptr = counts_ptr + b * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel") == PARTS - 1:
+                tl.store(count_ptr, 0)
+                pair = (tile * ROWS + tl.arange(0, JOINED))[:, None]
+                token, head = pair // (H // G), g * (H // G) + pair % (H // G)
+                joined = (b.to(tl.int64) * T + token) * H + head
+                join(y_ptr, parts_ptr, sums_ptr, joined, token < T, d, PARTS, D, JOINED, VALUES, BLOCK_P)
     else:
-        total = tl.where(total == 0.0, 1.0, total)  # of a query that sees no key
-        y = y * (1.0 / total)[:, None]
-        tl.store(y_ptr + place * D + d, y.to(tl.bfloat16), mask=there)
+        finish(y_ptr, query * H + h, there, d, most, total, y, D)
 
 
 @triton.jit(do_not_specialize=["PARTS"])
 def join_kernel(
-    parts_ptr, sums_ptr, y_ptr, PARTS, H: tl.constexpr, D: tl.constexpr, MOST_PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    y_ptr, parts_ptr, sums_ptr, PARTS, H: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Adds the parts of one row, weighted by their shares of the denominator."""
-    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    part = tl.arange(0, MOST_PARTS)
-    most = tl.load(sums_ptr + (row * PARTS + part) * 2, mask=part < PARTS, other=float("-inf"))
-    total = tl.load(sums_ptr + (row * PARTS + part) * 2 + 1, mask=part < PARTS, other=0.0)
-    top = tl.max(most, 0)
-    weights = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top))
-    denominator = tl.sum(total * weights, 0)
-    denominator = tl.where(denominator == 0.0, 1.0, denominator)  # of a query that sees no key
-    seen = (total > 0)[:, None] & (d < D)[None, :]  # parts without a visible key have no y
-    y = tl.load(parts_ptr + (row * PARTS + part)[:, None] * D + d[None, :], mask=seen, other=0.0)
-    y = tl.sum(y * weights[:, None], 0) * (1.0 / denominator)
-    tl.store(y_ptr + row * D + d, y.to(tl.bfloat16), mask=d < D)
+    """Joins the parts of one row, if they are too many bytes for the last program of a block of rows."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = (tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)[:, None]
+    d = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    join(y_ptr, parts_ptr, sums_ptr, row, row >= 0, d, PARTS, D, 1, CHANNELS, BLOCK_P)
 
 
 def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
@@ -105,6 +146,20 @@ def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
     if len(apart) == 1 and all(x.stride()[1:] == (x.shape[2], 1) for x in flat):
         return apart.pop(), flat
     return tensors[0].shape[1], [x.contiguous() for x in flat]
+
+
+def counts(q: Tensor, room: int) -> Tensor:
+    """For each block of queries, the number of programs that have stored their parts, i32. All are 0 between
+    launches. At least two programs share a number, so that `room` programs need half as many.
+
+    A program counts after the kernels before it have ended. One tensor is therefore enough for all launches of
+    a stream. Launches on several streams must not overlap.
+    """
+    if q.device not in COUNTS:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{NODE}: call it once before a CUDA graph of it is captured")
+        COUNTS[q.device] = q.new_zeros(room // 2, dtype=torch.int32)
+    return COUNTS[q.device]
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> None:
@@ -117,20 +172,26 @@ def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> Non
     row_tiles = triton.cdiv(t * (H // G), row_tile)
     room = PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
     parts = max(1, min(room // (b * G * row_tiles), triton.cdiv(s, KEYS), 128))
-    partial = q.new_empty(q.shape[0] * q.shape[1] * H, parts, D, dtype=torch.float32) if parts > 1 else y
-    sums = q.new_empty(q.shape[0] * q.shape[1] * H, parts, 2, dtype=torch.float32) if parts > 1 else y
-    cached_attention_kernel[(b * parts, row_tiles * G)](
-        q, k, v, positions, y, partial, sums, t, parts, apart, H, G, C, D, SCALE, KEYS, WIDTH, VALUES,
-        ROWS=row_tile, PARTIAL=parts > 1,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+    partial = sums = count = y
+    joined, block, channels = 0, triton.next_power_of_2(parts), VALUES
     if parts > 1:
-        most_parts = triton.next_power_of_2(parts)
-        channels = min(VALUES, max(16, 8192 // most_parts))
-        join_kernel[(len(sums), triton.cdiv(D, channels))](
-            partial, sums, y, parts, H, D, most_parts, channels,
-            num_warps=4,
+        partial = q.new_empty(q.shape[0] * q.shape[1] * H, parts, D, dtype=torch.float32)
+        sums = q.new_empty(q.shape[0] * q.shape[1] * H, parts, 2, dtype=torch.float32)
+        height = min(triton.next_power_of_2(t * (H // G)), row_tile)
+        if 4 * height * parts * D <= JOINED_BYTES:
+            joined, count = height, counts(q, room)
+            block = min(block, max(1, JOINED_TILE // (joined * VALUES)))
+        else:
+            channels = min(VALUES, max(16, JOINED_TILE // block))
+    cached_attention_kernel[(b * parts, row_tiles * G)](
+        q, k, v, positions, y, partial, sums, count, t, parts, apart, H, G, C, D, SCALE, KEYS, WIDTH, VALUES,
+        row_tile, parts > 1, joined, block, PDL,
+        num_warps=WARPS, num_stages=STAGES, launch_pdl=PDL,
+    )
+    if parts > 1 and not joined:
+        join_kernel[(q.shape[0] * q.shape[1] * H, triton.cdiv(D, channels))](
+            y, partial, sums, parts, H, D, channels, block, PDL,
+            num_warps=WARPS, launch_pdl=PDL,
         )
 
 

@@ -15,6 +15,7 @@ from specc.compiler.kernels.attention.cached import CACHED_ATTENTION
 from specc.compiler.spec.check import load
 from specc.compiler.targets import TARGETS
 from specc.runtime.decode.sampling import Sampling
+from specc.runtime.dtypes import DTYPES
 
 SPECS = Path(__file__).parents[3] / "specs"
 ROPE: dict[str, Any] = {"rope": {}}
@@ -50,11 +51,32 @@ def test_steps_of_decoding_fit_onto_gpus(name: str, tmp_path: Path) -> None:
     assert any(kernel.startswith(("cached_attention", "paged_attention")) for kernel in kernels)
     if not modules:
         assert any("row_linear" in kernel for kernel in kernels) and "rope_write_kernel" in kernels
-    assert any("e4m3" in kernel for kernel in kernels) == ("dtype" in cache) and "join_kernel" in kernels
+    assert any("e4m3" in kernel for kernel in kernels) == ("dtype" in cache)
+
+
+@pytest.mark.parametrize(
+    ("case", "texts", "kernels"),
+    [
+        (Cached(shape=(12, 12, 64)), 1, 1),
+        (Cached(shape=(12, 12, 64)), 64, 1),
+        (Cached(shape=(32, 8, 128)), 8, 1),
+        (Cached(shape=(12, 1, 576), values=512, shared=True), 1, 2),
+        (Cached(shape=(12, 1, 576), values=512, shared=True), 600, 1),
+    ],
+)
+def test_the_last_program_joins_parts_unless_they_are_many(
+    case: Cached, texts: int, kernels: int, tmp_path: Path
+) -> None:
+    site = case.site()
+    module = imported(CACHED_ATTENTION, site, tmp_path / f"cached_{texts}_{case.shape[0]}_{case.shape[2]}")
+    with gpu_of(TARGETS["sm90"]) as launches:
+        sizes = {"B": texts, "T": 1, "S": 2048}
+        module.cached_attention(*(on_gpu(type.extents(sizes), DTYPES[type.dtype]) for type in site.inputs))
+    assert checked(launches, tmp_path) <= {"cached_attention_kernel", "join_kernel"} and len(launches) == kernels
 
 
 def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
-    site = Cached(shape=(12, 12, 64)).site()
+    site = Cached(shape=(12, 12, 64)).site(target="sm86")
     module = imported(CACHED_ATTENTION, site, tmp_path / "cached_too_large")
     module.STAGES, module.KEYS = 4, 512
     with gpu_of(TARGETS["sm86"]) as launches:
@@ -62,7 +84,7 @@ def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:
         module.cached_attention(q, k, k, on_gpu((1,), torch.int64))
         with pytest.raises(RuntimeError, match=r"[Mm]eta"):
             int(on_gpu((1,), torch.int64))  # a value of the device
-    assert [launch.kernel for launch in launches] == ["cached_attention_kernel", "join_kernel"]
+    assert [launch.kernel for launch in launches] == ["cached_attention_kernel"]
     assert any("bytes of shared memory" in problem and "on sm86" in problem for problem in problems(launches, tmp_path))
 
 

@@ -15,6 +15,7 @@ from kernel_sites import (
     empty,
     imported,
     interpret,
+    interpret_calls,
     machine_code,
     written,
 )
@@ -235,6 +236,25 @@ def test_pages_and_rows_give_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.interpret
+def test_the_last_program_joins_parts_as_a_second_kernel_does(tmp_path: Path) -> None:
+    """In the same order, so that the bits are the same. A second launch writes y only if the counts are 0 again."""
+    calls, names = [], ("plain", "many heads of one key", "alibi, sinks", "pages, codes, sinks", "latent")
+    for place, name in enumerate(names):
+        site = CASES[name].site("f16")
+        given = cached_inputs(CASES[name], site, (300, 9) if CASES[name].page else (300,) * 2, 1, place)
+        module = imported(kernel_of(CachedTile(16, 4, 2, 9)), site, tmp_path / f"joined_{place}").__name__
+        for most, launch in ((1 << 20, 0), (1 << 20, 1), (0, 0)):
+            y = torch.full((*given[0].shape[:3], int(site.node.type.width)), torch.nan, dtype=torch.float16)
+            constants: dict[str, Any] = {"PDL": False, "JOINED_BYTES": most, "JOINED_TILE": 1 << 20}
+            constants |= {} if launch else {"COUNTS": {}}
+            calls.append((str(tmp_path), module, constants, "launch", [*given, y]))
+    ys = [arguments[-1] for arguments in interpret_calls(tmp_path, calls)]
+    for place, name in enumerate(names):
+        first, again, apart = ys[3 * place : 3 * place + 3]
+        assert bool(first.isfinite().all()) and torch.equal(first, again) and torch.equal(first, apart), name
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("channels", [64, 24, 576])
 def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, tmp_path: Path) -> None:
     site = codes_site(channels, "f16")
@@ -273,7 +293,7 @@ def test_rounding_compiles_and_is_judged_by_codes(tmp_path: Path) -> None:
 
 
 def compiled(site: Site, folder: Path, rows: int, partial: bool = True) -> Any:
-    """The machine code of the kernel of a site for `rows` rows."""
+    """The machine code of the kernel of a site for `rows` rows. If it writes parts, it joins them, of one token."""
     module = imported(kernel_of(), site, folder)
     element = {"bf16": "*bf16", "f16": "*fp16"}[site.inputs[0].dtype]
     coded = site.node.op.coded  # type: ignore[attr-defined]
@@ -282,11 +302,14 @@ def compiled(site: Site, folder: Path, rows: int, partial: bool = True) -> Any:
         if not name.endswith("_ptr"):
             return "i32" if name in ("T", "PARTS", "APART", "N") else "constexpr"
         tensor = name.removesuffix("_ptr").removeprefix("new_")
-        kinds = {"parts": "*fp32", "sums": "*fp32", "k_scale": "*fp32", "v_scale": "*fp32"}
+        kinds = {"parts": "*fp32", "sums": "*fp32", "counts": "*i32", "k_scale": "*fp32", "v_scale": "*fp32"}
         kinds |= dict.fromkeys(("positions", "table", "start"), "*i64") | (dict.fromkeys("kv", "*u8") if coded else {})
         return kinds.get(tensor, element)
 
-    return machine_code(module, site, type_of, {"ROWS": rows, "PARTIAL": partial})
+    joined = 1 << (module.H // module.G - 1).bit_length()
+    block = max(1, module.JOINED_TILE // (joined * module.VALUES))
+    sizes = {"ROWS": rows, "PARTIAL": partial, "JOINED": joined if partial else 0, "BLOCK_P": min(block, 16)}
+    return machine_code(module, site, type_of, sizes)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +321,14 @@ def test_keys_are_prefetched_and_multiplied_on_tensor_cores(name: str, target: s
     code = compiled(site, tmp_path / f"cached_{target}_{name.replace(' ', '_')}", 16)
     ptx = code.asm["ptx"]
     assert "mma.sync" in ptx and "cp.async.cg.shared.global" in ptx
-    assert ".f64" not in ptx and "atom" not in ptx and ".local" not in ptx
+    assert ".f64" not in ptx and ".local" not in ptx
+    # a program is counted after its threads have stored, and reads the parts of others from the L2 cache
+    assert ptx.count("atom.global.gpu.acq_rel.add.u32") == 1 and "bar.sync" in ptx.partition("atom.")[0][-3000:]
+    assert "ld.global.cg" in ptx.partition("atom.")[2] and "ld.global.cg" not in ptx.partition("atom.")[0]
+    assert ("griddepcontrol.wait" in ptx) == (site.target.arch >= 90)
     assert code.metadata.shared <= site.target.shared_memory and len(code.asm["cubin"]) > 10_000
     # every load of keys and values inside the loop is asynchronous: before it, the kernel reads q and positions
-    loop = code.asm["ttgir"].partition("scf.for")[2]
+    loop = code.asm["ttgir"].partition("tt.atomic_rmw")[0].partition("scf.for")[2]
     assert not [line for line in loop.splitlines() if "tt.load" in line and "!tt.ptr<" in line and "x64x" in line]
 
 
@@ -317,7 +344,7 @@ def test_prompts_and_kernels_that_add_parts_compile(tmp_path: Path) -> None:
         kinds = {"parts_ptr": "*fp32", "sums_ptr": "*fp32", "PARTS": "i32"}
         return kinds.get(name, "*bf16" if name.endswith("_ptr") else "constexpr")
 
-    constants = {"MOST_PARTS": 128, "CHANNELS": 64}
+    constants = {"BLOCK_P": 128, "CHANNELS": 64}
     code = machine_code(module, site, type_of, constants, module.join_kernel)
     assert ".f64" not in code.asm["ptx"] and ".local" not in code.asm["ptx"]
 

@@ -110,6 +110,49 @@ def test_a_graph_is_valid_for_texts_of_other_lengths(folder: Path) -> None:
         near(y, exact(site, list(long.values())))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "pages", "codes in pages", "latent", "documents"])
+def test_the_last_program_joins_parts_with_the_same_bits(name: str, folder: Path) -> None:
+    """Programs end in any order, in calls and in a graph that is replayed, beside another kernel that changes it."""
+    case = REAL[name]
+    if case.coded and capability_of() < TARGETS["sm89"].arch:
+        pytest.skip("needs e4m3")
+    op, site = op_of(f"joined {name}", case, folder), case.site()
+    for texts in (1, 3, 9):
+        given = on_gpu(cached_inputs(case, site, (1900,) * texts, 1, texts))
+        y = op(*given)
+        near(y, exact(site, given))
+        assert all(torch.equal(op(*given), y) for _ in range(100)), texts
+        graph, (first, second) = captured(lambda given=given: (op(*given), op(*given)))
+        for _ in range(100):
+            first.fill_(torch.nan)
+            second.fill_(torch.nan)
+            graph.replay()
+            torch.rand(1 << 22, device="cuda")
+        assert torch.equal(first, y) and torch.equal(second, y), texts
+
+
+def test_parts_are_joined_by_a_second_kernel_if_they_are_many(folder: Path) -> None:
+    case = REAL["gpt2"]
+    site = case.site()
+    module = imported(kernel_of(), site, folder / "joined_apart")
+    given = on_gpu(cached_inputs(case, site, (1900,), 1, 1))
+    y = module.cached_attention(*given)
+    module.JOINED_BYTES = 0
+    assert torch.equal(module.cached_attention(*given), y)  # one block of parts, so in the same order
+    near(y, exact(site, given))
+
+
+def test_the_first_call_is_not_captured(folder: Path) -> None:
+    site = REAL["gpt2"].site()
+    module = imported(kernel_of(), site, folder / "joined_captured")
+    given = on_gpu(cached_inputs(REAL["gpt2"], site, (1900,), 1, 1))
+    y = module.cached_attention(*given)
+    module.COUNTS.clear()
+    with pytest.raises(RuntimeError, match="call it once before a CUDA graph of it is captured"):
+        captured(lambda: module.cached_attention(*given), warm_up=0)
+    assert torch.equal(module.cached_attention(*given), y)
+
+
 @pytest.mark.parametrize("channels", [24, 64, 576])
 def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, folder: Path) -> None:
     if capability_of() < TARGETS["sm89"].arch:
