@@ -96,7 +96,7 @@ def _chosen(
     choices: list[Choice] = []
     problems: list[Problem] = []
     for group, graph, node in planned:
-        site = replace(_site(programs, group, graph, node, request.target), deterministic=request.deterministic)
+        site = replace(site_of(programs, group, graph, node, request.target), deterministic=request.deterministic)
         try:
             choice = _choose(graph, site, request.lock.entry(request.target.name, site))
         except ExprError as error:
@@ -147,7 +147,7 @@ def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) ->
     return programs.place(place.replace("*", "0"))
 
 
-def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
+def site_of(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
     if group is None:
         prefix = place_pattern(programs, (graph.name,), node.name)
         node = replace(node, types=tuple(map(node.op.site_type, node.types)))

@@ -15,6 +15,7 @@ from decoding_sites import ROW_CASES, rope_site, row_site
 from head_sites import PARTS, head_site
 from kernel_sites import EPILOGUES, GUARD, imported, make_site
 from loss_sites import FUNCTIONS, TERMS, loss_site
+from rope_attention_sites import rope_attention_site
 from scored_sites import CASES as SCORED
 from step_sites import step_site
 from torch import Tensor
@@ -26,6 +27,7 @@ from specc.compiler.kernels.attention.cached_torch import TorchCalls
 from specc.compiler.kernels.kernel import Kernel, Site, missing
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.caches.key_value_cache import ToCodes
+from specc.compiler.ops.decoding.rope_attention import RopeAttention
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.int8_lstm import Int8LstmStep
@@ -98,7 +100,10 @@ def _cached(rng: random.Random, target: str, dtype: str) -> Site:
     groups, channels = rng.choice((1, 2, 3)), rng.choice((16, 64, 128, rng.randint(1, 130)))
     tables = case.attention.tables  # of heads that the score states
     shape = case.shape if tables else (groups * rng.choice((1, 2, 4, 7)), groups, channels)
-    return replace(case, shape=shape, values=rng.randint(1, shape[2]) if case.values else 0).site(dtype, target)
+    case = replace(case, shape=shape, values=rng.randint(1, shape[2]) if case.values else 0)
+    if case.shared or case.prefix or case.coded or shape[2] < 2 or rng.random() < 0.5:
+        return case.site(dtype, target)
+    return rope_attention_site(case, rng.randint(1, shape[2] // 2), rng.random() < 0.5, dtype, target)
 
 
 def _codes(rng: random.Random, target: str, dtype: str) -> Site:
@@ -165,7 +170,8 @@ def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]
     )
     texts, op = rng.randint(1, 3), site.node.op
     if isinstance(op, CachedBase):
-        return _cached_sizes(op, site, texts, rng.choice((1, 1, 2, 7, 33)), keys)
+        each = 1 if isinstance(op, RopeAttention) else rng.choice((1, 1, 2, 7, 33))
+        return _cached_sizes(op, site, texts, each, keys)
     if isinstance(op, RopeWrite):
         if op.paged:
             page = int(site.inputs[5].shape[1])
@@ -180,7 +186,7 @@ def _cached_sizes(op: CachedBase, site: Site, texts: int, each: int, keys: int) 
     keys = max(keys, each)
     if "table" not in op.names:
         return {"B": texts, "T": each, "S": keys}
-    pages = -(-keys // int(site.inputs[1].shape[1]))
+    pages = -(-keys // int(site.inputs[op.names.index("k")].shape[1]))
     return {"B": 1, "T": texts * each, "R": texts, "N": pages, "P": texts * pages}
 
 

@@ -21,6 +21,7 @@ from random_sites import KERNELS, Place, inexact, strays
 def main(folder: str, shapes: str, *names: str) -> None:
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=2)
+    torch.cuda.is_current_stream_capturing = lambda: False
     tl.inline_asm_elementwise = lambda asm, constraints, args, **_: 2 * tl.sigmoid(2 * args[0]) - 1  # tanh.approx
     cuda = importlib.import_module("triton.language.extra.cuda")  # its package has another module of this name
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # kernels run one after another

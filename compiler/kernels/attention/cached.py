@@ -12,9 +12,11 @@ from typing import ClassVar
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.attention.cached_context import CachedTile, Writer, inputs_of, op_of, page_of, sizes_of
 from specc.compiler.kernels.attention.score_tile import block
+from specc.compiler.kernels.attention.step_context import StepWriter
 from specc.compiler.kernels.generated import python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.caches.cached_attention import CachedBase
+from specc.compiler.ops.decoding.rope_attention import RopeAttention
 from specc.compiler.targets import Target
 
 WIDEST = 512  # largest number of channels of keys or of values
@@ -29,8 +31,9 @@ TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention(Kernel):
-    """Accepts 16-bit queries over contiguous caches, rings and pages, which may hold e4m3 codes. `tile` is a measured
-    tile; if it is None, the rule of `cached_tile` applies."""
+    """Accepts 16-bit queries over contiguous caches, rings and pages, which may hold e4m3 codes. If the op rotates and
+    writes new tokens, so does the kernel. `tile` is a measured tile; if it is None, the rule of `cached_tile`
+    applies."""
 
     TILE: ClassVar[type | None] = CachedTile
     tile: CachedTile | None = None
@@ -63,7 +66,8 @@ class CachedAttention(Kernel):
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or cached_tile(site)
-        context = Writer(site, tile).context()
+        writer = StepWriter if isinstance(site.node.op, RopeAttention) else Writer
+        context = writer(site, tile).context()
         return python_file(context.op, "triton/cached_attention.py.jinja", context, str(tile))
 
 

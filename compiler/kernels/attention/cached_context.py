@@ -25,16 +25,21 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
+from specc.compiler.ops.caches.key_value_cache import LARGEST
 
 MOST_ROWS = 64  # rows per program instance
 SUMS = 128  # f32 sums per thread; a thread has 255 registers
-# Bytes of parts that one program instance joins. It reads them from the L2 cache in about 0.6 us, and the launch of
-# another kernel takes more than 1 us.
+# Bytes of parts that one program instance joins, of at most 16 rows. It reads them from the L2 cache in about 0.6 us,
+# and the launch of another kernel takes more than 1 us.
 JOINED_BYTES = 65_536
 JOINED = 32  # of these, the numbers that a thread loads at once; with 64, it has too many registers
 # Scales of values are multiplied by this, which brings them near 1 for 16-bit products; a power of two is exact
 UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
+PROMISE = """\
+    On one GPU; a cache may have any strides, and is read in place if its positions have no gaps. Raises
+    ValueError for other shapes or dtypes.
+    \"\"\""""
 JOIN = ("D", "ROWS", "CHANNELS", "BLOCK_P")  # constants of `join`
 DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
@@ -100,12 +105,13 @@ class CachedContext:
         finish_block, finish_joined, join_block, join_row: The calls of these functions.
         begin: The position of the first query of a text.
         bounds: Lines that define the first and last token of a block of queries; none if no other line reads them.
-        queries: The mask that selects the valid elements of a block of queries.
+        queries: Lines that load a block of queries.
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
             because Triton prefetches no tile that is converted for two products.
         rest: Whether keys have channels after those of values.
         positions: Lines that define the names of a block of queries that the score reads.
+        new_token: Lines that attend to the new token and write it to the cache; empty if another kernel writes it.
         tiles: Lines that count the tiles of keys that a block of queries may see.
         loops: The loops over tiles of keys.
         key_mask, value_mask: The masks that select the valid elements of a tile of keys and of a tile of values.
@@ -119,6 +125,14 @@ class CachedContext:
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts.
         arguments, join_arguments: The arguments of the launches.
+        options: Further options of the launch.
+        written: The names of the tensors that the custom op writes, as items of a tuple.
+        custom_op, fake: The signatures of the custom op and of its fake implementation.
+        registered: The name of the custom op.
+        promise: The docstring of the custom op.
+        outer: Lines of the function that calls the custom op; empty if it is the custom op.
+        pairing: The line that computes the pair and the other channel of a channel that is rotated.
+        largest: The largest number of e4m3.
         wanted: Rows for the table of input checks.
     """
 
@@ -142,11 +156,12 @@ class CachedContext:
     join_row: str
     begin: str
     bounds: tuple[str, ...]
-    queries: str
+    queries: tuple[str, ...]
     shared: bool
     reused: bool
     rest: bool
     positions: tuple[str, ...]
+    new_token: tuple[str, ...]
     tiles: tuple[str, ...]
     loops: tuple[Loop, ...]
     key_mask: str
@@ -165,6 +180,15 @@ class CachedContext:
     arguments: str
     join_arguments: str
     wanted: tuple[str, ...]
+    options: str
+    written: str
+    custom_op: str
+    fake: str
+    registered: str
+    promise: str
+    outer: tuple[str, ...] = ()
+    pairing: str = ""
+    largest: float = LARGEST
 
 
 def op_of(site: Site) -> CachedBase:
@@ -218,15 +242,16 @@ class Writer:
         kernel, arguments = self._kernel()
         join_kernel, join_arguments = self._join_kernel()
         finishing, joining = self._joining()
+        function = self._function()
         return CachedContext(
-            op=self._function(),
+            op=function,
             how=self._how(),
             heads=self.heads,
             kv_heads=self.kv_heads,
             channels=self.channels,
             values=self.values,
             settings=self._settings(),
-            helpers=("triton/scored_attention_tanh.jinja",) if self.lines.calls else (),
+            helpers=self._helpers(),
             pdl=self.site.target.arch >= DEPENDENT_LAUNCH,
             finish=listed("def finish(", [*finishing, "D: tl.constexpr"], "):"),
             join=listed("def join(", [*joining, *(f"{word}: tl.constexpr" for word in JOIN)], "):"),
@@ -247,18 +272,19 @@ class Writer:
             ),
             begin=f"tl.load(positions_ptr{' + b * T' if self.page else ''}).to(tl.int32)",
             bounds=self._bounds(),
-            queries=f"there{self.padded}",
+            queries=self._queries(),
             shared=self.shared,
             reused=self.reused,
             rest=bool(self.rest),
             positions=self._positions(),
+            new_token=(),
             tiles=self._tiles(),
             loops=self._loops(),
             key_mask=f"inside[:, None]{self.padded}",
             value_mask=f"inside[:, None]{self._inside}",
             other="0" if self.op.coded else "0.0",
-            decode=DECODE.format(element=self.element) if self.op.coded else "",
-            weights=f"(p * ({self._scale_of_values} * {UNIT})[None, :])" if self.op.coded else "p",
+            decode=self._decode,
+            weights=self._weights,
             unit=f"{1 / UNIT!r}" if self.op.coded else "1.0",
             inside=self._inside,
             element=self.element,
@@ -270,7 +296,24 @@ class Writer:
             arguments=arguments,
             join_arguments=join_arguments,
             wanted=self._checks(),
+            options="",
+            written="",
+            custom_op=function.signature,
+            fake=function.fake_signature,
+            registered=function.function,
+            promise=f"{function.promise}\n\n{PROMISE}",
         )
+
+    def _helpers(self) -> tuple[str, ...]:
+        return ("triton/scored_attention_tanh.jinja",) if self.lines.calls else ()
+
+    def _queries(self) -> tuple[str, ...]:
+        row = "q_ptr + (query * H + h) * C"
+        lines = [f"q = tl.load({row} + c, mask=there{self.padded}, other=0.0)"]
+        if self.rest:
+            lines.append("r = tl.arange(0, REST)[None, :]")
+            lines.append(f"q_rest = tl.load({row} + D + r, mask=there & (r < C - D), other=0.0)")
+        return tuple(lines)
 
     @property
     def _inside(self) -> str:
@@ -279,6 +322,14 @@ class Writer:
     @property
     def _scale_of_values(self) -> str:
         return "k_scale" if self.shared else "v_scale"
+
+    @property
+    def _decode(self) -> str:
+        return DECODE.format(element=self.element) if self.op.coded else ""
+
+    @property
+    def _weights(self) -> str:
+        return f"(p * ({self._scale_of_values} * {UNIT})[None, :])" if self.op.coded else "p"
 
     @property
     def _scale(self) -> float:
@@ -296,13 +347,17 @@ class Writer:
             f"SCALE, LOG2E = {self._scale!r}, tl.constexpr({LOG2E})",
         )
 
+    def _words(self) -> list[str]:
+        """Returns the names of the constants of the module that are constants of the kernel."""
+        words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
+        return [*words, *(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
+
     def _kernel(self) -> tuple[str, str]:
         """Returns the signature of the kernel, and the arguments of its launch."""
         again = [] if self.reused or not self.shared else ["k", "new_k"] if self.new else ["k"]
         tensors = [*self.inputs, *(name.replace("k", "v") for name in again), "y"]
         sizes = [("T", "t"), ("PARTS", "parts"), ("APART", "apart"), *([("N", "n")] if self.page else [])]
-        words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
-        words += [*(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
+        words = self._words()
         names = [*(f"{name}_ptr" for name in (*tensors, "parts", "sums", "counts")), *(size for size, _ in sizes)]
         constant = [f"{name}: tl.constexpr" for name in (*words, "ROWS", "PARTIAL", "JOINED", "BLOCK_P", "PDL")]
         arguments = [
@@ -442,11 +497,17 @@ class Writer:
             names = ("k_scale",) if self.shared else ("k_scale", "v_scale")
             lines = [f"{name} = tl.load({new}{name}_ptr + at, mask=inside, other=0.0)" for name in names]
             lines.append("s = s * (k_scale * SCALE)[None, :]")
-        lines.append(nested("seen", f"({self.lines.mask}) & inside[None, :]", 8))
-        lines += [self._load(reading) for reading in self.lines.readings if not reading.per_head]
-        lines += [nested(*call, 8) for call in self.lines.calls]
-        lines.append(nested("x", f'tl.where(seen, {self.lines.value}, float("-inf"))', 8))
-        return Loop(span, (*keys, *self.lines.convert("fj")), tuple(lines), new)
+        return Loop(span, (*keys, *self.lines.convert("fj")), (*lines, *self._masked("inside[None, :]")), new)
+
+    def _masked(self, there: str) -> tuple[str, ...]:
+        """Returns the lines that compute the masked scores x of the products s. `there` is the mask of pairs that
+        exist."""
+        return (
+            nested("seen", f"({self.lines.mask}) & {there}", 8),
+            *(self._load(reading) for reading in self.lines.readings if not reading.per_head),
+            *(nested(*call, 8) for call in self.lines.calls),
+            nested("x", f'tl.where(seen, {self.lines.value}, float("-inf"))', 8),
+        )
 
     def _load(self, reading: Reading) -> str:
         place = f"{reading.table}_table_ptr + {triton_text(reading.index, whole=True)}"
@@ -491,7 +552,7 @@ class Writer:
         stored = (b, s) if not self.page else (s, "PAGE")
         if name in ("q", "y"):
             return *packed, h, c if name == "q" else d
-        rows = (b, t) if name.startswith("new_") else stored
+        rows = packed if name.startswith("new_") else stored
         if name.removeprefix("new_") in ("k", "v"):
             return *rows, g, c if name.endswith("k") else d
         if name.endswith("_scale"):

@@ -5,15 +5,17 @@ from typing import ClassVar
 
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.caches.cached_attention import CachedBase
+from specc.compiler.ops.decoding.rope_attention import RopeAttention
 
 
 class TorchCalls(Kernel):
-    """Accepts every node. The op's own Torch function is written to a separate file or to model.py."""
+    """Accepts every node that does not also write to the cache. The op's own Torch function is written to a separate
+    file or to model.py."""
 
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        return None
+        return "does not write to a cache" if isinstance(site.node.op, RopeAttention) else None
 
     def render(self, site: Site) -> Rendered:
         return Rendered("", "", {}, "")

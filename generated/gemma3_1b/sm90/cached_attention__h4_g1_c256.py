@@ -179,7 +179,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> Non
         partial = q.new_empty(q.shape[0] * q.shape[1] * H, parts, D, dtype=torch.float32)
         sums = q.new_empty(q.shape[0] * q.shape[1] * H, parts, 2, dtype=torch.float32)
         height = min(triton.next_power_of_2(t * (H // G)), row_tile)
-        if 4 * height * parts * D <= JOINED_BYTES:
+        if height <= 16 and 4 * height * parts * D <= JOINED_BYTES:
             joined, count = height, counts(q, room)
             block = min(block, max(1, JOINED_TILE // (joined * VALUES)))
         else:

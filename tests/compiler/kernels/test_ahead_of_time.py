@@ -23,7 +23,7 @@ HEADS = {"kind": "attention", "heads": 8, "kv_heads": 2, "head_dim": 64, **ROPE}
 WINDOW = {"kind": "attention", "name": "window", "heads": 2, "mask": "j <= i and i - j < 150", **ROPE}
 LATENT = {"kind": "latent", "heads": 6, "kv_rank": 128, "rope_dim": 32, "head_dim": 32}
 ODD = {"kind": "attention", "heads": 3, "kv_heads": 1, "head_dim": 40, "rope": {"dims": 12}, "score": "5 * tanh(s / 5)"}
-ATTENTION = "^(cached|paged|to)_"
+ATTENTION = "^(cached|paged|rope|to)_"
 # layers, cache, target, modules
 CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str, str]] = {
     "rows": ((HEADS, WINDOW), {"page": None}, "sm90", ""),
@@ -48,9 +48,9 @@ def test_steps_of_decoding_fit_onto_gpus(name: str, tmp_path: Path) -> None:
     spec = tiny(layers=(*layers, mlp), dim=256, context=2048, vocab=300, fuse=(), targets=(target,), cache=cache)
     plan = pipeline.decoding_plan(spec, target, "")
     kernels = checked(compile_plan(plan, tmp_path, (STEP, TEXTS), modules), tmp_path)
-    assert any(kernel.startswith(("cached_attention", "paged_attention")) for kernel in kernels)
-    if not modules:
-        assert any("row_linear" in kernel for kernel in kernels) and "rope_write_kernel" in kernels
+    assert any(kernel.startswith(("rope_cached_attention", "rope_paged_attention")) for kernel in kernels)
+    assert ("rope_write_kernel" in kernels) == (LATENT in layers)
+    assert bool(modules) or any("row_linear" in kernel for kernel in kernels)
     assert any("e4m3" in kernel for kernel in kernels) == ("dtype" in cache)
 
 

@@ -238,7 +238,7 @@ def test_pages_and_rows_give_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.interpret
 def test_the_last_program_joins_parts_as_a_second_kernel_does(tmp_path: Path) -> None:
     """In the same order, so that the bits are the same. A second launch writes y only if the counts are 0 again."""
-    calls, names = [], ("plain", "many heads of one key", "alibi, sinks", "pages, codes, sinks", "latent")
+    calls, names = [], ("plain", "other values", "alibi, sinks", "pages, codes, sinks", "latent")
     for place, name in enumerate(names):
         site = CASES[name].site("f16")
         given = cached_inputs(CASES[name], site, (300, 9) if CASES[name].page else (300,) * 2, 1, place)
