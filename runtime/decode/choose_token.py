@@ -1,16 +1,23 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-One program samples one row. It maps the bits of logits to 32-bit integers in the same order, which are called keys.
-Bisection over the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights of tokens are f64, as
-in `Sampling.probabilities`, so that both choose the same token for the same random number.
+Several programs find the largest logit of a row, and the last of them to finish writes the token of a greedy choice. If
+the temperature is not 0, one program samples a row. It maps the bits of logits to 32-bit integers in the same order,
+which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights
+of tokens are f64, as in `Sampling.probabilities`, so that both choose the same token for the same random number.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK, WARPS = 8192, 16
+PARTS = 16  # the most programs per row
+RESIDENT = 4  # programs per multiprocessor
+# For each GPU, the number of programs of a row that have finished, i32. All are 0 between launches. A program counts
+# after the kernels before it have ended, so that one tensor is enough for all launches of a stream.
+COUNTS: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
@@ -53,10 +60,14 @@ def _above(logits_ptr, weights_ptr, key, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def choose_token_kernel(
-    logits_ptr, uniform_ptr, counters_ptr, weights_ptr, next_ptr, tokens_ptr, V, ROWS, STRIDE, COLUMNS,
-    TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, uniform_ptr, counters_ptr, weights_ptr, next_ptr, tokens_ptr, best_ptr, top_ptr, counts_ptr,
+    V, ROWS, STRIDE, COLUMNS, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     logits_ptr += row * STRIDE
     weights_ptr += row * V
     # The first of the largest logits. Each lane finds its own first, so that threads wait for each other only once.
@@ -64,7 +75,7 @@ def choose_token_kernel(
     top = tl.zeros((BLOCK,), tl.int32)
     broken = tl.zeros((BLOCK,), tl.int32)
     lowest = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-    for first in range(0, V, BLOCK):
+    for first in range(part * BLOCK, V, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         logits = _logits(logits_ptr, at, V)
         broken |= (logits != logits).to(tl.int32)
@@ -74,7 +85,22 @@ def choose_token_kernel(
             lowest = tl.minimum(lowest, tl.where(at < V, _key(logits), 0x7FFFFFFF))
     largest = tl.max(best, 0)
     token = tl.min(tl.where(best == largest, top, 0x7FFFFFFF), 0)
-    finite = (tl.max(broken, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    whole = tl.max(broken, 0) == 0
+    writes = part == 0
+    if PARTS > 1:
+        place = row * PARTS + part
+        tl.store(best_ptr + place, largest)
+        tl.store(top_ptr + place, tl.where(whole, token, -1))
+        tl.debug_barrier()  # all threads have stored before the program is counted
+        writes = tl.atomic_add(counts_ptr + row, 1, sem="acq_rel") == PARTS - 1
+        tl.store(counts_ptr + row, 0, mask=writes)
+        places = row * PARTS + tl.arange(0, PARTS)
+        bests = tl.load(best_ptr + places, mask=writes, other=float("-inf"), cache_modifier=".cg")
+        tops = tl.load(top_ptr + places, mask=writes, other=0, cache_modifier=".cg")
+        largest = tl.max(bests, 0)
+        token = tl.min(tl.where(bests == largest, tops, 0x7FFFFFFF), 0)
+        whole = tl.min(tops, 0) >= 0
+    finite = whole & (largest > float("-inf")) & (largest < float("inf"))
     if TEMPERATURE > 0:
         most = largest.to(tl.float64)
         total = tl.zeros((), tl.float64)
@@ -140,8 +166,17 @@ def choose_token_kernel(
             before += tl.sum(weights, 0)
         token = tl.where(chosen < 0, last, chosen)  # through rounding, the last sum may be less than the total
     token = tl.where(finite, token, -1).to(tl.int64)
-    tl.store(next_ptr + row, tl.maximum(token, 0))
-    tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token)
+    tl.store(next_ptr + row, tl.maximum(token, 0), mask=writes)
+    tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token, mask=writes)
+
+
+def _counts(logits: Tensor, room: int) -> Tensor:
+    """Returns the counts of a GPU. Each is shared by at least two of `room` programs."""
+    if logits.device not in COUNTS:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("choose_token: call it once before a CUDA graph of it is captured")
+        COUNTS[logits.device] = logits.new_zeros(room // 2, dtype=torch.int32)
+    return COUNTS[logits.device]
 
 
 def choose_token(
@@ -169,10 +204,16 @@ def choose_token(
     """
     rows, vocabulary = logits.shape
     weights = logits.new_empty((rows, vocabulary if temperature else 0), dtype=torch.float64)
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
-    choose_token_kernel[(rows,)](
-        logits, uniform, counters, weights, following, tokens,
+    block, parts = min(BLOCK, triton.next_power_of_2(vocabulary)), 1
+    room = RESIDENT * torch.cuda.get_device_properties(logits.device).multi_processor_count
+    while temperature == 0 and parts < PARTS and 2 * parts * rows <= room and parts * block < vocabulary:
+        parts *= 2
+    best = logits.new_empty((rows, parts), dtype=torch.float32)
+    top = logits.new_empty((rows, parts), dtype=torch.int32)
+    pdl = logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
+    choose_token_kernel[(rows, parts)](
+        logits, uniform, counters, weights, following, tokens, best, top, _counts(logits, room) if parts > 1 else top,
         vocabulary, rows, logits.stride(0), tokens.shape[1],
         TEMPERATURE=temperature, TOP_K=0 if (top_k or vocabulary) >= vocabulary else top_k, TOP_P=top_p, BLOCK=block,
-        num_warps=min(WARPS, max(1, block // 512)),
+        PARTS=parts, PDL=pdl, num_warps=min(WARPS, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip

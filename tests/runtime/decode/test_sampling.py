@@ -13,6 +13,7 @@ from kernel_sites import interpret_calls
 from torch import Tensor
 
 from specc.runtime.decode.sampling import Sampling, SamplingError
+from specc.runtime.model.cuda_graph import captured
 
 
 def reference(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:
@@ -153,7 +154,8 @@ def test_the_kernel_chooses_without_a_sort_what_the_sort_chooses(tmp_path: Path)
     settings = [(sampling.temperature, sampling.top_k, sampling.top_p) for sampling, _ in cases]
     module = "specc.runtime.decode.choose_token"
     calls = [
-        ("", module, {"BLOCK": 128}, "choose_token", [*arguments, *each])
+        # up to four programs share a row
+        ("", module, {"BLOCK": 128, "RESIDENT": 64}, "choose_token", [*arguments, *each])
         for (_, arguments), each in zip(cases, settings, strict=True)
     ]
     for (sampling, _), arguments in zip(cases, interpret_calls(tmp_path, calls), strict=True):
@@ -175,6 +177,23 @@ def test_the_kernel_chooses_on_a_gpu_what_the_sort_chooses() -> None:
         assert torch.equal(sampling.sample(logits, uniform[0]), sampling.pick(logits.float(), uniform[0]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_programs_that_share_a_row_choose_the_largest_logit_in_each_replay(rows: int) -> None:
+    logits = torch.empty(rows, 50257, device="cuda")
+    counters, uniform = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(1, rows, device="cuda").double()
+    following, tokens = torch.empty(rows, device="cuda").long(), torch.empty(rows, 2, device="cuda").long()
+    graph, _ = captured(lambda: Sampling(0.0).choose(logits, uniform, counters, following, tokens))
+    for seed in range(200):
+        logits.copy_(torch.randn(logits.shape, device="cuda").mul_(4).round_())  # many equal logits
+        logits[seed % rows, seed] = torch.nan
+        tokens.fill_(-9)
+        graph.replay()
+        first = (logits == logits.amax(1, keepdim=True)).int().argmax(1)
+        first[seed % rows] = -1
+        assert torch.equal(tokens[:, 1], first), seed
+
+
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7), Sampling(1.0, 50), Sampling(1.3, 40, 0.9)])
 @pytest.mark.parametrize(("dtype", "arch"), [("fp32", 80), ("bf16", 90)])
 def test_the_kernel_compiles_for_gpus(sampling: Sampling, dtype: str, arch: int) -> None:
@@ -184,12 +203,14 @@ def test_the_kernel_compiles_for_gpus(sampling: Sampling, dtype: str, arch: int)
 
     from specc.runtime.decode.choose_token import BLOCK, WARPS, choose_token_kernel
 
-    pointers = (f"*{dtype}", "*fp64", "*i64", "*fp64", "*i64", "*i64")
+    pointers = (f"*{dtype}", "*fp64", "*i64", "*fp64", "*i64", "*i64", "*fp32", "*i32", "*i32")
     constants = {
         "TEMPERATURE": sampling.temperature,
         "TOP_K": sampling.top_k or 0,
         "TOP_P": sampling.top_p,
         "BLOCK": BLOCK,
+        "PARTS": 1 if sampling.temperature else 16,
+        "PDL": arch >= 90,
         "ROWS": 1,  # Triton compiles a number that is 1 as a constant
     }
     names = list(inspect.signature(choose_token_kernel.fn).parameters)
