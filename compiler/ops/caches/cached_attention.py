@@ -16,11 +16,11 @@ class CachedBase(ScoredBase):
     """The base class of attention of q [B, T, H, C], at `positions`, over a cache of keys and values.
 
     The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, the rows of
-    the input tokens if they are not yet in a ring, and the additional inputs of `ScoreFields`. The methods of the base
-    classes accept the inputs in the form that `plain` returns.
+    the input tokens if they are not yet in a ring, and the additional inputs of `ScoreFields`. For the methods of the
+    base classes, `plain` reorders the inputs and decodes their codes.
 
     Attributes:
-        values: the value is the first `values` features of the key. If None, the values are an input.
+        values: the number of leading features of the key that form the value. If None, the values are an input.
         coded: whether k and v are e4m3 codes, with scales f32 [..., G, 1].
         ring: the sizes (first, window) of a ring, which is read before the rows of the input tokens are written to it.
     """
