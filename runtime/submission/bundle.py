@@ -34,9 +34,11 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes, Tokenizer
 from specc.runtime.model.load import initial_values
 from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.assignment import base_schemes, resolved
-from specc.runtime.submission.shake import Shaker, Symbol
+from specc.runtime.submission.flatten import Symbol
+from specc.runtime.submission.shake import Shaker
 
 PACKAGE = "parts"
+JOINED = "main"  # the module that contains the entry program and all functions of specc that it needs
 ENTRY = "specc.runtime.submission.entry"
 PLAN = "specc.runtime.submission.plan"
 _KNOWN = "specc.runtime.submission.known"
@@ -149,7 +151,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     if codec == Codec.BROTLI:  # the program needs the package in any case, for its rules
         choices.append(("brotli", compress(data, 11)))
     module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
-    return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=_flat(ENTRY)).encode("latin-1")
+    return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=JOINED).encode("latin-1")
 
 
 def quoted(data: bytes) -> str:
@@ -186,22 +188,24 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     if not any(name.endswith(".cu") for name in generated):
         unused[NATIVE] = (_KNOWN, "nothing")
     idle = {symbol: (_KNOWN, "NoBuffers") for storage, symbol in _BUFFERS.items() if storage not in storages}
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused, **idle}, PACKAGE)
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused, **idle}, f"{PACKAGE}.{JOINED}")
     shaker.reach(ENTRY, "main")
-    files = {
-        name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)
-        for name, text in generated.items()
-    }
-    return dict(sorted({**files, **shaker.texts()}.items(), key=_beside_similar))
+    files = {}
+    for name, text in generated.items():
+        if name.endswith(".py"):
+            shaker.include(name, text)
+        else:
+            files[name] = _without_comments(text)
+    return dict(sorted({**files, **shaker.texts((ENTRY, "main"))}.items(), key=_beside_similar))
 
 
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
     """Returns a sort key that places similar files together, so that they compress well.
 
-    A kernel is placed next to the same kernel of other targets, and the tables of the plan are last.
+    A kernel is placed next to the same kernel of other targets, and the joined module is last.
     """
     path = PurePosixPath(file[0])
-    return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
+    return path.stem == JOINED, path.suffix, len(path.parts) > 1, path.name, file[0]
 
 
 def _without_comments(text: str) -> str:
@@ -330,7 +334,3 @@ def spelled(value: Any, classes: set[type]) -> str:
     if value is None or isinstance(value, str | int | float | bool | bytes):
         return repr(value)
     raise TypeError(f"a submission cannot hold {type(value).__name__}")
-
-
-def _flat(module: str) -> str:
-    return module.partition(".")[2].replace(".", "_")

@@ -9,13 +9,12 @@ only in annotations is therefore not included. Local variables and parameters ge
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard, cast
 
-from specc.runtime.submission.shorten import shorten
-
-Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for the module itself
+from specc.runtime.submission.flatten import Symbol, flattened
+from specc.runtime.submission.scopes import shorten
 
 
 class ShakeError(Exception):
@@ -38,6 +37,9 @@ class _Module:
     used: dict[str, Symbol] = field(default_factory=dict)
     dotted: dict[str, list[str]] = field(default_factory=dict)  # maps `a` to the modules of all `import a.b` statements
 
+    def statements(self) -> list[ast.stmt]:
+        return [self.body[place] for place in sorted(self.needed)]
+
 
 class Shaker:
     """Collects the statements of a package that entry functions need.
@@ -47,14 +49,14 @@ class Shaker:
         sources: the source texts of its modules, by module name.
         replaced: the replacement of each symbol that is replaced. Symbols are pairs (module, name). A pair (module,
             None) replaces all names of a module outside the package.
-        package: the name of the new package. Its modules are named after the old modules, without `root` and with `_`
-            for `.`.
+        joined: the name of the new module, in its package.
     """
 
     def __init__(
-        self, root: str, sources: Mapping[str, str], replaced: Mapping[Symbol, Symbol], package: str = "parts"
+        self, root: str, sources: Mapping[str, str], replaced: Mapping[Symbol, Symbol], joined: str = "parts.main"
     ) -> None:
-        self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
+        self._root, self._sources, self._replaced, self._joined = root, sources, replaced, joined
+        self._outside: dict[str, ast.Module] = {}
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
         self._named: set[str] = set()  # the attributes and strings in the included code
@@ -71,11 +73,8 @@ class Shaker:
         while self._queue:
             self._follow(*self._queue.pop())
 
-    def rewritten(self, text: str) -> str:
-        """Returns the source of a module from outside the package, with rewritten imports and without docstrings.
-
-        Its imports from the old package refer to the new modules. Every symbol that it imports is included.
-        """
+    def include(self, file: str, text: str) -> None:
+        """Includes a module from outside the package, without docstrings, and every symbol that it imports."""
         tree = ast.parse(text)
         _Strip(annotations=False).visit(tree)
         for node in ast.walk(tree):
@@ -84,47 +83,31 @@ class Shaker:
                 if self.inside(target[0]):
                     self.reach(*target)
         self._drain()
-        return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
+        self._outside[file] = tree
 
-    def texts(self) -> dict[str, str]:
-        """Returns the sources of the new modules, by file name."""
-        texts: dict[str, str] = {}
-        for name, module in sorted(self._modules.items()):
-            if module.needed or module.used:
-                unnamed = {id(method) for methods in self._methods.values() for _, method in methods}
-                body = [_without(module.body[i], unnamed) for i in sorted(module.needed)]
-                tree = ast.Module([*self._import_lines(module), *body], [])
-                tree = ast.fix_missing_locations(_Imports(self).visit(tree))
-                classes = [each for each in body if isinstance(each, ast.ClassDef)]
-                opaque = [each.name for each in classes if self._is_called_from_outside(name, each)]
-                shorten(tree, {*module.bound, *module.used}, self._keywords, opaque)
-                texts[f"{_flat(name)}.py"] = _text(tree)
+    def texts(self, *public: Symbol) -> dict[str, str]:
+        """Returns the sources of the new package by file name: the joined module, and the modules from outside.
+
+        Args:
+            public: the functions that the joined module is to contain with their names.
+        """
+        unnamed = {id(method) for methods in self._methods.values() for _, method in methods}
+        for module in self._modules.values():
+            module.body = [_without(statement, unnamed) for statement in module.body]
+        opaque = [
+            (name, each.name)
+            for name, module in self._modules.items()
+            for each in module.statements()
+            if isinstance(each, ast.ClassDef) and self._is_called_from_outside(name, each)
+        ]
+        tree, names = flattened(self._modules, self._resolved)
+        kept = [str(name) for _, name in public]
+        short = shorten(tree, self._keywords, [names[symbol] for symbol in opaque], kept)
+        names = {symbol: short.get(name, name) for symbol, name in names.items()}
+        texts = {f"{self._joined.rpartition('.')[2]}.py": _text(ast.fix_missing_locations(tree))}
+        for file, outside in self._outside.items():
+            texts[file] = _text(ast.fix_missing_locations(_Imports(self, names, self._joined).visit(outside)))
         return texts
-
-    def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
-        """Yields the import statements of a new module."""
-        names: dict[str, list[ast.alias]] = {}
-        for name, (source, symbol) in sorted(module.used.items()):
-            if name in module.dotted and symbol is None:
-                yield from (ast.Import([ast.alias(submodule)]) for submodule in module.dotted[name])
-                continue
-            statement = self.import_of(source, symbol, name)
-            if isinstance(statement, ast.ImportFrom):
-                names.setdefault(str(statement.module), []).extend(statement.names)
-            else:
-                yield statement
-        yield from (ast.ImportFrom(source, aliases, 0) for source, aliases in sorted(names.items()))
-
-    def import_of(self, source: str, symbol: str | None, name: str) -> ast.Import | ast.ImportFrom:
-        """Returns the import statement that binds `name` to a symbol in the new package."""
-        inside = source in self._sources
-        if symbol is None and not inside:
-            first = source.partition(".")[0]
-            return ast.Import([ast.alias(source, None if name == first else name)])
-        if symbol is None:
-            return ast.ImportFrom(self._package, [ast.alias(_flat(source), name)], 0)
-        origin = f"{self._package}.{_flat(source)}" if inside else source
-        return ast.ImportFrom(origin, [ast.alias(symbol, None if symbol == name else name)], 0)
 
     def resolved(self, module: str, name: str) -> Symbol:
         """Returns the symbol that `from module import name` binds, in the module that defines it."""
@@ -298,10 +281,6 @@ def _text(tree: ast.AST) -> str:
     return re.sub("(?m)^( {4})+", lambda spaces: " " * (len(spaces[0]) // 4), ast.unparse(tree)) + "\n"
 
 
-def _flat(module: str) -> str:
-    return module.partition(".")[2].replace(".", "_")
-
-
 def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
     """Returns the (module, name) pairs of a `from` import statement; empty for other nodes."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -319,18 +298,18 @@ def _bindings(statement: ast.stmt) -> set[str]:
 
 
 class _Imports(ast.NodeTransformer):
-    """Rewrites imports from the old package to the new modules."""
+    """Replaces imports from the old package by imports from the joined module."""
 
-    def __init__(self, shaker: Shaker) -> None:
-        self._shaker = shaker
+    def __init__(self, shaker: Shaker, names: Mapping[Symbol, str], joined: str) -> None:
+        self._shaker, self._names, self._joined = shaker, names, joined
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
         if node.level or node.module is None or not self._shaker.inside(node.module):
             return node
-        return [
-            self._shaker.import_of(*self._shaker.resolved(node.module, alias.name), alias.asname or alias.name)
-            for alias in node.names
-        ]
+        short = [self._names[self._shaker.resolved(node.module, alias.name)] for alias in node.names]
+        wanted = [alias.asname or alias.name for alias in node.names]
+        aliases = [ast.alias(s, None if s == w else w) for s, w in zip(short, wanted, strict=True)]
+        return ast.ImportFrom(self._joined, aliases, 0)
 
 
 class _Strip(ast.NodeTransformer):

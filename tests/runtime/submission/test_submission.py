@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -324,7 +325,7 @@ def test_the_code_is_small_and_without_specc(submission: Submission) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {result.partition(".")[0] for result in names} <= known, name
-    assert (submission.folder / CODE).stat().st_size < 50_950
+    assert (submission.folder / CODE).stat().st_size < 47_500
     spec = submission.run.spec
     text = bundle.train_gpt(spec, submission.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
     assert text == (submission.folder / CODE).read_bytes()
@@ -334,7 +335,7 @@ def test_the_code_for_a_gpu_is_small(tmp_path: Path) -> None:
     """The code of gpt_golf_sp8192 with its kernels, but with the table of a tokenizer of bytes."""
     spec = check.load(Path(__file__).parents[3] / "specs" / "gpt_golf_sp8192.yaml")[0]
     lock = Run(tmp_path, spec, "sm90", "").lock
-    assert len(bundle.train_gpt(spec, lock, ("sm90",), ByteTokenizer(), Codec.BROTLI)) < 62_000
+    assert len(bundle.train_gpt(spec, lock, ("sm90",), ByteTokenizer(), Codec.BROTLI)) < 57_500
 
 
 def test_gpu_sources_travel(tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_gpu_sources_travel(tmp_path: Path) -> None:
     cutlass = [name for name in files if name.endswith(".cu")]
     assert cutlass and all(name.startswith("sm90/") for name in cutlass)
     for name in cutlass:
-        assert "from parts.runtime_support_native import library" in files[name.replace(".cu", ".py")]
+        assert re.search("from parts.main import [A-Z][A-Za-z]? as library", files[name.replace(".cu", ".py")])
     assert any("triton" in text and name.startswith("sm90/") for name, text in files.items())
     for name, text in files.items():
         if name.endswith(".py"):

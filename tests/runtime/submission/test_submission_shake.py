@@ -14,8 +14,8 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.submission.bundle import _without_comments, quoted, spelled
 from specc.runtime.submission.records import BaseModel, Field, ValidationError
+from specc.runtime.submission.scopes import shorten
 from specc.runtime.submission.shake import ShakeError, Shaker
-from specc.runtime.submission.shorten import shorten
 
 SOURCES = {
     "p": '"""The package."""\nfrom p.deep import inner\n__all__ = ["inner"]\n',
@@ -53,17 +53,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_kept_runs_alone(package: Path) -> None:
-    shaker = Shaker("p", SOURCES, {("checker", None): ("p.mine", None)}, "shaken")
+    shaker = Shaker("p", SOURCES, {("checker", None): ("p.mine", None)}, "shaken.whole")
     shaker.reach("p.main", "main")
-    texts = shaker.texts()
-    assert sorted(texts) == ["deep.py", "main.py", "mine.py", "names.py", "other.py"]
-    whole = "".join(texts.values())
+    texts = shaker.texts(("p.main", "main"))
+    assert [*texts] == ["whole.py"]
+    whole = texts["whole.py"]
     for gone in ("dead", "UNUSED", "Heavy", "Never", "SECOND", "Doc", "Unknown", "TYPE_CHECKING", "import p", "from p"):
         assert gone not in whole
     package.mkdir()
     for name, text in texts.items():
         (package / name).write_text(text)
-    assert importlib.import_module("shaken.main").main() == ("42/a!", "mine")
+    assert importlib.import_module("shaken.whole").main() == ("42/a!", "mine")
 
 
 CLASSES = """
@@ -91,12 +91,12 @@ def main():
 
 def test_a_class_is_kept_with_the_methods_that_are_named(package: Path) -> None:
     """By an attribute or a string, also by a method that is included later; all of a class that other packages call."""
-    shaker = Shaker("p", {"p": "", "p.main": CLASSES}, {}, "shaken")
+    shaker = Shaker("p", {"p": "", "p.main": CLASSES}, {}, "shaken.whole")
     shaker.reach("p.main", "main")
-    (text,) = shaker.texts().values()
+    (text,) = shaker.texts(("p.main", "main")).values()
     package.mkdir()
-    (package / "main.py").write_text(text)
-    assert importlib.import_module("shaken.main").main() == (1, 3, 4, 5, 6)
+    (package / "whole.py").write_text(text)
+    assert importlib.import_module("shaken.whole").main() == (1, 3, 4, 5, 6)
     assert "unused" not in text and "missing" not in text
 
 
@@ -127,11 +127,13 @@ class Outside(dict):
 
 def test_short_names_do_not_change_what_code_does() -> None:
     tree = ast.parse(NAMES)
-    shorten(tree, {"LIMIT", "scaled", "spoken", "shadows", "Outside"}, {"factor", "shift"}, {"Outside"})
+    short = shorten(tree, {"factor", "shift"}, {"Outside"}, {"spoken"})
+    assert short.keys() == {"LIMIT", "scaled", "shadows", "Outside"}
     text = ast.unparse(ast.fix_missing_locations(tree))
-    for source in (NAMES, text):
-        names: dict[str, Any] = {}
-        exec(source, names)
+    for source, new_names in (NAMES, {name: name for name in short}), (text, short):
+        bound: dict[str, Any] = {}
+        exec(source, bound)
+        names = {**bound, **{name: bound[new] for name, new in new_names.items()}}
         assert names["scaled"](2, 3, 9, shift=1) == ([9, 7, 2, True], "total=8")
         assert names["scaled"](2, factor=3)[1] == "total=7"
         assert names["spoken"](4) == 7 and names["shadows"](3) == ([0, 1, 2], 4)
@@ -154,9 +156,9 @@ def test_any_bytes_can_be_quoted() -> None:
 
 def test_a_symbol_can_be_replaced() -> None:
     replaced = {("p.deep", "late"): ("p.mine", "verdict"), ("checker", None): ("p.mine", None)}
-    shaker = Shaker("p", SOURCES, replaced, "shaken")
+    shaker = Shaker("p", SOURCES, replaced, "shaken.whole")
     shaker.reach("p.main", "main")
-    assert "other.py" not in shaker.texts() and "from shaken.mine import verdict as late" in shaker.texts()["deep.py"]
+    assert "Word" not in shaker.texts()["whole.py"] and "'mine'" in shaker.texts()["whole.py"]
 
 
 def test_what_cannot_be_followed_is_named() -> None:
@@ -166,7 +168,7 @@ def test_what_cannot_be_followed_is_named() -> None:
         ("from . import deep\ndef main(): return vars(deep)", "p.deep may only be used to look up a name"),
     ]:
         with pytest.raises(ShakeError, match=message):
-            Shaker("p", {**SOURCES, "p.main": text}, {}, "shaken").reach("p.main", "main")
+            Shaker("p", {**SOURCES, "p.main": text}, {}, "shaken.whole").reach("p.main", "main")
 
 
 def test_settings_are_spelled_as_they_are() -> None:
