@@ -165,7 +165,6 @@ def _read_report(path: Path) -> dict[str, Any]:
 
 
 def _draw(data: Mapping[str, Any], picture: Path) -> None:
-    """Writes the roofline picture of the data of a report."""
     from specc.runtime.bench.roofline import roofline
 
     picture.write_bytes(roofline(data))

@@ -77,7 +77,6 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
 
 
 def _drifted(path: Path, state: str) -> "Diagnostic":
-    """Returns the finding that a file or folder differs from a build."""
     from specc.compiler.errors import Diagnostic
 
     message = {"extra": "extra: no build writes it, so delete it", "extra folder": "extra"}.get(state, state)

@@ -37,7 +37,6 @@ def _unique(package: ModuleType, entries: Iterable[tuple[str, V]], what: str) ->
 
 
 def _subclasses(package: ModuleType, base: type[T]) -> Iterator[type[T]]:
-    """Yields the subclasses of `base` that modules of `package` define."""
     for module in _modules(package):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__:

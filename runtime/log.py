@@ -144,7 +144,7 @@ def lines(say: Say) -> Progress:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """Opens a progress bar if standard error is a terminal, or else the display of `lines`.
+    """Opens a progress bar if standard error is a terminal. Otherwise, progress is printed as `lines` does.
 
     Errors of the terminal are ignored, so a closed terminal does not stop the run.
     """

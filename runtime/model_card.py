@@ -113,7 +113,6 @@ def _row(score: Score) -> Sequence[str]:
 
 
 def _kind(score: Score) -> str:
-    """Returns the name of a metric as an identifier."""
     return score.metric.removesuffix(", %").replace(" ", "_")
 
 

@@ -18,7 +18,7 @@ def norm_name(title: str) -> str:
 
 class BlocksStage(Blocks, Part):
     """Blocks as a stage of an encoder or a decoder. A final norm follows the last block, unless the blocks normalize
-    the stream after each layer. The final norm belongs to no layer, so it omits a `scale` that depends on the layer.
+    the stream after each layer. The final norm belongs to no layer, so a `scale` that depends on the layer is omitted.
 
     Attributes:
         name: the name of the stage in paths of nodes and parameters; its kind if unset.

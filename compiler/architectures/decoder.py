@@ -394,8 +394,8 @@ class _Lowering:
         return prefill, replace(retyped(prefill, _of_one_token), name="decode")
 
     def trunk(self, b: Builder, context: LoweringContext) -> _Trunk:
-        """Adds the embedding, the blocks and the last norm to a program whose inputs are in `context`. If the context
-        `extends` a sequence, the caches become inputs of the program."""
+        """Adds the embedding, the blocks and the last norm to a program whose inputs are in `context`. If
+        `context.extends` is true, the caches become inputs of the program."""
         blocks, norm = self.model.blocks, self.model.norm
         shared = SharedValues({"positions": context.positions} if context.positions else {})
         if any("reads_positions" in step.traits for step in self.model.embed):

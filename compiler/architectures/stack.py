@@ -69,7 +69,7 @@ class Stack:
         Args:
             b: the builder of the program.
             x: the input of the first block, [B, T, D].
-            context: the values that the blocks can read. If it `extends` a sequence, `context.cache` is the previous
+            context: the values that the blocks can read. If `context.extends` is true, `context.cache` is the previous
                 state.
 
         Returns:

@@ -24,7 +24,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
     Args:
         side: the side.
         b: the builder of the program.
-        context: the values that the stages can read. If it `extends` a sequence, `context.cache` is the previous
+        context: the values that the stages can read. If `context.extends` is true, `context.cache` is the previous
             state, by side, stage and key.
 
     Returns:

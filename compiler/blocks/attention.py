@@ -142,7 +142,7 @@ class Attention(ScoreAndMask):
         for name in ("q", "k"):
             text: str | None = getattr(self, name)
             if text is not None and name not in parse_wiring(text).names.values():
-                message = f"the expression does not read `{name}`, which it replaces"
+                message = f"the expression that replaces `{name}` does not read `{name}`"
                 yield Problem((name,), "S246", message, f"for example `{name} * factor`")
         if self.qk_norm is not None and self.qk_norm.after_rope and self.qk_norm.over == "all":
             message = "the norm of q and k covers all heads and cannot follow the rotation of single heads"

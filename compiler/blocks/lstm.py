@@ -77,7 +77,6 @@ class LstmStage(Stage):
         return Lowered(y, {"h": f"{output}:1", "c": f"{output}:2"})
 
     def _weights(self, b: Builder, side: str, shape: Shape) -> list[str]:
-        """Adds the parameters of one direction and returns their references."""
         rows, init = GATES * self.hidden, self.init or SPREAD
         weights = [b.param(f"{side}input", shape.activation(rows, shape.dim), init)]
         weights.append(b.param(f"{side}hidden", shape.activation(rows, self.hidden), init))

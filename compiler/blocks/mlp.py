@@ -68,7 +68,7 @@ class FeedForward(Layer):
             yield Problem(("ratio",), "S215", message, "choose another ratio, or set hidden")
         elif self.width(dim) > 2**20:
             key = "ratio" if self.hidden is None else "hidden"
-            message = f"a width of {self.width(dim):,} is more than 1,048,576"
+            message = f"the hidden width is {self.width(dim):,}; it may be at most 1,048,576"
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def activated(self, b: Builder, product: Callable[[str], str]) -> str:

@@ -26,7 +26,8 @@ WEIGHTLESS = "none"  # the `weight` of a norm that has no weight
 
 
 def _starts(text: str) -> float:
-    """Returns the initial value of `w`. It is 0 or 1, such that the weight is 1."""
+    """Returns the initial value of the parameter `w`, which the expression `text` reads: 0 or 1, such that the weight
+    is 1."""
     expr = parse(text, ("w",))
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
@@ -217,7 +218,7 @@ class Part(StrictModel):
 
         Args:
             b: the builder of the function or program.
-            x: the input, [B, T, D]; empty for a part that `starts`.
+            x: the input, [B, T, D]; empty for a part with the trait `starts`.
             shape: the sizes of the model, with D features. For a part of `embed`, D is the number of features of the
                 model.
             context: the other values that the part can read.

@@ -31,8 +31,8 @@ class Pool(StrictModel):
         seed: the seed that selects the random tokens.
         mask: the condition under which a query attends to a block, over the position `i` of the query, the first
             position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to each
-            complete block whose first token is hidden by the attention mask. In a mask that reads documents, all tokens
-            of the block must be in the document of the query.
+            complete block whose first token is hidden by the attention mask. In a mask that calls `document`, all
+            tokens of the block must be in the document of the query.
     """
 
     block: Annotated[int, Field(ge=2, le=4096)] = 64
@@ -45,18 +45,18 @@ class Pool(StrictModel):
         """Yields the problems in a model of `context` tokens. Causality is not checked here, because it needs a proof.
         `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
-            message = "the mask of blocks reads documents, but the mask of attention does not"
+            message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
                 ("mask",),
                 "S289",
                 message,
-                "add the condition on documents to both masks, or remove it from the mask of blocks",
+                "add the condition on `document` to both masks, or remove it from pool.mask",
             )
         if self.block > context:
             message = f"a block has {self.block} tokens, but the context has only {context}"
             yield Problem(("block",), "S289", message, f"use at most {context}")
         if self.tokens > 1 and not POOLINGS[self.by].several:
-            message = f"{self.by} has one result per block, not {self.tokens}"
+            message = f"`by: {self.by}` gives one pooled key per block, not {self.tokens}"
             yield Problem(("tokens",), "S289", message, "remove tokens, or use `by: reservoir` or `by: latent`")
         elif self.tokens >= self.block:
             message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"

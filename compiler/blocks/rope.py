@@ -168,13 +168,13 @@ class RopeSpec(StrictModel):
             hint = f"use at most {size}, or remove dims to rotate all"
             yield Problem(place, "S212", f"RoPE rotates {dims} dims, but a head has {size}", hint)
         if dims > MOST_DIMS:
-            message = f"RoPE rotates {dims:,} dims; it rotates at most {MOST_DIMS:,}"
+            message = f"RoPE has {dims:,} dims; it rotates at most {MOST_DIMS:,}"
             yield Problem(place, "S212", message, f"use at most {MOST_DIMS:,}")
         elif dims % 2:
             message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
             yield Problem(place, "S213", message, "use an even number")
         elif self.trained is not None and dims == 2:
-            message = "RoPE with 2 dims has a single pair, which a changed base does not slow down"
+            message = "RoPE with 2 dims has one pair, whose frequency does not depend on the base"
             yield Problem(("trained",), "S242", message, "remove trained, or rotate more dims")
         else:
             yield from self._scaling_problems(dims)
@@ -192,7 +192,7 @@ class RopeSpec(StrictModel):
                 raise ExprError(f"the magnitude is {scaling.multiplier:g}")
         except (ExprError, ArithmeticError) as error:
             reason = "a power of the base overflows" if isinstance(error, OverflowError) else "log(base) is 0"
-            message = f"the frequencies have no value: {getattr(error, 'message', reason)}"
+            message = f"the RoPE frequencies cannot be computed: {getattr(error, 'message', reason)}"
             yield Problem(("scaling",), "S270", message, "change the scaling, or the base")
 
 

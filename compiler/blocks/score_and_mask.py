@@ -120,11 +120,11 @@ class ScoreAndMask(Layer):
         """Yields those problems of the score and the mask that do not depend on the context length."""
         documents = any("document" in mask for mask in self.masks)
         if documents and self.bos is None:
-            message = "the mask reads documents, but no id starts a document"
+            message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"
             yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
         if self.bos is not None and not documents and not self.reads_source:
-            message = f"bos is {self.bos}, but the mask reads no documents"
-            hint = f"let the mask read them: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
+            message = f"bos is {self.bos}, but the mask does not call `document`, which alone needs bos"
+            hint = f"add a condition to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):

@@ -76,7 +76,7 @@ class Comparison:
         if old.choice != new.choice:
             yield f"  bits       {_change(old.choice or 'by rules', new.choice or 'by rules')}"
         elif new.choice:
-            yield f"  {new.choice}"
+            yield f"  bits by rules, {new.choice}"
 
     def _times(self) -> Iterator[str]:
         old, new = self.summaries

@@ -195,7 +195,6 @@ def _cut(text: str) -> str:
 
 
 def _styled(code: str, on: bool, text: str) -> str:
-    """Returns the text in an ANSI style."""
     return f"\x1b[{code}m{text}\x1b[0m" if on else text
 
 

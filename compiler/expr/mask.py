@@ -71,7 +71,7 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
     if prefix and sees_later(str(condition), heads):
         if with_documents(condition, ALWAYS) != condition:
             message = (
-                "a mask that reads documents lets a query attend to a later key, whose document is not known there"
+                "a mask that calls `document` lets a query attend to a later key, whose document is not known there"
             )
             raise ExprError(message, hint=f"add the condition j <= i: `{CAUSAL} and ...`")
         return str(condition)
@@ -128,7 +128,7 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
         if pair is not None:
             i, j, h = pair
             where = f" in head {h}" if "h" in variables(condition) else ""
-            message = f"the mask of blocks is not causal: the query at i = {i} attends to the block of token {j}{where}"
+            message = f"pool.mask is not causal: the query at i = {i} attends to the block of token {j}{where}"
             raise ExprError(message, hint="add the condition that the block is whole: `j + block <= i + 1 and ...`")
         visible = visible or find_pair(of_block, heads, context) is not None
     if not visible:

@@ -109,7 +109,8 @@ class Editor:
 
     Attributes:
         graph: The original graph.
-        places: The path prefixes at which the graph runs.
+        places: The path of each call of the graph, such as `blocks.0.`. It precedes the names of the graph's parameters
+            in full names: `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
         functions: New functions, shared by all graphs.
@@ -118,8 +119,8 @@ class Editor:
         new: New nodes, by the name of the original node before which they are inserted.
         gone: The names of the removed nodes.
         names: Maps the ref of each removed value to the ref that replaces it.
-        shared: The refs of the codes into which values were quantized, by the ref of the value and the leader of its
-            input scale.
+        shared: The refs of codes that several products may read. The key is the ref of the value that was quantized,
+            and the leader whose input scale was used.
     """
 
     graph: Graph

@@ -88,7 +88,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """Returns the fraction of the run at which the learning rate falls below the limit in `qat`."""
+    """Returns the fraction of the run at which the learning rate falls below `train.qat.below`."""
     assert train.qat is not None
     schedule = train.schedule
     left = schedule.below(train.qat.below)
@@ -186,7 +186,6 @@ class _Copied:
         return replace(edited, name=f"{graph.name}{SUFFIX}", nodes=nodes)
 
     def _calling(self, node: Node) -> Node:
-        """Returns the node, redirected to the copy of its callee if there is one."""
         if not isinstance(node.op, Call) or node.op.callee not in self.functions:
             return node
         return replace(node, op=replace(node.op, callee=self.functions[node.op.callee].name))

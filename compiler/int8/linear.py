@@ -111,7 +111,6 @@ def _tail(edit: Editor, last: Node, operands: Mapping[str, str]) -> Node | None:
 
 
 def _operands(epilogue: Node, last: Node) -> list[str]:
-    """Returns the operands of an epilogue, without the product."""
     return [ref for ref in epilogue.inputs if ref != last.name]
 
 

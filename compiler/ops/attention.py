@@ -54,7 +54,7 @@ class Attention(Op):
     def allowed(self, *inputs: Tensor) -> Tensor:
         """Returns the mask bool[T, S], which is True where a query attends to a key. The mask may have leading dims,
         which broadcast to [B, H]."""
-        raise TypeRuleError(f"{self.name} has no mask")
+        raise TypeRuleError(f"{self.name} does not define `allowed`, its mask")
 
     def scores(self, *inputs: Tensor) -> Tensor:
         """Returns the scores [B, H, T, S] before the mask."""
@@ -247,7 +247,7 @@ class ScoredBase(ScoreFields, Attention):
 
     def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the positions of the queries [T, 1] and of the keys [S]."""
-        raise TypeRuleError(f"{self.name} does not say where its tokens are")
+        raise TypeRuleError(f"{self.name} does not define `positions`, the positions of queries and keys")
 
     def _values(self, *inputs: Tensor) -> dict[str, Tensor | float]:
         import torch
@@ -338,7 +338,7 @@ class ScoredBase(ScoreFields, Attention):
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
         """Returns the fields of the template context that differ between whole sequences and caches."""
-        raise TypeRuleError(f"{self.name} does not say where its tokens are")
+        raise TypeRuleError(f"{self.name} does not define the template fields of its positions")
 
 
 def _signature(function: str, parameters: Sequence[str]) -> str:

@@ -45,7 +45,7 @@ class Dropout(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if self.counted and inputs[1] != DRAW:
-            raise TypeRuleError(f"draws by {DRAW}, not by {inputs[1]}", (1,))
+            raise TypeRuleError(f"needs a key and the rows of the batch, {DRAW}, not {inputs[1]}", (1,))
         return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

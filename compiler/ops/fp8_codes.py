@@ -23,8 +23,9 @@ def _check_state(type: TensorType, index: int) -> None:
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
-    """Returns value / scale, rounded to the format of a factor. The result has the dtype of the value, which represents
-    the rounded numbers exactly."""
+    """Divides `value`, a factor of a product, by its scale in `state`, and rounds to the 8-bit format of that factor.
+    `factor` is 0 for x, 1 for the weight and 2 for dy. The result has the dtype of `value`, which represents the
+    rounded numbers exactly."""
     import torch
 
     scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])

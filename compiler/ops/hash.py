@@ -50,5 +50,4 @@ class BigramHash(Op):
 
 
 def _wrapped(value: int) -> int:
-    """Wraps an integer to the range of i32."""
     return (value + 2**31) % 2**32 - 2**31

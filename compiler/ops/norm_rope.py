@@ -202,7 +202,9 @@ class NormRopeGradInto(NormRopeGrad):
         (heads, channels), width = dx.shape[-2:], whole.width
         assert isinstance(heads, int) and isinstance(channels, int) and isinstance(width, int)
         if (whole.shape[:-1], whole.dtype) != (dx.shape[:-2], dx.dtype) or self.at + heads * channels > width:
-            raise TypeRuleError(f"cannot write the gradient {dx} to {whole} from feature {self.at} on", (0, -1))
+            raise TypeRuleError(
+                f"cannot write the gradient {dx} to {whole} from feature {self.at} on: the types do not match", (0, -1)
+            )
         return (whole, *learned)
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -108,5 +108,5 @@ class Scan(Op):
 
 
 def returned(types: Sequence[TensorType]) -> Types:
-    """Converts types to the form of `returns`."""
+    """Converts types to the form that the field `returns` of an op has."""
     return tuple((type.shape, type.dtype) for type in types)

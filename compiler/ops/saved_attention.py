@@ -33,7 +33,7 @@ class SavedAttention(Op):
     @property
     def plain(self) -> Attention:
         """The attention op that has the same inputs and does not return the log-sum-exp."""
-        raise TypeRuleError(f"{self.name} has no attention")
+        raise TypeRuleError(f"{self.name} does not define `plain`, the same attention without the log-sum-exp")
 
     @property
     def by_rows(self) -> int:
@@ -91,7 +91,7 @@ class SavedAttentionGrad(Op):
     @property
     def forward(self) -> SavedAttention:
         """The op whose gradient this op computes."""
-        raise TypeRuleError(f"{self.name} has no forward")
+        raise TypeRuleError(f"{self.name} does not define `forward`, the op whose gradient it computes")
 
     @property
     def output_labels(self) -> tuple[str, ...]:
@@ -305,8 +305,8 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields lists of values: slices of the first `rows` values, followed by the other values. A slice has as many
-    sequences as SCORES scores allow.
+    """Yields lists of values: slices of the first `rows` values, followed by the other values. Each slice has at least
+    one sequence, and otherwise so few that q and k give at most SCORES attention scores.
 
     If there are no sequences, yields one empty slice.
     """

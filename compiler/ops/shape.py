@@ -86,7 +86,7 @@ class ExpandHeads(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
         if x.shape[-2] != 1:
-            raise TypeRuleError(f"repeats a single head, not those of {x}", (0,))
+            raise TypeRuleError(f"needs a value with one head [..., 1, C] to repeat it, not {x}", (0,))
         return (x.with_shape(*x.shape[:-2], self.heads, x.width),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -197,7 +197,10 @@ class JoinFeatures(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         first = inputs[0]
         if any(x.shape[:-1] != first.shape[:-1] or x.dtype != first.dtype for x in inputs):
-            raise TypeRuleError(f"joins values that differ in their features alone, not {', '.join(map(str, inputs))}")
+            raise TypeRuleError(
+                "joins values of one dtype whose shapes are equal except in the last dim, "
+                f"not {', '.join(map(str, inputs))}"
+            )
         return (first.with_shape(*first.shape[:-1], sum(x.width for x in inputs if isinstance(x.width, int))),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -261,7 +264,9 @@ class WriteFeatures(Moves):
             count *= dim
         assert isinstance(x.width, int)
         if part.shape[: len(x.shape) - 1] != x.shape[:-1] or part.dtype != x.dtype or self.at + count > x.width:
-            raise TypeRuleError(f"cannot write {part} to the features of {x} from {self.at} on", (0, 1))
+            raise TypeRuleError(
+                f"cannot write {part} to the features of {x} from {self.at} on: the types do not match", (0, 1)
+            )
         return (x,)
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -384,7 +389,7 @@ class ConcatRows(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if any(len(x.shape) != 2 or x.width != inputs[0].width or x.dtype != inputs[0].dtype for x in inputs):
             matrices = ", ".join(map(str, inputs))
-            raise TypeRuleError(f"concatenates matrices with equal numbers of columns, not {matrices}")
+            raise TypeRuleError(f"concatenates matrices of one dtype with equal numbers of columns, not {matrices}")
         rows = sum(x.shape[0] for x in inputs if isinstance(x.shape[0], int))
         return (TensorType((rows, inputs[0].width), inputs[0].dtype),)
 

@@ -141,8 +141,8 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `allocate` matches nothing, if a matched parameter supports none of the listed bits, or if
-    every matched parameter has at most one option."""
+    """Yields a problem if `quant.allocate` matches nothing, if a matched parameter supports none of the listed bits, or
+    if every matched parameter has at most one option."""
     if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
@@ -174,8 +174,8 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Yields a problem if `correct` matches nothing, or if fewer than `count` of the matched parameters can have a
-    correction of the given rank."""
+    """Yields a problem if `quant.correct` matches nothing, or if fewer matched parameters than `quant.correct.count`
+    can have a correction of the given rank."""
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):

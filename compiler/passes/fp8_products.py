@@ -90,7 +90,6 @@ def _unable(target: Target) -> Iterator[Problem]:
 
 
 def _calling(node: Node, copies: Mapping[str, str]) -> Node:
-    """Returns the node, redirected to the copy of its callee if there is one."""
     if not isinstance(node.op, Call) or node.op.callee not in copies:
         return node
     return replace(node, op=replace(node.op, callee=copies[node.op.callee]))
@@ -100,8 +99,8 @@ class _Products:
     """Rewrites the linear layers of graphs.
 
     Attributes:
-        products: The patterns of all products, in order.
-        used: The indices of the rules that match a product.
+        products: The paths of all linear layers so far, with `*` for the index of a block, in the order of the graphs.
+        used: The indices of the rules that match a linear layer.
         buffers: The types of the scales, by name.
         problems: The problems so far.
     """

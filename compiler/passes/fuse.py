@@ -145,7 +145,7 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     """Returns the named nodes and the nodes that belong to them, in graph order.
 
-    A linear layer belongs to them if a named node is its only reader, like the gate next to `up`. A node whose name
+    A linear layer belongs to them if a named node is its only reader. A node whose name
     begins with the name of a member belongs to them if only returned nodes read it, like the cast `logits.f32` of
     `logits`.
     """

@@ -101,7 +101,7 @@ class Merged:
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
     def type(self, ref: str, where: Where) -> TensorType:
-        """Returns the type of a value that the variants `where` have."""
+        """Returns the type of the value `ref`. `where` contains the indices of the variants that have this value."""
         types = (slot.node.types[slot.outputs.index(ref)] for slot in self.slots if ref in slot.outputs)
         return next(types, None) or self.variants[min(where)].types[ref]
 

@@ -19,8 +19,8 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
     """Moves each part of a block that `train.recompute` names into a function of its own. Returns the new programs.
 
     The function keeps the names of the nodes, so that values, weights and random numbers of dropout are unchanged.
-    `Programs.recomputed` lists the functions that the backward pass recomputes. For `block`, these are the functions of
-    the blocks themselves.
+    `Programs.recomputed` lists the functions that the backward pass recomputes. If `train.recompute` contains `block`,
+    these are the functions of the blocks, and no part is moved.
 
     Args:
         programs: The programs, with fused groups.

@@ -113,7 +113,6 @@ class Requests:
         self._report(Problem((self.key, at), "S304", f"{', '.join(self._shown(graph, nodes))}: {reason}", hint))
 
     def _report(self, problem: Problem) -> None:
-        """Adds a problem, unless the same pattern already has a problem of this kind."""
         if all((other.path, other.code) != (problem.path, problem.code) for other in self._problems):
             self._problems.append(problem)
 

@@ -186,7 +186,6 @@ def check_types(
 
 
 def _dtype(type: TensorType | Parameter) -> Any:
-    """Returns the Torch dtype of a value or a parameter."""
     import torch
 
     return getattr(torch, DTYPES[type.dtype].removeprefix("torch."))
@@ -284,8 +283,8 @@ class _Comparison:
             self.value(ref, have)
 
     def kernel(self, node: Node, actual: Any, function: str) -> None:
-        """Checks a call of a kernel's function. An epilogue appends its title to the function's name, and the kernel's
-        file may append the shape after `__`."""
+        """Checks a call of a kernel's function. The traced name is `function`, then `_` and the title of the epilogue
+        if there is one, then possibly `__` and the shape, which is ignored."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
         name, wanted = self.called(actual).partition(".")[0].partition("__")[0], f"{function}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", actual)

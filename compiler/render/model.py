@@ -265,7 +265,8 @@ def _sides(programs: Programs) -> frozenset[str]:
 
 
 def _steps(programs: Programs) -> Sequence[str]:
-    """Returns the class names of functions that no block of a list calls, i.e. of loops over time."""
+    """Returns the class names of the functions that loops over time call. These are the functions that are not called
+    through a module list."""
     inside = {
         node.op.callee
         for graph in programs.graphs

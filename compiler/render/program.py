@@ -224,7 +224,8 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: a parameter. The cache is on its device, and floats without another dtype have that of the parameter.
+        param: a parameter. The cache is on the device of this parameter. Float tensors that state no dtype have the
+            parameter's dtype.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]

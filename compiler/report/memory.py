@@ -198,6 +198,5 @@ class _Peak:
         return most // group.chunks
 
     def _workspace(self, graph: Graph, node: Node) -> int:
-        """Returns the bytes of workspace that the kernel of a node allocates."""
         choice = self._plan.choice(graph, node)
         return sum(type.bytes(self._pass.sizes) for type in choice.kernel.workspace(choice.site)) if choice else 0

@@ -215,7 +215,7 @@ def _slower(plan: Plan) -> Iterator[str]:
 
 
 def _packages(plan: Plan) -> Iterator[str]:
-    """Yields the kernels of optional packages that were not measured."""
+    """Yields lines about unmeasured kernels, which need optional packages."""
     waiting: dict[str, dict[str, None]] = {}
     for choice in plan.choices:
         known = choice.measured.others if choice.measured is not None else {}
@@ -262,7 +262,6 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
 
 
 def _deployed(plan: Plan) -> list[str]:
-    """Returns the table of those nodes of a deployed plan that have kernels."""
     return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.listed)))
 
 

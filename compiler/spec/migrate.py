@@ -306,7 +306,8 @@ def _migrate_gate(layer: Data) -> None:
 
 
 def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
-    """Rewrites value embeddings. Yields the changes that replace the lists of layers in `values` and `exclude`."""
+    """Removes the old keys `values` and `exclude` from the layers. Yields entries for `blocks.changes` where such a key
+    listed only some of the layers."""
     for layer in layers:
         title = _title(layer)
         values, fields = layer.pop("values", None), dict[str, Any]()

@@ -69,7 +69,6 @@ def _item(value: Any, source: Source, path: Path, depth: int) -> Iterator[Line]:
 
 
 def _flow(value: Any) -> str:
-    """Returns a value on one line."""
     if isinstance(value, dict):
         parts = (f"{_scalar(key)}: {_flow(item)}" for key, item in value.items() if item is not None)
         return "{" + ", ".join(parts) + "}"

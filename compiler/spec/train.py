@@ -410,9 +410,11 @@ class ExactMatchSpec(StrictModel):
         yield from ()
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if a beam search has no `beam`, or greedy decoding has a `beam`."""
+        """Yields a problem if `decode: beam` has no `beam`, or `decode: greedy` has one."""
         if (self.beam is None) != (self.decode == "greedy"):
-            message = "decode: beam needs `beam`" if self.beam is None else "decode: greedy has no `beam`"
+            message = (
+                "`decode: beam` needs the number `beam`" if self.beam is None else "`decode: greedy` takes no `beam`"
+            )
             yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
 
 

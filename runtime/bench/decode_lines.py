@@ -247,5 +247,4 @@ def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: 
 
 
 def _equal(texts: list[str], others: list[str]) -> int:
-    """Returns the number of positions at which both lists have the same line."""
     return sum(a == b for a, b in zip(texts, others, strict=True))

@@ -57,7 +57,6 @@ def roofline(data: Mapping[str, Any]) -> bytes:
 
 
 def _time(row: Row) -> float:
-    """Returns the time of the code that the plan selects, in ms."""
     times = row["times"]
     return float((times.get(GENERATED) or times[LIBRARY])["ms"])
 

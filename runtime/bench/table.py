@@ -159,7 +159,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 
 
 def _why_alone(device: torch.device) -> str:
-    """Returns the reason why there are no rows with several processes."""
+    """Returns the reason why the table has no row for a run with several processes."""
     if device.type != "cuda":
         return "one process ran on the CPU: --gpus 2 measures two"
     count = torch.cuda.device_count()

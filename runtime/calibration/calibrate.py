@@ -61,7 +61,7 @@ class Capture(fx.Interpreter):
     Args:
         model: the model, generated without fusions.
         observe: a function that is called with the name of the weight and the input [..., features] of each linear. The
-            third argument is the `ends` of the `Product` for matrices of experts, and None for other weights.
+            third argument is `Product.ends` for matrices of experts, and None for other weights.
         results: a function that is called like `observe`, but with the output [..., features] of each linear.
         looked: a function that is called with the name of the table, the ids [...] and the output [..., features] of
             each lookup.

@@ -79,5 +79,4 @@ class InputScales:
 
 
 def _ones(weight: Tensor) -> Tensor:
-    """Returns ones, f32 [K], on the device of a weight [N, K]."""
     return torch.ones(weight.shape[1], device=weight.device)

@@ -147,7 +147,6 @@ def _slug(path: Path) -> str:
 
 
 def _require_writable(place: Path, text: str) -> None:
-    """Raises SpeccError if a file with another text is at `place`."""
     if place.exists() and (not place.is_file() or place.read_text(encoding="utf-8") != text):
         raise SpeccError(f"{place} exists, and contains another spec", "choose another --name, or --spec FILE")
 

@@ -81,7 +81,6 @@ def _buildable(data: Data) -> Data:
 
 
 def _problems(data: Data) -> Sequence[Problem]:
-    """Returns the problems of a build."""
     try:
         plan_loaded(_checked(data), None)
     except LoweringError as error:
@@ -90,7 +89,6 @@ def _problems(data: Data) -> Sequence[Problem]:
 
 
 def _points_in(problems: Sequence[Problem]) -> set[int]:
-    """Returns the indices of the fusion points that problems name."""
     return {int(problem.path[1]) for problem in problems if problem.path[:1] == ("fuse",) and len(problem.path) > 1}
 
 

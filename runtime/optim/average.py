@@ -13,7 +13,7 @@ class Average:
     """An f32 mean of the master weights, by name. Its initial value is a copy of the master weights.
 
     An `ema` is an exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and
-    Juditsky, 1992). An `swa` is the plain mean of the masters, sampled after every `every` steps while the warm-down is
+    Juditsky, 1992). An `swa` is the plain mean of the masters, sampled once per `every` steps while the warm-down is
     below `below` (Izmailov et al., 2018).
     """
 

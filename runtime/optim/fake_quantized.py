@@ -65,5 +65,4 @@ class FakeQuantized:
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    """Returns the scheme without its `match` pattern. Schemes of two rules with equal settings are then equal."""
     return scheme.model_copy(update={"match": ""}) if "match" in type(scheme).model_fields else scheme

@@ -165,8 +165,8 @@ class Masters:
         """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
         `unclipped` last. Within each part, gradients of one compute dtype are adjacent.
 
-        Only derived weights read the parameters `read_once`, so their gradients are computed once per step. They form a
-        separate group, which costs nothing in a backward pass.
+        Only derived weights read the parameters `read_once`, so the gradients of these parameters are computed once per
+        step. They form a separate group, which is skipped after a backward pass.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}

@@ -35,12 +35,12 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, in the
     shape that the schedule states. In a run that is limited by steps, the warm-down ends just after the last update.
 
-    In a run of `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the warm-down
-    ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean seconds per
-    step, and W the warm-down steps. The multiplier is 1 while T - t > W s, and then max((T - t) / (W s), floor), as in
-    the wall-clock schedule of parameter-golf. If the warm-down is given as a fraction f, f T replaces W s. If the
-    warm-up is given as a fraction f, it has f T / s steps. Before the first update, s is unknown and the multiplier is
-    0.
+    In a run limited by `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the
+    warm-down ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean
+    seconds per step, and W the warm-down steps. The multiplier is 1 while T - t > W s, and then max((T - t) / (W s),
+    floor), as in the wall-clock schedule of parameter-golf. If the warm-down is given as a fraction f, f T replaces W
+    s. If the warm-up is given as a fraction f, it has f T / s steps. Before the first update, s is unknown and the
+    multiplier is 0.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:

@@ -20,7 +20,6 @@ def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> 
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    """Returns the scheme of a rule, without the rule's `match` pattern."""
     kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
     settings = {name: getattr(scheme, name) for name in kind.model_fields}
     return cast(Scheme, kind.model_validate(settings))

@@ -70,7 +70,6 @@ class _Record(StrictModel):
 
 
 def _digest_of(path: Path) -> str:
-    """Returns the SHA-256 (hex) of a recorded spec as canonical JSON."""
     text = json.dumps(json.loads(path.read_bytes()), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -490,7 +490,6 @@ class Trainer:
         return self._updates[rests, work]
 
     def _enter(self, index: int) -> None:
-        """Begins, or continues, the segment with this index."""
         self._index = index
         with self.masters.in_f32(changes=False):
             self._unused[self._segments[index].phase.rests].save()

@@ -103,16 +103,17 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
-    """Searches the nodes one after another, for every save choice of their groups, and then selects the fastest save
-    choices. Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are
-    preserved.
+    """Searches the fastest kernel and tile of one node after another, under every save choice of the node's group. Then
+    selects the fastest save choice of each group.
+
+    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are preserved.
 
     Raises:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
         RunFailure: if a node has no usable candidate, a kernel caused an error of the device, or the device's memory is
             too small.
-        SpeccError: if the lock has been measured on more rows.
+        LockError: if an entry of this machine in the lock was measured on more rows than this search has.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]

@@ -200,7 +200,6 @@ def _fill(fused: Loaded, plain: Loaded) -> None:
 
 
 def _dtype(loaded: Loaded) -> str:
-    """Returns the compute dtype of the model."""
     return loaded.programs.params[0].dtype
 
 

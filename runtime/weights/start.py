@@ -91,7 +91,6 @@ def _require_fit(
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Lists the first names, and states the number of the others."""
     listed = list(names)
     more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
     return ", ".join(listed[:SHOWN]) + more

@@ -388,7 +388,7 @@ class Writer:
         )
 
     def _joining(self) -> tuple[list[str], list[str]]:
-        """Returns the parameters of `finish` and of `join`, without constants."""
+        """Returns the parameters of the Triton functions `finish` and `join`, without constants."""
         sinks = [f"{name}_ptr" for name in self._sinks]
         row = [*sinks, "row", *(["h"] if sinks else []), "there", "d"]
         return ["y_ptr", *row, "most", "total", "y"], ["y_ptr", "parts_ptr", "sums_ptr", *row, "PARTS"]
@@ -396,7 +396,7 @@ class Writer:
     def _call(
         self, name: str, names: Sequence[str], given: dict[str, str], constants: Sequence[str], indent: int
     ) -> str:
-        """Returns a call. Arguments have the names of the parameters, unless they are `given`."""
+        """Returns a call. An argument has the name of its parameter, unless `given` maps this name to another text."""
         return listed(f"{name}(", [*(given.get(n, n) for n in names), *constants], ")", indent, last="").lstrip()
 
     @property
@@ -431,8 +431,9 @@ class Writer:
         return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
 
     def _tiles(self) -> tuple[str, ...]:
-        """Returns the loops over tiles. In a ring, they cover the rows up to the last one written, then the new rows.
-        Otherwise, they cover the tiles of the first `first` keys, and those from `low` on."""
+        """Returns the lines that compute the number of tiles to visit. In a ring, the tiles of the stored rows precede
+        those of the new rows. Otherwise, tiles that the mask hides are skipped: `kept` tiles at the start are visited,
+        and all tiles from `low` on."""
         if self.ring is not None:
             return (
                 f"held = tl.minimum(begin, {sum(self.ring)})",

@@ -197,7 +197,7 @@ class Reading:
         return lines if exact else lines[:1]
 
     def end_sums(self, exact: bool) -> str:
-        """Returns the line that stores the sums of a row of tiles."""
+        """Returns the line that stores what a row of tiles adds to the gradient of the table."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
@@ -205,7 +205,8 @@ class Reading:
         return f"tl.store({self.name}_place, tl.sum({name}{error}))"
 
     def finish_sums(self) -> list[str]:
-        """Returns the lines of the launch function that add the sums to the gradient of the table."""
+        """Returns the lines of the launch function that add the stored sums of all rows of tiles to the gradient of the
+        table."""
         grad, sums = f"d{self.table}_table", f"{self.name}_sums"
         if self.general:
             return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]

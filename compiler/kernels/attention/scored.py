@@ -42,7 +42,7 @@ class ScoredKernel(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredForward(ScoredKernel):
-    """The forward kernel. `tile` is a measured tile; if it is None, the first of `tiles` applies."""
+    """The forward kernel. `tile` is a measured tile; if it is None, the first tile that fits applies."""
 
     TILE: ClassVar[type | None] = ScoreTile
     tile: ScoreTile | None = None

@@ -357,7 +357,6 @@ class Writer:
         )
 
     def _empty(self, name: str, type: TensorType, b: str = "b", t: str = "t") -> str:
-        """Returns the expression that allocates an output."""
         dtype = f", dtype={DTYPES[type.dtype]}" if type.dtype != self.inputs["q"].dtype else ""
         make = "q.new_empty" if name in ("y", "lse", "dq", "dk", "dv") else "q.new_zeros"
         return f"{make}({', '.join(self._shape(name, type, b, t))}{dtype})"

@@ -132,7 +132,8 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
 
 
 def nodes_of(label: str) -> str:
-    """Returns the code of the tuple NODES: the node paths in a label, without the members of fusion points."""
+    """Returns the source line `NODES = (...)` with the paths in `label`, which are joined by ` and `. The text after a
+    blank in a path, which lists fused members, is left out."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 

@@ -168,7 +168,8 @@ def _power(number: int) -> int:
 
 
 def _block(heads: Heads) -> int:
-    """Returns the number of elements per tile row, a power of two: half a head if `halves`, otherwise a whole head."""
+    """Returns the number of elements per tile row: the pairs of a head if `heads.halves`, otherwise its channels,
+    rounded up to a power of two."""
     return _power(heads.pairs if heads.halves else heads.channels)
 
 

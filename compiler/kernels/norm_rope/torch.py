@@ -112,7 +112,6 @@ def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
 
 
 def _first(heads: Heads, dx: str) -> str:
-    """Returns the expression of the first output."""
     return dx if heads.at is None else WHOLE
 
 

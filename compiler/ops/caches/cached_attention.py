@@ -51,7 +51,7 @@ class CachedBase(ScoredBase):
     @property
     def over(self) -> str:
         """A description of the cache layout."""
-        raise TypeRuleError(f"{self.name} does not say what it reads")
+        raise TypeRuleError(f"{self.name} does not define `over`, the description of its cache layout")
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         q, k = inputs[:2]
@@ -67,16 +67,25 @@ class CachedBase(ScoredBase):
                 continue
             rows = replace(types[name], dtype=types["q"].dtype)
             if (types[name], types[f"{name}_scale"]) != coded_types(rows):
-                raise TypeRuleError(f"reads codes {types[name]} with scales {types[f'{name}_scale']}", (1,))
+                raise TypeRuleError(
+                    f"needs codes u8 [..., C] with scales f32 [..., 1], "
+                    f"not {types[name]} with {types[f'{name}_scale']}",
+                    (1,),
+                )
             types[name] = rows
         for name in ("k", "v"):
             new = types.get(f"new_{name}")
             if new is not None and new != types[name].with_shape(*types["q"].shape[:2], *types[name].shape[2:]):
-                raise TypeRuleError(f"reads {new} after a ring {types[name]}", (self.names.index(f"new_{name}"),))
+                raise TypeRuleError(
+                    f"needs new rows that match q {types['q']} and the ring {types[name]}, not {new}",
+                    (self.names.index(f"new_{name}"),),
+                )
         if self.values is not None:
             k = types["k"]
             if not isinstance(k.width, int) or k.width < self.values:
-                raise TypeRuleError(f"reads {self.values} features of values from keys {k}", (1,))
+                raise TypeRuleError(
+                    f"takes {self.values} features of each key as its value, but the keys are {k}", (1,)
+                )
             types["v"] = k.with_shape(*k.shape[:-1], self.values)
         return types
 
@@ -149,7 +158,7 @@ class CachedBase(ScoredBase):
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns consistent query positions, and the inputs that depend on them, by name."""
-        raise TypeRuleError(f"{self.name} does not say where its tokens are")
+        raise TypeRuleError(f"{self.name} does not define `placed`, the query positions of random inputs")
 
 
 class SdpaCached(CachedBase):

@@ -90,7 +90,7 @@ class CacheWrite(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         cache, x, _ = inputs
         if cache.shape[2:] != x.shape[2:] or (self.ring is not None and cache.shape[1] != sum(self.ring)):
-            raise TypeRuleError(f"writes {x} to a cache {cache}", (0, 1))
+            raise TypeRuleError(f"cannot write {x} to the cache {cache}: the shapes do not match", (0, 1))
         return (cache,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -118,7 +118,7 @@ class RingKeys(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         cache, x = inputs
         if cache.shape[2:] != x.shape[2:]:
-            raise TypeRuleError(f"reads {x} after a cache {cache}", (0, 1))
+            raise TypeRuleError(f"cannot join the cache {cache} and {x}: heads or channels do not match", (0, 1))
         return (cache.with_shape(cache.shape[0], "S", *cache.shape[2:]),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -97,7 +97,9 @@ class PagedWrite(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         pages, x, _, table = inputs
         if pages.shape[2:] != x.shape[2:] or table != TABLE:
-            raise TypeRuleError(f"writes {x} to pages {pages} of a table {table}", (0, 1, 3))
+            raise TypeRuleError(
+                f"cannot write {x} to pages {pages} of a page table {table}: the shapes do not match", (0, 1, 3)
+            )
         return (pages,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -129,7 +131,10 @@ class SdpaPaged(CachedBase):
         types = self.types(inputs)
         q, k, v, table = (types[name] for name in ("q", "k", "v", "table"))
         if table != TABLE or self.documents:
-            raise TypeRuleError(f"attends with a table {table} by the mask {self.mask}", (self.names.index("table"),))
+            raise TypeRuleError(
+                f"needs a page table {TABLE} and a mask without `document`, not {table} and {self.mask}",
+                (self.names.index("table"),),
+            )
         types |= {name: x.with_shape(q.shape[0], "S", *x.shape[2:]) for name, x in (("k", k), ("v", v))}
         return ScoredBase.infer(self, [types[name] for name in (*self.leading, *self.further)])
 

@@ -119,7 +119,7 @@ class RopeWrite(Op):
         q, k, v, cos, sin = inputs[:5]
         rope, where = Rope(self.neighbors), inputs[5 + len(self.stored) :]
         if v.shape[:-1] != k.shape[:-1]:
-            raise TypeRuleError(f"writes keys {k} with values {v}", (1, 2))
+            raise TypeRuleError(f"needs keys and values of the same tokens and heads, not {k} and {v}", (1, 2))
         turned = rope.infer((k, cos, sin))[0]
         rows = {"keys": Concat().infer((v, turned))[0] if self.joined else turned, "values": v}
         coded = {name: ToCodes().infer((rows[name],)) for name in self.rows if self.coded}

@@ -61,7 +61,9 @@ class Dispatch(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, order, place = inputs
         if order != place or order.shape[:-1] != x.shape[:-1]:
-            raise TypeRuleError(f"needs an order of the rows of {x}, not {order} and {place}", (0, 1, 2))
+            raise TypeRuleError(
+                f"needs an order and a place of one type [B, T, K] for x {x}, not {order} and {place}", (0, 1, 2)
+            )
         return (x.with_shape(*order.shape, x.width),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -87,7 +89,10 @@ class OfExperts(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         values, experts, order = inputs
         if len(values.shape) != 2 or experts != order:
-            raise TypeRuleError(f"needs values [E, N] and an order of rows, not {values} and {order}", (0, 2))
+            raise TypeRuleError(
+                f"needs values [E, N], and experts and an order of one type, not {values}, {experts} and {order}",
+                (0, 2),
+            )
         return (values.with_shape(*order.shape, values.width),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -53,7 +53,9 @@ class BalanceLoss(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         probabilities, load = inputs
         if (probabilities.shape[0], probabilities.width) != load.shape:
-            raise TypeRuleError(f"needs the load of the experts of {probabilities}, not {load}", (0, 1))
+            raise TypeRuleError(
+                f"needs a load [B, E] that matches the probabilities {probabilities}, not {load}", (0, 1)
+            )
         return (TensorType((), "f32"),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -85,7 +87,7 @@ class AttachLoad(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         weights, bias, load = inputs
         if bias.shape != load.shape[1:]:
-            raise TypeRuleError(f"needs the load of the experts of {bias}, not {load}", (1, 2))
+            raise TypeRuleError(f"needs a load [B, E] that matches the bias {bias}, not {load}", (1, 2))
         return (weights,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -106,7 +106,7 @@ class PooledBase(PoolFields):
 
     def pooled_keys(self, *inputs: Tensor) -> int:
         """Returns the number of pooled keys. The inputs are those of `allowed`."""
-        raise TypeRuleError(f"{self.name} does not say how many keys are pooled")
+        raise TypeRuleError(f"{self.name} does not define `pooled_keys`, the number of pooled keys")
 
     def allowed(self, *inputs: Tensor) -> Tensor:
         import torch

@@ -59,7 +59,7 @@ class _Packing:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def graph(self, graph: Graph, at: str) -> Graph:
-        """Returns the graph as it runs at the path prefix `at`."""
+        """Returns the version of the graph for calls at the path prefix `at`."""
         params: dict[str, TensorType] = {}
         nodes = tuple(self._node(graph, node, at, params) for node in graph.nodes)
         read = {ref for node in nodes for ref in node.inputs}
@@ -67,7 +67,7 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Returns the node as it runs at `at`. Adds the parameters that it needs to `params`."""
+        """Returns the version of the node for the path prefix `at`. Adds the parameters that it needs to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
@@ -106,8 +106,8 @@ class _Packing:
         yield f"{weight}{SCALE}", TensorType((n,), "f16", STORAGE)
 
     def _function(self, name: str, at: str) -> Graph:
-        """Returns the function as it runs at `at`. It gets another name if its types differ from those of the function
-        with this name."""
+        """Returns the version of the function for calls at the path prefix `at`. It gets another name if its types
+        differ from those of the function with this name."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}

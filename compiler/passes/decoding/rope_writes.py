@@ -145,8 +145,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
-    """Returns the rows that are written to the same positions and in the same form as the keys but are not rotated,
-    with the nodes that write them."""
+    """Returns the refs of the attention values that are written at the positions of the keys, each with its writes. As
+    with the keys, either codes or plain values are stored. Rotated rows are left out."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

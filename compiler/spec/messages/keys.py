@@ -212,7 +212,6 @@ def _in_sibling(path: Path, holder: Path) -> bool:
 
 @cache
 def _models() -> tuple[Model, ...]:
-    """Returns all models of the spec language."""
     models: list[Model] = [StrictModel]
     for model in models:  # the list grows during the loop
         models += model.__subclasses__()

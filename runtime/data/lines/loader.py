@@ -155,7 +155,6 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return slice(start + self._rank, start + self._batch * self._world, self._world)
 
     def _begin(self) -> None:
-        """Starts the next step."""
         self._step, self._position = self.take()
         sources, self._counts = self._step.lengths
         self._taken = 0

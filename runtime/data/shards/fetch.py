@@ -55,8 +55,8 @@ def fetch(
 
     Every file is compared with the size and the digest that the hub states before it is renamed to its final name.
     Existing files are compared in the same way, and not downloaded again. An interrupted download can therefore be
-    resumed, and more shards can be added later. A complete folder remains usable until all additional shards are
-    downloaded. The record is written last.
+    resumed, and more shards can be added later. While additional shards are downloaded, the shards of an earlier
+    complete download remain usable. The record is written last.
 
     Args:
         name: a key of SETS.
@@ -164,7 +164,6 @@ def _is_present(file: RemoteFile, out: Path, say: Say) -> bool:
 
 
 def _move(downloads: list[Path], out: Path) -> None:
-    """Renames the downloads to their final names, and empties the list."""
     while downloads:
         path = downloads.pop()
         os.replace(path, out / path.name)

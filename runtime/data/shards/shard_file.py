@@ -157,7 +157,7 @@ class TokenShard:
             raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {expected})")
         if header[1] != form.version:
             raise self._damage(
-                f"shard version {header[1]}; this reads version {form.version} of {form.bits}-bit tokens"
+                f"shard format version {header[1]}, but specc reads version {form.version} for {form.bits}-bit tokens"
             )
         count = int(header[2])
         if count < 0 or size != form.file_bytes(count):

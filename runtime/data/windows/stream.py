@@ -33,8 +33,8 @@ class TokenStream:
         tokenizer_digest: the digest of the tokenizer that wrote the tokens; None if no record states it.
         byte_counts: files with the number of source bytes that each token represents: one per shard, with as many
             entries as the shard has tokens. Empty if there are none.
-        digest: a SHA-256 (hex): of the tokens for cached text, of the digests of the shards if they have a record, and
-            otherwise of the names, token counts, first and last tokens of the shards.
+        digest: a SHA-256 (hex). Cached text: of the tokens. Shards with a record: of the digests of the shards. Other
+            shards: of their names, their token counts, and their first and last tokens.
     """
 
     shards: tuple[TokenShard, ...]

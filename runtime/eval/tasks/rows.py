@@ -75,8 +75,8 @@ class Encoder:
         text. BOS precedes the context, if the tokenizer has one. If there are more inputs than the window has, the
         first inputs are removed.
 
-        Raises DataError, which states `where`, if the text has no tokens or is too long, if no token precedes it, or if
-        it begins among the targets of the first `unscored` inputs.
+        Raises DataError, whose message begins with `where`, if the text has no tokens or is too long, if no token
+        precedes it, or if it begins among the targets of the first `unscored` inputs.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -98,8 +98,8 @@ class Encoder:
         return Row(tuple(tokens[-inputs - 1 :]), scored, size, inputs < len(tokens) - 1)
 
     def encoded(self, text: str, where: str) -> list[int]:
-        """Returns the tokens of a text without BOS. Raises DataError, which states `where`, if the text cannot be
-        encoded."""
+        """Returns the tokens of a text without BOS. Raises DataError, whose message begins with `where`, if the text
+        cannot be encoded."""
         try:
             tokens: list[int] = self.tokenizer.encode(text.encode()).tolist() if text else []
         except UnicodeEncodeError:
