@@ -34,7 +34,7 @@ class Schedule(StrictModel):
     between: Literal["linear", "step"] = "step"
 
     def value(self, time: float) -> Any:
-        """Returns the value at `time`, in the unit `by`."""
+        """Returns the value at `time`, whose unit is the field `by`."""
         after = bisect_right(self.at, time, key=lambda point: point[0])
         begin, value = self.at[after - 1]
         if self.between == "step" or after == len(self.at):

@@ -332,8 +332,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A compiled comparison. `some` states whether it may hold in a box, and `every` whether it holds in the whole box.
-    `sides` are the sides of the box on which it depends."""
+    """A compiled comparison. `some` states whether the condition may hold in a box, and `every` whether it holds in the
+    whole box. `sides` are the sides of the box on which it depends."""
 
     some: Callable[..., int]
     every: Callable[..., int]

@@ -115,8 +115,8 @@ def and_more(items: Sized) -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem for parameters whose scheme needs products or lookups, if calibration observes none of them.
-    An example is any parameter of a model that does not read text."""
+    """Returns the problem of the parameters `names`: their schemes need products or lookups, but calibration observes
+    none. In a model that does not read text, this holds for every parameter."""
     needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
     message = f"{names[0]}: {needs}, but it observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
@@ -124,7 +124,8 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `promote` matches nothing, or if fewer than `count` matched parameters can have more bits."""
+    """Yields a problem if `quant.promote` matches nothing, or if fewer matched parameters than `quant.promote.count`
+    can have more bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -247,16 +248,16 @@ def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters of a text model that `score` uses in any other way than in a single product: tables that
-    it looks up, including tied ones, and weights of blocks that run more than once. The matrices of experts are not
-    included, because their metric is the sum of X^T X over all calls."""
+    """Returns the parameters of a text model that the program `score` does not use in exactly one product. They are the
+    tables that it looks up, including tied tables, and the weights of blocks that run more than once. The matrices of
+    experts are not included, because their metric is the sum of X^T X over all calls."""
     repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
     return frozenset(_calls(programs, Embedding)).union(repeated)
 
 
 def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
-    """Returns, for each parameter, the number of nodes of `kinds` in `score` that read it. Empty if the model does not
-    read text."""
+    """Returns how many nodes with an op of `kinds` read each parameter in the program `score`. Empty if the model does
+    not read text."""
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
         return Counter()

@@ -136,7 +136,7 @@ def _factor(term: Expr, variable: str) -> Expr | None:
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
-    """Returns the sum in which `term` takes the place of the term that `_term` returns."""
+    """Returns `expression` with `term` in place of the term that `_term` returns for `variable`."""
     match expression:
         case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
             if variable in variables(a):

@@ -108,8 +108,8 @@ def _composed(
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers, if nothing reads a member other than the
-    last, or if a node outside of the group reads such a member."""
+    """Raises Unfusable if a member reads a number that differs between layers. Also raises it if nothing reads a member
+    before the last, or if a node outside of the group reads a member before the last."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:

@@ -115,8 +115,8 @@ def _buffers(node: Node) -> tuple[str, ...]:
 
 
 def _composed(graph: Graph, first: Node, second: Node) -> Graph:
-    """Moves the node `second` into the epilogue of `first`. Returns the new graph. Its outputs are those of `second`,
-    then those of `first` that the graph returns."""
+    """Moves the node `second` into the epilogue of `first`. Returns the new graph. The joined node has the outputs of
+    `second`, then those outputs of `first` that the graph returns."""
     before, after = first.epilogue, second.op
     assert isinstance(before, Pointwise) and isinstance(after, Pointwise)
     count = len(before.variables) - len(first.inputs[first.op.arity :])

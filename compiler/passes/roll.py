@@ -228,8 +228,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     """Returns rolled programs in which all loops over a list have the same inputs in the same order.
 
-    A loop that lacks an input receives the value that another program passes for this input, or `None` if its program
-    does not compute this value before the loop.
+    If a loop lacks an input, it receives the value that another program passes for this input. It receives `None` if
+    its own program does not compute this value before the loop.
     """
     loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 

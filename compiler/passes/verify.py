@@ -19,8 +19,8 @@ def verify(programs: Programs, after: str, before: Programs | None = None) -> No
     Args:
         programs: the programs.
         after: the name of the pass.
-        before: programs that are already verified. A graph that they contain is not checked again if the parameters
-            have the same shapes, and if `before` also contains all functions and groups that the graph calls.
+        before: programs that are already verified. A graph of `before` is not checked again if the parameters have the
+            same shapes, and if `before` also contains all functions and groups that the graph calls.
 
     Raises:
         VerifyError: unless every graph is well formed and well typed, and every call matches its callee.

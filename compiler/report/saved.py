@@ -246,7 +246,7 @@ class Pass:
         """Returns the values that compiled code saves, and does not recompute, if the backward needs them.
 
         They are the results of barriers, of nodes that concatenate, and of nodes that read a value which a barrier has
-        read before: Torch's compiler assumes that recomputing such a node in the backward would need a separate kernel.
+        read before. Torch's compiler assumes that recomputing such a node in the backward would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it

@@ -93,9 +93,9 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _diagnostics(model: type[StrictModel], source: Source, error: ValidationError | None) -> Iterator[Diagnostic]:
     """Yields the diagnostics of an invalid source.
 
-    A value of a missing or unknown kind is then checked as a value of the kind that is likely meant, if there is one,
-    so that the kind hides no other errors. Problems of the parts around it, which may follow from the kind, are
-    reported only if the kind is misspelled.
+    If the kind of a value is missing or unknown, the value is also checked as the kind that is likely meant, if there
+    is one. The kind therefore hides no other errors. Problems of the parts around the value may follow from the kind,
+    so they are reported only if the kind is misspelled.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds

@@ -47,9 +47,9 @@ def sample_texts(
     Yu et al., 2022, "Orca").
 
     Tokens are sampled in blocks, and a GPU computes the next block while the host reads one. Texts join and leave
-    between blocks. A text that reaches its number of tokens is removed immediately. A text that ends with the token
-    `last` is removed after the block that is being computed when the host reads this token. Its tokens after `last` are
-    discarded.
+    between blocks. A text that reaches its number of tokens is removed immediately. A text also ends with the token
+    `last`. When the host reads this token, the next block is already being computed, so the text is removed after that
+    block, and its tokens after `last` are discarded.
 
     Args:
         decoder: the decoder of the model.

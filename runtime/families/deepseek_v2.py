@@ -109,8 +109,8 @@ def config(model: Decoder) -> Data:
 
 
 def _scale(latent: Latent, size: int) -> Data:
-    """Returns the `mscale_all_dim` that gives the scale of the scores, and the `mscale` that leaves the magnitude
-    unchanged."""
+    """Returns two fields of `rope_parameters`: `mscale_all_dim`, which gives the scale of the scores, and `mscale`,
+    which leaves the magnitude unchanged."""
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}

@@ -49,8 +49,8 @@ def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
 
 
 def _has_lines(value: Any) -> bool:
-    """Returns whether each item of a list is on a separate line: if the list has several mappings, or a mapping with
-    the key `where`."""
+    """Returns whether each item of a list is written on a separate line. This holds for a list of several mappings, and
+    for a list with a mapping that has the key `where`."""
     mappings = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return len(mappings) > 1 or any("where" in item for item in mappings)
 

@@ -278,8 +278,8 @@ class Masters:
 
     @property
     def _computed_with(self) -> Mapping[str, Tensor]:
-        """The values from which derived weights are computed: the masters, unless the model computes with values that
-        are not casts of the masters."""
+        """The values from which derived weights are computed. They are the masters, unless the model computes with
+        values other than casts of the masters."""
         names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
         return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 
@@ -326,7 +326,7 @@ class Masters:
 
 
 class _Group:
-    """The parameters of one compute dtype, and their part of the sums.
+    """The parameters of one compute dtype, and their part of the buffer of gradients.
 
     `totals` are f32 views of `flat`, one per parameter, in its shape.
     """

@@ -122,8 +122,8 @@ def cells(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """Returns the points, if there are at most `most`. Otherwise, divides them into `most` parts of nearly equal size
-    and returns the mean of each part."""
+    """Reduces a curve to at most `most` points: divides a longer curve into `most` parts of nearly equal size, and
+    returns the mean of each part."""
     if len(points) <= most:
         return points
     parts = [points[i * len(points) // most : (i + 1) * len(points) // most] for i in range(most)]

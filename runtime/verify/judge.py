@@ -380,8 +380,8 @@ def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """A context manager in which Torch fills newly allocated memory with NaN, so that values that a kernel does not
-    write are NaN."""
+    """A context manager in which Torch fills newly allocated memory with NaN. A value that a kernel fails to write is
+    then NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -348,7 +348,7 @@ class Writer:
         )
 
     def _words(self) -> list[str]:
-        """Returns the names of the constants of the module that are constants of the kernel."""
+        """Returns the names of the module constants that the Triton kernel takes as constants."""
         words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
         return [*words, *(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
 

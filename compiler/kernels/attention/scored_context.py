@@ -432,7 +432,7 @@ class Writer:
         return self._kernel("keys", tensors, [], "DK_")
 
     def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:
-        """Returns the signature and the launch of the kernel that sums the gradient of a read over pairs of equal i -
+        """Returns the signature and the launch of the kernel that sums the gradient of a table over pairs of equal i -
         j."""
         name, room = f"{reading.name}_diagonals", f"{SPLITS}, H, 2, t"
         tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(), name]

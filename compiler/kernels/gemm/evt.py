@@ -280,7 +280,7 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Whether an output is equal to the accumulator or to an earlier value, so that it needs no functor."""
+    """Returns whether an output equals the accumulator or an earlier value. It then needs no functor."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
