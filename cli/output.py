@@ -194,7 +194,7 @@ def say(line: str) -> None:
 
 class Stages:
     """Shows the progress of a long task. A terminal shows a percentage. Other outputs get one line per stage,
-    and another one whenever `every` seconds have passed."""
+    and another line whenever `every` seconds have passed."""
 
     def __init__(self, every: float = 30.0) -> None:
         self.stage, self._every, self._last = "", every, 0.0

@@ -216,7 +216,7 @@ def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
 def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
     """Plans a sequence-to-sequence model that decodes without a cache.
 
-    Raises ValueError if the model cannot be rewritten to do so, and LoweringError if the spec cannot be lowered.
+    Raises ValueError if the model cannot be rewritten without a cache, and LoweringError if the spec cannot be lowered.
     """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)

@@ -20,9 +20,9 @@ class ModuleAhead(LossTerm):
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv
-            2404.19737). `sequential`: module k reads the product of a matrix and two concatenated norms: that of the
-            stream after module k - 1, and that of the embedding of the token k positions later (DeepSeek-V3, arXiv
-            2412.19437).
+            2404.19737). `sequential`: module k reads the product of a matrix and two concatenated norms: the norm of
+            the stream after module k - 1, and the norm of the embedding of the token k positions later (DeepSeek-V3,
+            arXiv 2412.19437).
         modules: the number of modules.
         bos: the id that starts a document. If it is set, targets in later documents do not count.
     """

@@ -89,7 +89,8 @@ class Decoding:
     missing: Mapping[str, str]
 
     def over_uncached(self, row: DecodeRow) -> float | None:
-        """Returns the ratio of a row's lines/s to the lines/s without a cache; None if the latter were not measured."""
+        """Returns the ratio of a row's lines/s to the lines/s of the same decoding without a cache. None if decoding
+        without a cache was not measured."""
         for other in self.rows:
             if (other.dtype, other.beam, other.cache) == (row.dtype, row.beam, False):
                 return row.lines_per_second / other.lines_per_second

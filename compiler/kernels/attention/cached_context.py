@@ -204,7 +204,7 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def sizes_of(site: Site) -> tuple[int, int]:
-    """Returns two numbers of channels: that of keys and that of values."""
+    """Returns the number of channels of a key and of a value."""
     return number_of(site.inputs[0].width), number_of(site.node.type.width)
 
 

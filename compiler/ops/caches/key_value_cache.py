@@ -28,7 +28,7 @@ CODES = 0x7F  # codes below this are 0, or positive and finite
 
 
 def coded_types(type: TensorType) -> tuple[TensorType, TensorType]:
-    """Returns two types for a value [..., C]: that of its codes and that of their scales."""
+    """Returns the types of the codes and of the scales of a value [..., C]."""
     return TensorType(type.shape, "u8"), TensorType((*type.shape[:-1], 1), "f32")
 
 
