@@ -70,7 +70,10 @@ ERRORS = [
         "causal_attention_grad f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4]",
         "n cannot use the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]: types do not match",
     ),
-    ("cache_write f32[B,S,4,6] f32[B,T,2,6] i64[T]", "n cannot write f32[B,T,2,6] to the cache f32[B,S,4,6]: the shapes do not match"),
+    (
+        "cache_write f32[B,S,4,6] f32[B,T,2,6] i64[T]",
+        "n cannot write f32[B,T,2,6] to the cache f32[B,S,4,6]: the shapes do not match",
+    ),
     ("rope f32[B,T,4,6] f32[T,4] f32[T,4]", "n cannot rotate 8 channels: a head has 6"),
     ("split_heads{heads=3} f32[B,T,8]", "n cannot split the 8 features of v0 into 3 equal heads"),
     ("first_features{features=9} f32[B,T,8]", "n reads 9 features but v0 gives 8"),
