@@ -175,7 +175,8 @@ __device__ inline float quick_bell(float s) { return exp2f(-s * s); }"""},
             "erf(x)", 12, math.erf, "1.1283791670955126 * exp(-(x ** 2))", "torch.erf",
             triton="tl.erf({})", cuda="quick_erf({})", cute="cute.math.erf({})",
             cuda_helpers={"quick_erf": """\
-// erf(z) of s = 1.2011224 z, within 5e-7 (Abramowitz and Stegun, section 7.1); erff takes far more registers.
+// erf(z) of s = 1.2011224 z, within 5e-7 (Abramowitz and Stegun, section 7.1); erff takes far more
+// registers.
 __device__ inline float quick_erf(float s) {
   float const t = __fdividef(1.0f, 1.0f + 0.272737481f * fabsf(s));
   float const high = -0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f));

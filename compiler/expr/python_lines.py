@@ -3,6 +3,9 @@
 import ast
 from collections.abc import Iterator
 
+WIDTH = 100  # the most columns of a line of generated code, except model.py
+INSIDE = WIDTH - 4  # the most columns of a line in a function
+BODY = WIDTH - 8  # the most columns of a line in a block in a function
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 

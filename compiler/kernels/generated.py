@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Rendered, Site, symbol
-from specc.compiler.kernels.lines import WIDTH, flowed, listed, unbroken
+from specc.compiler.kernels.lines import HEADER, flowed, listed, unbroken
 
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 TRITON_DTYPES |= {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
@@ -94,9 +95,9 @@ def generated_function(
         shaped.append(", ".join(f"{name} {shapes[name]} {type.dtype}" for name, type in values.items()))
     quotes = 3 if not site.target.arch else 0  # templates in plain Torch close the docstring on the same line
     return GeneratedFunction(
-        header=flowed(f"{unbroken(f'{label or site.label}    ')}{' -> '.join(types)}", "# ", "    ", 88),
+        header=flowed(f"{unbroken(f'{label or site.label}    ')}{' -> '.join(types)}", "# ", "    ", HEADER),
         summary=flowed(f'"""{summary}'),
-        formulas=tuple(flowed(line, "    ", "    ") for line in formulas),
+        formulas=tuple(flowed(line, "    ", "    ", WIDTH - len("// ")) for line in formulas),
         target=site.target.name,
         namespace=f"specc_{site.module}",
         node=site.label,

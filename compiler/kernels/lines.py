@@ -1,9 +1,11 @@
-"""Formats generated source as lines of at most 110 columns."""
+"""Formats generated source as lines of at most `WIDTH` columns."""
 
 from collections.abc import Sequence
 from textwrap import wrap
 
-WIDTH = 110
+from specc.compiler.expr.python_lines import WIDTH
+
+HEADER = WIDTH - len("/    plan 0123456789ab")  # of a header; a comment of C++ and the plan key add to its last line
 _GLUE = "\0"
 
 

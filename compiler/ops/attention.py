@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from specc.compiler.expr import reread, score_text, torch_text, torch_value, variables
 from specc.compiler.expr.mask import CAUSAL, LANGUAGE, Mask, sees_itself
-from specc.compiler.expr.python_lines import fitted
+from specc.compiler.expr.python_lines import INSIDE, WIDTH, fitted
 from specc.compiler.expr.score import PLAIN, Score
 from specc.compiler.expr.values import Expr, Logic, Read
 from specc.compiler.ir.op import Op
@@ -295,8 +295,8 @@ class ScoredBase(ScoreFields, Attention):
             doc = f"Attention of q [B, T, H, C] at `positions` over cached k, v {keys}"
         context = self.context(
             function=function,
-            summary="\n".join(wrap(f'"""Attention, {self.description}."""', 110, break_long_words=False)),
-            doc=tuple(wrap(f'"""{doc}, {self.description}.', 106, break_long_words=False)),
+            summary="\n".join(wrap(f'"""Attention, {self.description}."""', WIDTH, break_long_words=False)),
+            doc=tuple(wrap(f'"""{doc}, {self.description}.', INSIDE, break_long_words=False)),
             signature=_signature(function, parameters),
             visible=_signature("visible", ("i", "j", "h", *self.visible_reads)),
             mask=_statement("return", self.visible_text(mask)),
@@ -345,14 +345,14 @@ def _signature(function: str, parameters: Sequence[str]) -> str:
     """Returns the signature of a function of tensors. A long signature is broken at the brackets."""
     items = [f"{name}: Tensor" for name in parameters]
     line = f"def {function}({', '.join(items)}) -> Tensor:"
-    if len(line) <= 110:
+    if len(line) <= WIDTH:
         return line
     return f"def {function}(\n    {', '.join(items)}\n) -> Tensor:"
 
 
 def _statement(head: str, text: str) -> tuple[str, ...]:
-    """Returns a statement as lines of at most 110 columns, indented by four spaces."""
-    return fitted(f"{head} {text}", 106)
+    """Returns a statement as lines of at most `WIDTH` columns, indented by four spaces."""
+    return fitted(f"{head} {text}", INSIDE)
 
 
 def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:

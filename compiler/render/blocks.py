@@ -17,7 +17,7 @@ from specc.compiler.passes.recompute import PREFIX
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
-from specc.compiler.render.body import Body, Fact, constants_of, facts_of, flag_variants
+from specc.compiler.render.body import WIDTH, Body, Fact, constants_of, facts_of, flag_variants
 from specc.compiler.render.formula import python_formula
 from specc.compiler.render.function import (
     LOCALS,
@@ -31,7 +31,6 @@ from specc.compiler.render.function import (
 )
 from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines, shape_text
 
-LINE = 120
 DECORATOR = "@recomputed"
 DERIVED = "@derived"
 
@@ -68,8 +67,8 @@ class Tables:
         options = (name, f"{place.upper().replace('.', '_')}_{name}")
         chosen = free(options, lambda option: option in self.taken or self.values.get(option, text) != text)
         self.texts[chosen] = f"{chosen} = {text}  # {comment}"
-        if len(self.texts[chosen]) > LINE:
-            self.texts[chosen] = "\n".join((f"# {comment}", *fitted(f"{chosen} = {text}", LINE)))
+        if len(self.texts[chosen]) > WIDTH:
+            self.texts[chosen] = "\n".join((f"# {comment}", *fitted(f"{chosen} = {text}", WIDTH)))
         self.values[chosen] = text
         if layers:
             self.layers.setdefault((place, frozenset(layers)), chosen)

@@ -15,7 +15,9 @@ from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 
-BODY = 112  # the most columns of a line in a method's body
+WIDTH = 120  # the most columns of a line of model.py, more than in kernels, so that a model fits on few pages
+INSIDE = WIDTH - 4  # the most columns of a line in a class body
+BODY = WIDTH - 8  # the most columns of a line in a method's body
 THOUGHT = 5  # the highest `_cost` of a line; a line has at most one product, fused group or kernel
 STATE = ("cache", "state")  # the arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})

@@ -12,9 +12,8 @@ from specc.compiler.passes.merge import NONE, Merged, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
-from specc.compiler.render.body import BODY, Body
+from specc.compiler.render.body import BODY, INSIDE, Body
 
-WIDTH = 116  # the most columns of a line in a class body
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
 LOCALS |= {"earlier", "state", "cache", "name", "shape"}
 
@@ -40,8 +39,8 @@ class Function:
         """The lines up to the end of the docstring."""
         inside = ", ".join(self.arguments)
         lines = [f"def {self.name}({inside}) -> {self.annotation}:"]
-        if len(lines[0]) > WIDTH:
-            arguments = [inside] if len(inside) + 4 <= WIDTH else [f"{argument}," for argument in self.arguments]
+        if len(lines[0]) > INSIDE:
+            arguments = [inside] if len(inside) + 4 <= INSIDE else [f"{argument}," for argument in self.arguments]
             lines = [f"def {self.name}(", *(f"    {text}" for text in arguments), f") -> {self.annotation}:"]
         above = (self.decorator,) if self.decorator else ()
         return (*above, *lines, *(f"    {text}" for text in docstring(self.doc)))
@@ -104,9 +103,9 @@ def docstring(text: str) -> list[str]:
     """Returns the lines of a docstring, wrapped."""
     if not text:
         return []
-    if len(text) + 10 <= WIDTH:
+    if len(text) + 10 <= INSIDE:
         return [f'"""{text}"""']
-    return textwrap.wrap(f'"""{text}"""', WIDTH - 4, break_long_words=False)
+    return textwrap.wrap(f'"""{text}"""', INSIDE - 4, break_long_words=False)
 
 
 def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:

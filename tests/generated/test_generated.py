@@ -13,9 +13,11 @@ import pytest
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_spec
+from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.generated_folder import drift
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
+from specc.compiler.render.body import WIDTH as MODEL_WIDTH
 from specc.compiler.spec.check import load
 from specc.runtime.model.load import import_model
 
@@ -25,6 +27,7 @@ SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 TARGETS = [(path.stem, target) for path in SPECS for target in load(path)[0].targets]
 FILES = sorted(path for path in GENERATED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 SOURCES = [path for path in FILES if path.suffix in (".py", ".cu")]
+WIDE = ("triton/cached_attention.py",)  # templates whose lines have up to 120 columns
 built = cache(compile_spec)
 
 
@@ -46,6 +49,24 @@ def test_it_is_ruff_clean() -> None:
     assert end.returncode == 0, end.stdout
     checked = subprocess.run([*command, "--show-files"], capture_output=True, text=True).stdout.split()
     assert {Path(file) for file in checked} >= {path for path in SOURCES if path.suffix == ".py"}
+
+
+def test_lines_are_short() -> None:
+    """A line of model.py may be longer, so that the module of a model is read on few pages."""
+    assert WIDTH == 100 and MODEL_WIDTH == 120
+    wide = {"model.py": MODEL_WIDTH, **dict.fromkeys(WIDE, MODEL_WIDTH)}
+    for path in SOURCES:
+        text = path.read_text()
+        template = text.split("templates/", 1)[1].split(".jinja", 1)[0]
+        most = wide.get(path.name, wide.get(template, WIDTH))
+        long = [f"{path}:{i}" for i, line in enumerate(text.splitlines(), 1) if len(line) > most]
+        assert long == []
+
+
+@pytest.mark.parametrize(("name", "most"), [("gpt_mlp35", 300), ("gpt2_124m", 170)])
+def test_the_module_of_a_model_is_short(name: str, most: int) -> None:
+    counts = {path: len(path.read_text().splitlines()) for path in (GENERATED / name).glob("*/model.py")}
+    assert counts and max(counts.values()) <= most, counts
 
 
 def test_python_files_compile_and_have_docstrings() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specc.compiler.expr import Call, Const, Expr, cute_text, variables
 from specc.compiler.expr.mask import sees_itself
-from specc.compiler.expr.python_lines import fitted, operand
+from specc.compiler.expr.python_lines import INSIDE, fitted, operand
 from specc.compiler.expr.values import ZERO
 from specc.compiler.kernels.attention.attention import (
     DATA_CENTRE,
@@ -238,7 +238,7 @@ def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
     positions = (("i", "q_idx"), ("j", "kv_idx"))
     lines = [f"{name} = {index}" for name, index in positions if {name, FLOATS[name]} & names]
     lines += [f"{floated} = {name}.to(cutlass.Float32)" for name, floated in FLOATS.items() if floated in names]
-    broken = (line for statement in (*first, f"return {value}") for line in fitted(statement, 106))
+    broken = (line for statement in (*first, f"return {value}") for line in fitted(statement, INSIDE))
     return Hook(f"def {signature}:", doc, (*lines, *broken))
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from specc.compiler.expr import score_text, torch_text
 from specc.compiler.expr.mask import sees_itself
-from specc.compiler.expr.python_lines import fitted
+from specc.compiler.expr.python_lines import INSIDE, fitted
 from specc.compiler.kernels.attention.attention import REPEATS, inputs_of, table_name, unequal
 from specc.compiler.kernels.attention.block_lists import BlockLists
 from specc.compiler.kernels.attention.scored_context import Writer, is_gradient, op_of
@@ -102,9 +102,9 @@ class FlexKernel(Kernel):
             kv_heads=writer.kv_heads,
             channels=writer.channels,
             visible=_signature("visible", ("i", "j", "h", *(("start",) if op.documents else ()))),
-            mask=fitted(f"return {torch_text(mask.condition, whole=True)}", 106),
+            mask=fitted(f"return {torch_text(mask.condition, whole=True)}", INSIDE),
             scored="" if score.plain else _signature("scored", ("s", "i", "j", "h", *map(table_name, op.tables))),
-            score=fitted(f"return {score_text(score.value, elements)}", 106),
+            score=fitted(f"return {score_text(score.value, elements)}", INSIDE),
             seen=f"visible(i, j, h{', start[row, i]' if op.documents else ''})",
             scores=f"scored({', '.join(('s', 'i', 'j', 'h', *map(table_name, op.tables)))})",
             attend=listed(
@@ -112,7 +112,7 @@ class FlexKernel(Kernel):
                 [*(f"{name}: Tensor" for name in ("q", "k", "v", *further)), "blocks: list[Tensor]"],
                 ") -> tuple[Tensor, Tensor]:",
             ),
-            lines=tuple(line for text in _attend(op, score.plain) for line in fitted(text, 106)),
+            lines=tuple(line for text in _attend(op, score.plain) for line in fitted(text, INSIDE)),
             blocks=BlockLists.of(mask, BLOCK, BLOCK),
             wanted=writer.checks(),
             gradient=gradient,

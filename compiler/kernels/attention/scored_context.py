@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from specc.compiler.expr.mask import sees_later
+from specc.compiler.expr.python_lines import INSIDE
 from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.kernels.attention.attention import BACKWARD, inputs_of, table_name
 from specc.compiler.kernels.attention.score_lines import NEAREST, Reading, ScoreLines
@@ -364,7 +365,8 @@ class Writer:
     def fake(self) -> str:
         """Returns the statement that returns outputs without values."""
         values = [self._empty(name, type, "q.shape[0]", "q.shape[1]") for name, type in self.outputs.items()]
-        return listed("return (", values, ")", indent=4).lstrip() if len(values) > 2 else f"return {', '.join(values)}"
+        text = f"return {', '.join(values)}"
+        return text if len(text) <= INSIDE else listed("return (", values, ")", indent=4).lstrip()
 
     def _start(self, place: str) -> tuple[str, ...]:
         if not self.lines.documents:
@@ -388,7 +390,7 @@ class Writer:
             span="whole, some" if masked else "whole",
             tiles="",
             start="",
-            keys=f", mask={inside[0]}, other=0.0" if inside else "",
+            keys=f"mask={inside[0]}, other=0.0" if inside else "",
             scores=(*lines, *(('x = tl.where(seen, x, float("-inf"))',) if masked and not self.backward else ())),
             base='tl.where(top == float("-inf"), 0.0, top)' if masked else "top",
             weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from specc.compiler.expr import Const, score_text, torch_text, variables
 from specc.compiler.expr.mask import Mask
-from specc.compiler.expr.python_lines import fitted, operand
+from specc.compiler.expr.python_lines import INSIDE, fitted, operand
 from specc.compiler.expr.score import Score
 from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient, table_name, unequal
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
@@ -84,7 +84,7 @@ class ScoredTorch(CpuKernel):
     def render(self, site: Site) -> Rendered:
         op = attention_function(site, f"{site.node.op.words}, with all scores in memory")
         statements = (*_scores(site), *(_backward(site) if is_gradient(site) else _forward(site)))
-        lines = tuple(line for statement in statements for line in fitted(statement, 106))
+        lines = tuple(line for statement in statements for line in fitted(statement, INSIDE))
         return python_file(op, "torch/scored_attention_cpu.py.jinja", ScoredContext(op, lines))
 
 

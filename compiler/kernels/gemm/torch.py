@@ -7,7 +7,7 @@ from typing import ClassVar
 from specc.compiler.expr import reread, torch_text
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
-from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
+from specc.compiler.kernels.lines import HEADER, flowed, listed, nested, returned, unbroken
 from specc.compiler.ops.linear import Product
 
 
@@ -74,7 +74,7 @@ class EpilogueProduct(Kernel):
         function, module = symbol(site)
         code = "\n".join((*lines, returns))
         context = EpilogueContext(
-            flowed(f"{unbroken(site.label)}    {types}", "# ", "    ", 88),
+            flowed(f"{unbroken(site.label)}    {types}", "# ", "    ", HEADER),
             listed(f"def {function}(", [f"{name}: Tensor" for name in names], f") -> {annotation}:"),
             tuple(lines),
             returned(returns),

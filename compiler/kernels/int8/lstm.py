@@ -7,7 +7,7 @@ from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS
 from specc.compiler.kernels.int8.gemm import nodes_of, short_label
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
-from specc.compiler.kernels.lines import flowed, unbroken
+from specc.compiler.kernels.lines import HEADER, flowed, unbroken
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import FINE, LARGEST
 
@@ -44,7 +44,7 @@ def step_function(site: Site) -> StepFunction:
     h, _, x, weight, *_ = site.inputs
     size, k = extent(site)
     label = short_label(site.label)
-    header = flowed(f"{unbroken(label)}    h, c {h}, x {x}, w {weight} -> {h}, {h}", "# ", "    ", 88)
+    header = flowed(f"{unbroken(label)}    h, c {h}, x {x}, w {weight} -> {h}, {h}", "# ", "    ", HEADER)
     state = f"[..., {size}] {h.dtype}"
     shapes = [f"h, c {state}", f"x [..., {4 * size}] f32", f"w [{4 * size}, {k}] i8", f"offset [{4 * size}] i32"]
     shapes += [f"scale [{4 * size}] f32", f"inverse [{size}] f32"]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import ExprError, reread, torch_text, triton_text
-from specc.compiler.expr.python_lines import operand
+from specc.compiler.expr.python_lines import BODY, fitted, operand
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, python_file
@@ -404,7 +404,8 @@ def _backward(heads: Heads) -> Lines:
     results = [" * ".join((*factors, value)) for value in shifted]
     lines += ["total += s"] * gain
     name, place = ("dx", "y_at") if heads.at is None else (WHOLE, "whole_at")
-    lines += [_store(name, value, half > 0, element, place) for half, value in enumerate(results)]
+    stores = (_store(name, value, half > 0, element, place) for half, value in enumerate(results))
+    lines += [text for store in stores for text in fitted(store, BODY)]
     if not heads.reads_x:
         return (), (), tuple(lines)
     loaded = (("a", "c"), ("b", "c + R")) if heads.halves else (("x", "c"),)

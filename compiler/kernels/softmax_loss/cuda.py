@@ -9,7 +9,7 @@ from specc.compiler.expr.values import rebuild
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.kernels.softmax_loss.softmax_loss import (
     WHOLE,
     Loss,
@@ -187,8 +187,8 @@ class SoftmaxLossCuda(Kernel):
         op, loss = loss_function(site), loss_context(site)
         pointers = [f"{name}.data_ptr()" for name in tensors_of(site)]
         how, passed = flowed(_how(site, tile)), flowed(", ".join(pointers) + ",", " " * 8)
-        text = f'f"{{NODE}}: CUDA refuses {{m}} rows: {{code.{op.function}_status(status).decode()}}"'
-        refusal = listed("raise RuntimeError(", [text], ")", 8, last="")
+        texts = ('f"{NODE}: CUDA refuses {m} rows: "', f'f"{{code.{op.function}_status(status).decode()}}"')
+        refusal = "\n".join((" " * 8 + "raise RuntimeError(", *(" " * 12 + text for text in texts), " " * 8 + ")"))
         launcher = LauncherContext(op, loss, how, passed, len(pointers) + 1, refusal)
         source = ("cuda/softmax_loss.cu.jinja", _source(site, tile, op, loss))
         return cuda_files(op, source, ("cuda/softmax_loss.py.jinja", launcher), str(tile))

@@ -42,7 +42,8 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: int) -> Tensor:
-    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last `window` after them."""
+    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last
+    `window` after them."""
     rows = torch.where(positions < first, positions, first + (positions - first) % window)
     for part in (slice(first), slice(-window, None)) if len(positions) > window else (slice(None),):
         cache.index_copy_(1, rows[part], x[:, part])

@@ -6,9 +6,9 @@
 """blocks.*.mlp.down.dgrad + act.grad: product and epilogue of 2 outputs in one kernel.
 
     p = dy w
-    gate = p * pre_x * sigmoid(1.5957691216057308 * pre_gate * (1 + 0.044715 * pre_gate ** 2)) * (1 +
-        1.5957691216057308 * pre_gate * sigmoid(-1.5957691216057308 * pre_gate * (1 + 0.044715 * pre_gate **
-        2)) * (1 + 0.134145 * pre_gate ** 2))
+    gate = p * pre_x * sigmoid(1.5957691216057308 * pre_gate * (1 + 0.044715 * pre_gate ** 2)) *
+        (1 + 1.5957691216057308 * pre_gate * sigmoid(-1.5957691216057308 * pre_gate * (1 +
+        0.044715 * pre_gate ** 2)) * (1 + 0.134145 * pre_gate ** 2))
     x = p * gelu_tanh(pre_gate)
 
 Launches the CUTLASS kernel in the .cu file next to this one.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")
 NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 6912, 1152
 SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
@@ -41,15 +42,19 @@ def native() -> ctypes.CDLL:
 
 
 def launch(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor, x: Tensor, gate: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one
+    row."""
     m, code = dy.numel() // K, native()
-    workspace = torch.empty(code.dgrad_gelu_tanh_mul_pre_grad_workspace(m), dtype=torch.uint8, device=dy.device)
+    workspace = torch.empty(
+        code.dgrad_gelu_tanh_mul_pre_grad_workspace(m), dtype=torch.uint8, device=dy.device
+    )
     stream = torch.cuda.current_stream(dy.device).cuda_stream
     status = code.dgrad_gelu_tanh_mul_pre_grad(
         m,
         SWIZZLE,
         RASTER,
-        dy.data_ptr(), w.data_ptr(), pre_gate.data_ptr(), pre_x.data_ptr(), x.data_ptr(), gate.data_ptr(),
+        dy.data_ptr(), w.data_ptr(), pre_gate.data_ptr(), pre_x.data_ptr(), x.data_ptr(),
+        gate.data_ptr(),
         workspace.data_ptr(),
         stream,
     )
@@ -62,8 +67,8 @@ def launch(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor, x: Tensor, ga
 def dgrad_gelu_tanh_mul_pre_grad(
     dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., 1152] bf16, w [1152, 6912] bf16, pre_gate [..., 6912] bf16, pre_x [..., 6912] bf16 -> x [...,
-    6912] bf16, gate [..., 6912] bf16.
+    """dy [..., 1152] bf16, w [1152, 6912] bf16, pre_gate [..., 6912] bf16, pre_x [..., 6912] bf16
+    -> x [..., 6912] bf16, gate [..., 6912] bf16.
 
     All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
@@ -74,9 +79,15 @@ def dgrad_gelu_tanh_mul_pre_grad(
         ("pre_gate", pre_gate, (*rows, N), torch.bfloat16),
         ("pre_x", pre_x, (*rows, N), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     x = dy.new_empty(*rows, N)

@@ -3,7 +3,8 @@
 # blocks.*.mlp.up + gate + act    x bf16[B,T,1152], w_x bf16[6912,1152],
 #     w_gate bf16[6912,1152] -> y bf16[B,T,6912], pre_x bf16[B,T,6912],
 #     pre_gate bf16[B,T,6912]    plan 6852684719c9
-"""blocks.*.mlp.up + gate + act: 2 products of one input, the last and an epilogue of 2 outputs in one kernel.
+"""blocks.*.mlp.up + gate + act: 2 products of one input, the last and an epilogue of 2 outputs in
+one kernel.
 
     pre_x = x w_x^T, by the library, bf16
     p_gate = x w_gate^T
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")
 NODE = "blocks.*.mlp.up + gate + act"
 N, K = 6912, 1152
 SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
@@ -39,10 +41,15 @@ def native() -> ctypes.CDLL:
     return code
 
 
-def launch(x: Tensor, w_x: Tensor, w_gate: Tensor, y: Tensor, pre_x: Tensor, pre_gate: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
+def launch(
+    x: Tensor, w_x: Tensor, w_gate: Tensor, y: Tensor, pre_x: Tensor, pre_gate: Tensor,
+) -> None:
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one
+    row."""
     m, code = x.numel() // K, native()
-    workspace = torch.empty(code.linear_gelu_tanh_mul_pre_workspace(m), dtype=torch.uint8, device=x.device)
+    workspace = torch.empty(
+        code.linear_gelu_tanh_mul_pre_workspace(m), dtype=torch.uint8, device=x.device
+    )
     torch.mm(x.view(m, K), w_x.T, out=pre_x.view(m, N))
     stream = torch.cuda.current_stream(x.device).cuda_stream
     status = code.linear_gelu_tanh_mul_pre(
@@ -59,9 +66,11 @@ def launch(x: Tensor, w_x: Tensor, w_gate: Tensor, y: Tensor, pre_x: Tensor, pre
 
 
 @torch.library.custom_op(f"{NAMESPACE}::linear_gelu_tanh_mul_pre__n6912_k1152", mutates_args=())
-def linear_gelu_tanh_mul_pre(x: Tensor, w_x: Tensor, w_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., 1152] bf16, w_x [6912, 1152] bf16, w_gate [6912, 1152] bf16 -> y [..., 6912] bf16, pre_x [...,
-    6912] bf16, pre_gate [..., 6912] bf16.
+def linear_gelu_tanh_mul_pre(
+    x: Tensor, w_x: Tensor, w_gate: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., 1152] bf16, w_x [6912, 1152] bf16, w_gate [6912, 1152] bf16 -> y [..., 6912] bf16,
+    pre_x [..., 6912] bf16, pre_gate [..., 6912] bf16.
 
     All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
@@ -71,9 +80,15 @@ def linear_gelu_tanh_mul_pre(x: Tensor, w_x: Tensor, w_gate: Tensor) -> tuple[Te
         ("w_x", w_x, (N, K), torch.bfloat16),
         ("w_gate", w_gate, (N, K), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(*rows, N)

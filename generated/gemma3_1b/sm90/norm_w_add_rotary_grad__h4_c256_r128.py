@@ -3,7 +3,8 @@
 # blocks.*.attention.q.rope.grad    dy bf16[B,T,4,256], x bf16[B,T,4,256],
 #     cos f32[T,128], sin f32[T,128], weight bf16[256] -> dx bf16[B,T,4,256],
 #     dweight bf16[256]    plan cd2dd1f28ae1
-"""blocks.*.attention.q.rope.grad: the gradient of RMSNorm, weight and rotary embedding in one kernel.
+"""blocks.*.attention.q.rope.grad: the gradient of RMSNorm, weight and rotary embedding in one
+kernel.
 
     dz[i] = dy[i] * cos[i] - dy[i + 128] * sin[i] for i < 128
     dz[i + 128] = dy[i + 128] * cos[i] + dy[i] * sin[i]
@@ -13,9 +14,9 @@
     s = r * sum(dz * x)
     dx = r * (dz - r * s / 256 * x)
 
-Triton kernel for sm90: a program takes 8 heads of tokens at the same place of 4 sequences, so that it reads
-their angles once. All of it in fp32, each result rounded once where it is stored. Torch sums what each
-program has of dweight: the same bits in every run.
+Triton kernel for sm90: a program takes 8 heads of tokens at the same place of 4 sequences, so that
+it reads their angles once. All of it in fp32, each result rounded once where it is stored. Torch
+sums what each program has of dweight: the same bits in every run.
 """
 
 import torch
@@ -23,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")
 NODE = "blocks.*.attention.q.rope.grad"
 H, C, R = 4, 256, 128  # heads, channels per head, rotated pairs
 ROWS, BLOCK, SEQUENCES, WARPS = 8, 128, 4, 4
@@ -31,12 +33,13 @@ ROWS, BLOCK, SEQUENCES, WARPS = 8, 128, 4, 4
 
 @triton.jit
 def norm_w_add_rotary_grad_kernel(
-    dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr, dx_ptr, weight_partial_ptr, B, T, STRIDE: tl.constexpr,
-    H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr, dx_ptr, weight_partial_ptr, B, T,
+    STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # per sequence
-    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # one row per head of a token
+    # One row per head of a token
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token, head = row // H, row % H
     c = tl.arange(0, BLOCK)[None, :]
@@ -87,26 +90,31 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 
 
 def launch(
-    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, dx: Tensor, weight_partial: Tensor,
+    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, dx: Tensor,
+    weight_partial: Tensor,
 ) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     norm_w_add_rotary_grad_kernel[grid_of(tokens, t)](
-        dy, x, cos, sin, weight, dx, weight_partial, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R,
-        ROWS, BLOCK, SEQUENCES,
+        dy, x, cos, sin, weight, dx, weight_partial, tokens // t, t, x.flatten(0, -3).stride(0), H,
+        C, R, ROWS, BLOCK, SEQUENCES,
         num_warps=WARPS,
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_w_add_rotary_grad__h4_c256_r128", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::norm_w_add_rotary_grad__h4_c256_r128",
+    mutates_args=(),
+)
 def norm_w_add_rotary_grad(
     dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., T, 4, 256] bf16, x [..., T, 4, 256] bf16, cos [T, 128] f32, sin [T, 128] f32, weight [256]
-    bf16 -> dx [..., T, 4, 256] bf16, dweight [256] bf16.
+    """dy [..., T, 4, 256] bf16, x [..., T, 4, 256] bf16, cos [T, 128] f32, sin [T, 128] f32, weight
+    [256] bf16 -> dx [..., T, 4, 256] bf16, dweight [256] bf16.
 
-    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be further apart.
-    ValueError says what is not.
+    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be
+    further apart. ValueError says what is not.
     """
     t = cos.numel() // R
     heads = (*dy.shape[:-3], t, H, C)
@@ -121,7 +129,10 @@ def norm_w_add_rotary_grad(
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, laid, tensor.data_ptr() % alignment)
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             layout = "evenly spaced tokens of contiguous heads" if tensor is x else "contiguous"
             expected = f"{layout}, {alignment}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")

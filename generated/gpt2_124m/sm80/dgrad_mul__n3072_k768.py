@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")
 NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 3072, 768
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 8
@@ -27,7 +28,8 @@ def dgrad_mul_kernel(
     dy_ptr, w_ptr, slope_ptr, dx_ptr, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):
-    # Programs process GROUP rows of tiles column by column, so that the rows share the weights in L2.
+    # Programs process GROUP rows of tiles column by column, so that the rows share the weights in
+    # L2.
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * tiles_n) * GROUP
     tile = tl.program_id(0) % (GROUP * tiles_n)
@@ -50,7 +52,8 @@ def dgrad_mul_kernel(
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    row."""
     m = dy.numel() // K
     dgrad_mul_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
         dy, w, slope, dx,
@@ -71,9 +74,15 @@ def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
         ("w", w, (K, N), torch.bfloat16),
         ("slope", slope, (*rows, N), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     dx = dy.new_empty(*rows, N)

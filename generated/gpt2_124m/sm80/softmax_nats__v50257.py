@@ -7,8 +7,8 @@
     z = logits
     nats = log(sum(exp(z))) - z[target]
 
-Triton kernel for sm80: a program takes a row in chunks, with a running maximum. All of it in fp32, each
-result rounded once where it is stored.
+Triton kernel for sm80: a program takes a row in chunks, with a running maximum. All of it in fp32,
+each result rounded once where it is stored.
 If a target is not in the vocabulary, the results of its row are NaN.
 """
 
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")
 NODE = "head.nats + logits.f32 + loss"
 V, WIDTH = 50257, 50304
 BLOCK, WARPS = 4096, 16
@@ -25,8 +26,8 @@ BLOCK, WARPS = 4096, 16
 
 @triton.jit
 def gathered(f, most, total):
-    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one
-    more chunk. One thread holds a group, so threads do not communicate."""
+    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight
+    columns with one more chunk. One thread holds a group, so threads do not communicate."""
     higher = tl.maximum(most, tl.max(f, 1))
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(f - higher[:, None]), 1)
 
@@ -59,7 +60,8 @@ def softmax_nats_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    row."""
     m = targets.numel()
     softmax_nats_kernel[(m,)](
         logits, targets, nats, V, WIDTH, BLOCK,
@@ -71,17 +73,23 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 50304] bf16, targets [...] i64 -> nats [...] f32.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
-    for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises
+    ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
         ("logits", logits, (*rows, WIDTH), torch.bfloat16, 16),
         ("targets", targets, rows, torch.int64, 8),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % align,
+        )
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)

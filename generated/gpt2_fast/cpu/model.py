@@ -36,14 +36,15 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def bigram_hash(ids: Tensor, previous: Tensor, buckets: int) -> Tensor:
-    """Returns the bucket i32[B, T] of each token and its previous token; the last bucket if `previous` is below 0."""
+    """Returns the bucket i32[B, T] of each token and its previous token; the last bucket if
+    `previous` is below 0."""
     pairs = (36313 * ids.int() ^ 27191 * previous.int()) % (buckets - 1)
     return torch.where(previous < 0, buckets - 1, pairs)
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
-    that of the last cached token; `fill` if `start` is 0."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first
+    value is `cached`, that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 

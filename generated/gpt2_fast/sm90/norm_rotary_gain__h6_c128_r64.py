@@ -8,8 +8,8 @@
     y[i] = gain * (h[i] * cos[i] + h[i + 64] * sin[i]) for i < 64
     y[i + 64] = gain * (h[i + 64] * cos[i] - h[i] * sin[i])
 
-Triton kernel for sm90: a program takes 16 heads of tokens at the same place of 4 sequences, so that it reads
-their angles once. All of it in fp32, each result rounded once where it is stored.
+Triton kernel for sm90: a program takes 16 heads of tokens at the same place of 4 sequences, so that
+it reads their angles once. All of it in fp32, each result rounded once where it is stored.
 """
 
 import torch
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_fast").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt2_fast").replace(".", "_")
 NODE = "blocks.*.attention.q.rope + norm + gain"
 H, C, R = 6, 128, 64  # heads, channels per head, rotated pairs
 ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 4, 4
@@ -25,11 +26,13 @@ ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 4, 4
 
 @triton.jit
 def norm_rotary_gain_kernel(
-    x_ptr, cos_ptr, sin_ptr, gain_ptr, y_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, gain_ptr, y_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # per sequence
-    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # one row per head of a token
+    # One row per head of a token
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token, head = row // H, row % H
     c = tl.arange(0, BLOCK)[None, :]
@@ -60,20 +63,26 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor, y: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    token."""
     tokens, t = x.numel() // (H * C), cos.shape[0]
     norm_rotary_gain_kernel[grid_of(tokens, t)](
-        x, cos, sin, gain, y, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
+        x, cos, sin, gain, y, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK,
+        SEQUENCES,
         num_warps=WARPS,
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_rotary_gain__h6_c128_r64", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::norm_rotary_gain__h6_c128_r64",
+    mutates_args=(),
+)
 def norm_rotary_gain(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> Tensor:
-    """x [..., T, 6, 128] bf16, cos [T, 64] f32, sin [T, 64] f32, gain [6, 1] bf16 -> y [..., T, 6, 128] bf16.
+    """x [..., T, 6, 128] bf16, cos [T, 64] f32, sin [T, 64] f32, gain [6, 1] bf16 -> y [..., T, 6,
+    128] bf16.
 
-    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be further apart.
-    ValueError says what is not.
+    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be
+    further apart. ValueError says what is not.
     """
     t = cos.numel() // R
     heads = (*x.shape[:-3], t, H, C)
@@ -87,7 +96,10 @@ def norm_rotary_gain(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> Tenso
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, laid, tensor.data_ptr() % alignment)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             layout = "evenly spaced tokens of contiguous heads" if tensor is x else "contiguous"
             expected = f"{layout}, {alignment}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")

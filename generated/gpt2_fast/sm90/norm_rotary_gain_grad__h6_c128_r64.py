@@ -12,9 +12,9 @@
     dx = gain * r * (dz - r * s / 128 * x)
     dgain = sum of s over all tokens
 
-Triton kernel for sm90: a program takes 16 heads of tokens at the same place of 4 sequences, so that it reads
-their angles once. All of it in fp32, each result rounded once where it is stored. Torch sums what each
-program has of dgain: the same bits in every run.
+Triton kernel for sm90: a program takes 16 heads of tokens at the same place of 4 sequences, so that
+it reads their angles once. All of it in fp32, each result rounded once where it is stored. Torch
+sums what each program has of dgain: the same bits in every run.
 """
 
 import torch
@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_fast").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt2_fast").replace(".", "_")
 NODE = "blocks.*.attention.q.rope.grad"
 H, C, R = 6, 128, 64  # heads, channels per head, rotated pairs
 ROWS, BLOCK, SEQUENCES, WARPS, HEADS = 16, 64, 4, 4, 8
@@ -35,7 +36,8 @@ def norm_rotary_gain_grad_kernel(
     SEQUENCES: tl.constexpr, HEADS: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # per sequence
-    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # one row per head of a token
+    # One row per head of a token
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token, head = row // H, row % H
     c = tl.arange(0, BLOCK)[None, :]
@@ -81,24 +83,28 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 def launch(
     dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor, dx: Tensor, partial: Tensor,
 ) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     norm_rotary_gain_grad_kernel[grid_of(tokens, t)](
-        dy, x, cos, sin, gain, dx, partial, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK,
-        SEQUENCES, HEADS,
+        dy, x, cos, sin, gain, dx, partial, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R,
+        ROWS, BLOCK, SEQUENCES, HEADS,
         num_warps=WARPS,
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::norm_rotary_gain_grad__h6_c128_r64", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::norm_rotary_gain_grad__h6_c128_r64",
+    mutates_args=(),
+)
 def norm_rotary_gain_grad(
     dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., T, 6, 128] bf16, x [..., T, 6, 128] bf16, cos [T, 64] f32, sin [T, 64] f32, gain [6, 1] bf16
-    -> dx [..., T, 6, 128] bf16, dgain [6, 1] bf16.
+    """dy [..., T, 6, 128] bf16, x [..., T, 6, 128] bf16, cos [T, 64] f32, sin [T, 64] f32, gain [6,
+    1] bf16 -> dx [..., T, 6, 128] bf16, dgain [6, 1] bf16.
 
-    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be further apart.
-    ValueError says what is not.
+    On one GPU, with any leading dims, contiguous and aligned, but for x, whose tokens may be
+    further apart. ValueError says what is not.
     """
     t = cos.numel() // R
     heads = (*dy.shape[:-3], t, H, C)
@@ -113,7 +119,10 @@ def norm_rotary_gain_grad(
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, laid, tensor.data_ptr() % alignment)
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             layout = "evenly spaced tokens of contiguous heads" if tensor is x else "contiguous"
             expected = f"{layout}, {alignment}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")

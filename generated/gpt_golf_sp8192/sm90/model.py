@@ -46,7 +46,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
     """Returns y [B, T, H, C] minus its projection on the value v [B, T, G, C] of the same token."""
-    y = y.unflatten(2, (v.shape[2], -1))  # groups the heads that share a value, so that the value is not repeated
+    # Heads that share a value are grouped, so that the value is not repeated
+    y = y.unflatten(2, (v.shape[2], -1))
     unit = F.normalize(v, dim=-1).unsqueeze(3)
     return (y - (y * unit).sum(-1, keepdim=True) * unit).flatten(2, 3)
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 
 def norm_rotary_gain(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> Tensor:
-    """x [..., T, 4, 32] f32, cos [T, 16] f32, sin [T, 16] f32, gain [4, 1] f32 -> y [..., T, 4, 32] f32."""
+    """x [..., T, 4, 32] f32, cos [T, 16] f32, sin [T, 16] f32, gain [4, 1] f32 -> y [..., T, 4,
+    32] f32."""
     h = F.rms_norm(x, (32,), eps=1e-06)
     a, b = h.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

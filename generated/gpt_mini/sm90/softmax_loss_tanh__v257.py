@@ -8,8 +8,8 @@
     loss = mean(log(sum(exp(f))) - f[target])
     grad = (softmax(f) - onehot(target)) * (1 - tanh(z / 30) ** 2) / rows
 
-Triton kernel for sm90: a program holds 8 rows in registers and reads them once. All of it in fp32, each
-result rounded once where it is stored.
+Triton kernel for sm90: a program holds 8 rows in registers and reads them once. All of it in fp32,
+each result rounded once where it is stored.
 If a target is not in the vocabulary, the results of its row are NaN.
 """
 
@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")
 NODE = "head.loss + softcap"
 V, WIDTH = 257, 320
 ROWS, BLOCK, WARPS = 8, 512, 4
@@ -33,13 +34,16 @@ def bounded(z):
 @triton.jit
 def slope(z):
     """Returns the derivative of `bounded`."""
-    return 1.0 - (2.0 * tl.sigmoid(2.0 * (z / 30.0)) - 1.0) * (2.0 * tl.sigmoid(2.0 * (z / 30.0)) - 1.0)
+    return (
+        1.0 - (2.0 * tl.sigmoid(2.0 * (z / 30.0)) - 1.0) * (2.0 * tl.sigmoid(2.0 * (z / 30.0)) -
+        1.0)
+    )
 
 
 @triton.jit
 def softmax_loss_tanh_kernel(
-    logits_ptr, targets_ptr, nats_ptr, grad_ptr, M, V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, nats_ptr, grad_ptr, M, V: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)[None, :]
@@ -63,7 +67,8 @@ def softmax_loss_tanh_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    row."""
     m = targets.numel()
     softmax_loss_tanh_kernel[(triton.cdiv(m, ROWS),)](
         logits, targets, nats, grad, m, V, WIDTH, ROWS, BLOCK,
@@ -75,17 +80,23 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
 def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     """Replaces the logits by the gradient of the loss, and returns the loss.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
-    for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises
+    ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
         ("logits", logits, (*rows, WIDTH), torch.bfloat16, 16),
         ("targets", targets, rows, torch.int64, 8),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % align,
+        )
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)

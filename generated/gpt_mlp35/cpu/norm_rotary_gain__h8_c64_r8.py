@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 
 def norm_rotary_gain(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor) -> Tensor:
-    """x [..., T, 8, 64] f32, cos [T, 8] f32, sin [T, 8] f32, gain [8, 1] f32 -> y [..., T, 8, 64] f32."""
+    """x [..., T, 8, 64] f32, cos [T, 8] f32, sin [T, 8] f32, gain [8, 1] f32 -> y [..., T, 8,
+    64] f32."""
     h = F.rms_norm(x, (64,), eps=1e-06)
     a, b, rest = h.split((8, 8, 48), -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

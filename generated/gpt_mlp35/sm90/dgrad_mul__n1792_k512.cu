@@ -6,7 +6,8 @@
 //     p = dy w
 //     dx = p * slope
 //
-// CUTLASS 3.x for sm90a, TMA, warp-specialised: 128x128x64, pingpong, cluster 1x1x1, epilogue 64x64.
+// CUTLASS 3.x for sm90a, TMA, warp-specialised:
+// 128x128x64, pingpong, cluster 1x1x1, epilogue 64x64.
 // The accumulator and the epilogue are fp32; each output is rounded once, when it is stored.
 
 #include "cutlass/cutlass.h"
@@ -55,7 +56,8 @@ constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 template <template <class> class Functor, class Out = float>
 using Compute = fusion::Sm90Compute<Functor, Out, float, kRound>;
 
-using Part = collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
+using Part = collective::detail::EpilogueDescriptor<
+    Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
 // An operand of [M, N], loaded by TMA.
 using Aux = collective::detail::AuxLoadDescriptor<Part, Row, Element>;
 using TileLoad = fusion::Sm90AuxLoad<
@@ -64,12 +66,13 @@ using TileLoad = fusion::Sm90AuxLoad<
 using Tree = fusion::Sm90EVT<Compute<ComputeDx, Element>, fusion::Sm90AccFetch, TileLoad>;
 
 using Finish = collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, Row,
-    kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
-using Stages = gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(Finish::SharedStorage))>;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float,
+    void, Row, kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
+using Stages = gemm::collective::StageCountAutoCarveout<
+    static_cast<int>(sizeof(Finish::SharedStorage))>;
 using Mainloop = gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element, WeightLayout, kAlign,
-    float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element,
+    WeightLayout, kAlign, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
 using Kernel = gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Finish>;
 using Gemm = gemm::device::GemmUniversalAdapter<Kernel>;
 
@@ -79,10 +82,13 @@ Gemm::Arguments arguments(
   auto const stride_x = cutlass::make_cute_packed_stride(Kernel::StrideA{}, {m, K, 1});
   auto const stride_w = cutlass::make_cute_packed_stride(Kernel::StrideB{}, {N, K, 1});
   auto const stride_y = cutlass::make_cute_packed_stride(Kernel::StrideD{}, {m, N, 1});
-  Tree::Arguments const tree{{}, {static_cast<cutlass::bfloat16_t const*>(slope), Element(0), stride_y}, {}};
+  Tree::Arguments const tree{
+      {}, {static_cast<cutlass::bfloat16_t const*>(slope), Element(0), stride_y}, {}
+  };
   cutlass::KernelHardwareInfo hardware;
   if (cudaGetDevice(&hardware.device_id) == cudaSuccess) {
-    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+    hardware.sm_count =
+        cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
   }
   return {gemm::GemmUniversalMode::kGemm,
           {m, N, K, 1},
@@ -104,9 +110,9 @@ extern "C" char const* dgrad_mul_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle`
-// clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and
-// 16-byte aligned; rows are contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of
+// `swizzle` clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to
+// device memory and 16-byte aligned; rows are contiguous. There is at least one row.
 extern "C" int dgrad_mul(
     int m, int swizzle, int raster, void const* dy, void const* w, void const* slope, void* dx,
     void* workspace, cudaStream_t stream
@@ -114,7 +120,8 @@ extern "C" int dgrad_mul(
   auto const given = arguments(m, swizzle, raster, dy, w, slope, dx);
   Gemm call;
   auto status = cutlass::Status::kSuccess;
-  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // the device cannot be queried
+  if (given.hw_info.sm_count < 1)
+    status = cutlass::Status::kErrorInternal;  // the device cannot be queried
   if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);

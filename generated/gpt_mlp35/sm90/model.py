@@ -41,20 +41,22 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
     """Returns y [B, T, H, C] minus its projection on the value v [B, T, G, C] of the same token."""
-    y = y.unflatten(2, (v.shape[2], -1))  # groups the heads that share a value, so that the value is not repeated
+    # Heads that share a value are grouped, so that the value is not repeated
+    y = y.unflatten(2, (v.shape[2], -1))
     unit = F.normalize(v, dim=-1).unsqueeze(3)
     return (y - (y * unit).sum(-1, keepdim=True) * unit).flatten(2, 3)
 
 
 def bigram_hash(ids: Tensor, previous: Tensor, buckets: int) -> Tensor:
-    """Returns the bucket i32[B, T] of each token and its previous token; the last bucket if `previous` is below 0."""
+    """Returns the bucket i32[B, T] of each token and its previous token; the last bucket if
+    `previous` is below 0."""
     pairs = (36313 * ids.int() ^ 27191 * previous.int()) % (buckets - 1)
     return torch.where(previous < 0, buckets - 1, pairs)
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
-    that of the last cached token; `fill` if `start` is 0."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first
+    value is `cached`, that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 

@@ -14,8 +14,10 @@ from torch import Tensor
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, T, 8, 64] f32, k [B, T, 4, 64] f32, v [B, T, 4, 64] f32 -> y [B, T, 8, 64] f32, lse [B, 8, T]
-    f32."""
+    """q [B, T, 8, 64] f32, k [B, T, 4, 64] f32, v [B, T, 4, 64] f32 -> y [B, T, 8, 64] f32, lse
+    [B, 8, T] f32."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)
+    y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=True
+    )
     return y.transpose(1, 2), lse

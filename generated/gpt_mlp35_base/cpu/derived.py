@@ -5,8 +5,9 @@
 
 
 def derived(method):
-    """Returns a method whose value is a matrix of parameters alone. Training sets the attribute `derived_NAME` of a
-    module to the value, which it computes once per step; otherwise each call computes it."""
+    """Returns a method whose value is a matrix of parameters alone. Training sets the attribute
+    `derived_NAME` of a module to the value, which it computes once per step; otherwise each call
+    computes it."""
     name = f"derived_{method.__name__}"
 
     def value(self):

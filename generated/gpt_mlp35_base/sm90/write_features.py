@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def write_features(x: Tensor, part: Tensor, at: int) -> Tensor:
-    """Writes a part [..., N] or [..., H, C] to the features of a contiguous x [..., D] from `at` on, and returns x."""
-    place = x[..., at : at + part.shape[x.dim() - 1 :].numel()].unflatten(-1, part.shape[x.dim() - 1 :])
-    x.as_strided(place.shape, place.stride(), at).copy_(part)  # Torch's compiler copies all of x for other views
+    """Writes a part [..., N] or [..., H, C] to the features of a contiguous x [..., D] from `at`
+    on, and returns x."""
+    place = x[..., at : at + part.shape[x.dim() - 1 :].numel()].unflatten(
+        -1, part.shape[x.dim() - 1 :]
+    )
+    # Torch's compiler copies all of x for other views
+    x.as_strided(place.shape, place.stride(), at).copy_(part)
     return x

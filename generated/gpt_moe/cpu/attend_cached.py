@@ -9,12 +9,19 @@ from torch.nn import functional as F
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Returns attention of q [B, T, H, C] at `positions` i64[T] over caches k, v [B, S, G, C] up to these positions.
+    """Returns attention of q [B, T, H, C] at `positions` i64[T] over caches k, v [B, S, G, C] up to
+    these positions.
 
     Query heads that share a key head become rows of one product, so that keys are not repeated.
     """
     groups, heads = k.shape[2], q.shape[2] // k.shape[2]
-    seen = torch.arange(k.shape[1], device=k.device) <= positions[:, None].repeat_interleave(heads, 0)
-    q, k, v = q.unflatten(2, (groups, heads)).transpose(1, 2).flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2)
+    seen = torch.arange(k.shape[1], device=k.device) <= (
+        positions[:, None].repeat_interleave(heads, 0)
+    )
+    q, k, v = (
+        q.unflatten(2, (groups, heads)).transpose(1, 2).flatten(2, 3),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+    )
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return y.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)

@@ -44,14 +44,16 @@ def top_experts(scores: Tensor, count: int) -> Tensor:
 
 
 def expert_load(experts: Tensor, count: int) -> Tensor:
-    """Returns the share f32[B, count] of the rows of each sequence that each expert has, for experts i64[B, T, K]."""
+    """Returns the share f32[B, count] of the rows of each sequence that each expert has, for
+    experts i64[B, T, K]."""
     rows = experts.flatten(1)
     counts = torch.zeros(len(rows), count, device=rows.device)
     return counts.scatter_add_(1, rows, counts.new_ones(rows.shape)) / rows.shape[1]
 
 
 def sequence_balance_loss(probabilities: Tensor, load: Tensor) -> Tensor:
-    """The mean over sequences of E sum_e load_e p_e, f32[], for probabilities [B, T, E] and the load [B, E]."""
+    """The mean over sequences of E sum_e load_e p_e, f32[], for probabilities [B, T, E] and the
+    load [B, E]."""
     return load.shape[-1] * (probabilities.mean(1) * load).sum(-1).mean()
 
 
@@ -71,21 +73,27 @@ class AttachedLoad(torch.autograd.Function):
 
 
 def attach_load(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
-    """Returns the weights [B, T, K]. The gradient of bias f32[E] is load [B, E], averaged over B, minus its mean."""
+    """Returns the weights [B, T, K]. The gradient of bias f32[E] is load [B, E], averaged over B,
+    minus its mean."""
     return AttachedLoad.apply(weights, bias, load)
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts experts i64[B, T, K]. Returns the order, the position of each row, and the end of each expert."""
-    sorted_experts, order = experts.flatten().to(torch.int16).sort(stable=True)  # few bits sort faster
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    """Sorts experts i64[B, T, K]. Returns the order, the position of each row, and the end of each
+    expert."""
+    # Few bits sort faster
+    sorted_experts, order = experts.flatten().to(torch.int16).sort(stable=True)
+    place = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     each = torch.arange(count, dtype=torch.int16, device=order.device)
     ends = torch.searchsorted(sorted_experts, each, right=True, out_int32=True)
     return order.view_as(experts), place.view_as(experts), ends
 
 
 class Dispatched(torch.autograd.Function):
-    """Copies each token to K rows. The gradient of a token is the sum of the gradients of its rows."""
+    """Copies each token to K rows. The gradient of a token is the sum of the gradients of its
+    rows."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -99,12 +107,14 @@ class Dispatched(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Returns the rows [B, T, K, D] of x [B, T, D] sorted by expert, with the results of `sort_by_expert`."""
+    """Returns the rows [B, T, K, D] of x [B, T, D] sorted by expert, with the results of
+    `sort_by_expert`."""
     return Dispatched.apply(x, order, place)
 
 
 class Combined(torch.autograd.Function):
-    """Sums the weighted rows of each token. The backward pass reads rows by index and needs no sums of rows."""
+    """Sums the weighted rows of each token. The backward pass reads rows by index and needs no sums
+    of rows."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -114,13 +124,17 @@ class Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
         rows, weights, order, place = ctx.saved_tensors
-        of_rows = d.flatten(0, -2)[order // order.shape[-1]] * weights.flatten()[order].unsqueeze(-1)
+        of_rows = (
+            d.flatten(0, -2)[order // order.shape[-1]]
+            * weights.flatten()[order].unsqueeze(-1)
+        )
         of_weights = (rows.flatten(0, -2)[place] * d.unsqueeze(-2).type_as(weights)).sum(-1)
         return of_rows.type_as(rows), of_weights, None, None
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """Returns [B, T, D]: the sum of each token's rows [B, T, K, D], sorted by expert, times weights f32[B, T, K]."""
+    """Returns [B, T, D]: the sum of each token's rows [B, T, K, D], sorted by expert, times weights
+    f32[B, T, K]."""
     return Combined.apply(rows, weights, order, place)
 
 

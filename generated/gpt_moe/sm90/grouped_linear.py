@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-NAMESPACE = (__package__ or "specc_gpt_moe").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt_moe").replace(".", "_")
 
 
 def counts(ends: Tensor) -> list[int]:
@@ -61,7 +62,8 @@ products.register_autograd(_gradients, setup_context=_save)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Returns x w_e^T for the rows x [B, T, K, In] of each expert e, sorted by expert, and weight [E, Out, In].
+    """Returns x w_e^T for the rows x [B, T, K, In] of each expert e, sorted by expert, and weight
+    [E, Out, In].
 
     `ends` i32[E] is the number of rows of the experts up to each.
     """

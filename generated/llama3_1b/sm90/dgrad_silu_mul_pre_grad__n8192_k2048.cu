@@ -8,7 +8,8 @@
 //     gate = p * pre_x * sigmoid(pre_gate) * (1 + pre_gate * (1 - sigmoid(pre_gate)))
 //     x = p * silu(pre_gate)
 //
-// CUTLASS 3.x for sm90a, TMA, warp-specialised: 128x128x64, pingpong, cluster 2x1x1.
+// CUTLASS 3.x for sm90a, TMA, warp-specialised:
+// 128x128x64, pingpong, cluster 2x1x1.
 // The accumulator and the epilogue are fp32; each output is rounded once, when it is stored.
 
 #include "cutlass/cutlass.h"
@@ -46,7 +47,9 @@ __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + 
 // The epilogue, over fragments of fp32 from Sm90Compute.
 template <class Fragment>
 struct ComputeGate {
-  __device__ Fragment operator()(Fragment const& p, Fragment const& pre_gate, Fragment const& pre_x) const {
+  __device__ Fragment operator()(
+      Fragment const& p, Fragment const& pre_gate, Fragment const& pre_x
+  ) const {
     Fragment gate;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Fragment::kElements; ++i) {
@@ -73,13 +76,15 @@ constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 template <template <class> class Functor, class Out = float>
 using Compute = fusion::Sm90Compute<Functor, Out, float, kRound>;
 
-using Part = collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
+using Part = collective::detail::EpilogueDescriptor<
+    Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
 // An operand of [M, N], loaded by TMA.
 using Aux = collective::detail::AuxLoadDescriptor<Part, Row, Element>;
 using TileLoad = fusion::Sm90AuxLoad<
     Aux::Stages, Aux::EpilogueTile, Element, Aux::Stride, Aux::SmemLayoutAtom, Aux::CopyOpS2R>;
 
-// An additional output of [M, N], stored by TMA. Its readers in the epilogue get the value before rounding.
+// An additional output of [M, N], stored by TMA. Its readers in the epilogue get the value before
+// rounding.
 using Stored = collective::detail::AuxStoreDescriptor<Part, Row, Element>;
 using TileStore = fusion::Sm90AuxStore<
     Stored::Stages, Stored::EpilogueTile, Element, kRound, Stored::Stride, Stored::SmemLayoutAtom,
@@ -94,18 +99,19 @@ using Tree = fusion::Sm90TopologicalVisitor<
 >;
 
 using Finish = collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, Row,
-    kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
-using Stages = gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(Finish::SharedStorage))>;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float,
+    void, Row, kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
+using Stages = gemm::collective::StageCountAutoCarveout<
+    static_cast<int>(sizeof(Finish::SharedStorage))>;
 using Mainloop = gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element, WeightLayout, kAlign,
-    float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element,
+    WeightLayout, kAlign, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
 using Kernel = gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Finish>;
 using Gemm = gemm::device::GemmUniversalAdapter<Kernel>;
 
 Gemm::Arguments arguments(
-    int m, int swizzle, int raster, void const* dy, void const* w, void const* pre_gate, void const* pre_x,
-    void* x, void* gate
+    int m, int swizzle, int raster, void const* dy, void const* w, void const* pre_gate,
+    void const* pre_x, void* x, void* gate
 ) {
   auto const stride_x = cutlass::make_cute_packed_stride(Kernel::StrideA{}, {m, K, 1});
   auto const stride_w = cutlass::make_cute_packed_stride(Kernel::StrideB{}, {N, K, 1});
@@ -117,7 +123,8 @@ Gemm::Arguments arguments(
   };
   cutlass::KernelHardwareInfo hardware;
   if (cudaGetDevice(&hardware.device_id) == cudaSuccess) {
-    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+    hardware.sm_count =
+        cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
   }
   return {gemm::GemmUniversalMode::kGemm,
           {m, N, K, 1},
@@ -131,7 +138,9 @@ Gemm::Arguments arguments(
 
 // Returns the bytes of device memory that a call with m rows needs.
 extern "C" size_t dgrad_silu_mul_pre_grad_workspace(int m) {
-  return Gemm::get_workspace_size(arguments(m, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr));
+  return Gemm::get_workspace_size(arguments(
+      m, 1, 0, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
+  ));
 }
 
 // Returns the description of a status.
@@ -139,17 +148,18 @@ extern "C" char const* dgrad_silu_mul_pre_grad_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle`
-// clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and
-// 16-byte aligned; rows are contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of
+// `swizzle` clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to
+// device memory and 16-byte aligned; rows are contiguous. There is at least one row.
 extern "C" int dgrad_silu_mul_pre_grad(
-    int m, int swizzle, int raster, void const* dy, void const* w, void const* pre_gate, void const* pre_x,
-    void* x, void* gate, void* workspace, cudaStream_t stream
+    int m, int swizzle, int raster, void const* dy, void const* w, void const* pre_gate,
+    void const* pre_x, void* x, void* gate, void* workspace, cudaStream_t stream
 ) {
   auto const given = arguments(m, swizzle, raster, dy, w, pre_gate, pre_x, x, gate);
   Gemm call;
   auto status = cutlass::Status::kSuccess;
-  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // the device cannot be queried
+  if (given.hw_info.sm_count < 1)
+    status = cutlass::Status::kErrorInternal;  // the device cannot be queried
   if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")
 NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 8192, 2048
 SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
@@ -39,15 +40,19 @@ def native() -> ctypes.CDLL:
 
 
 def launch(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor, x: Tensor, gate: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one
+    row."""
     m, code = dy.numel() // K, native()
-    workspace = torch.empty(code.dgrad_silu_mul_pre_grad_workspace(m), dtype=torch.uint8, device=dy.device)
+    workspace = torch.empty(
+        code.dgrad_silu_mul_pre_grad_workspace(m), dtype=torch.uint8, device=dy.device
+    )
     stream = torch.cuda.current_stream(dy.device).cuda_stream
     status = code.dgrad_silu_mul_pre_grad(
         m,
         SWIZZLE,
         RASTER,
-        dy.data_ptr(), w.data_ptr(), pre_gate.data_ptr(), pre_x.data_ptr(), x.data_ptr(), gate.data_ptr(),
+        dy.data_ptr(), w.data_ptr(), pre_gate.data_ptr(), pre_x.data_ptr(), x.data_ptr(),
+        gate.data_ptr(),
         workspace.data_ptr(),
         stream,
     )
@@ -57,9 +62,11 @@ def launch(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor, x: Tensor, ga
 
 
 @torch.library.custom_op(f"{NAMESPACE}::dgrad_silu_mul_pre_grad__n8192_k2048", mutates_args=())
-def dgrad_silu_mul_pre_grad(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor) -> tuple[Tensor, Tensor]:
-    """dy [..., 2048] bf16, w [2048, 8192] bf16, pre_gate [..., 8192] bf16, pre_x [..., 8192] bf16 -> x [...,
-    8192] bf16, gate [..., 8192] bf16.
+def dgrad_silu_mul_pre_grad(
+    dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """dy [..., 2048] bf16, w [2048, 8192] bf16, pre_gate [..., 8192] bf16, pre_x [..., 8192] bf16
+    -> x [..., 8192] bf16, gate [..., 8192] bf16.
 
     All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
@@ -70,9 +77,15 @@ def dgrad_silu_mul_pre_grad(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tens
         ("pre_gate", pre_gate, (*rows, N), torch.bfloat16),
         ("pre_x", pre_x, (*rows, N), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     x = dy.new_empty(*rows, N)

@@ -9,7 +9,8 @@
 //     pre_gate = p_gate
 //     y = silu(p_gate) * pre_x
 //
-// CUTLASS 3.x for sm90a, TMA, warp-specialised: 128x128x64, pingpong, cluster 2x1x1.
+// CUTLASS 3.x for sm90a, TMA, warp-specialised:
+// 128x128x64, pingpong, cluster 2x1x1.
 // The accumulator and the epilogue are fp32; each output is rounded once, when it is stored.
 
 #include "cutlass/cutlass.h"
@@ -61,13 +62,15 @@ constexpr auto kRound = cutlass::FloatRoundStyle::round_to_nearest;
 template <template <class> class Functor, class Out = float>
 using Compute = fusion::Sm90Compute<Functor, Out, float, kRound>;
 
-using Part = collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
+using Part = collective::detail::EpilogueDescriptor<
+    Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
 // An operand of [M, N], loaded by TMA.
 using Aux = collective::detail::AuxLoadDescriptor<Part, Row, Element>;
 using TileLoad = fusion::Sm90AuxLoad<
     Aux::Stages, Aux::EpilogueTile, Element, Aux::Stride, Aux::SmemLayoutAtom, Aux::CopyOpS2R>;
 
-// An additional output of [M, N], stored by TMA. Its readers in the epilogue get the value before rounding.
+// An additional output of [M, N], stored by TMA. Its readers in the epilogue get the value before
+// rounding.
 using Stored = collective::detail::AuxStoreDescriptor<Part, Row, Element>;
 using TileStore = fusion::Sm90AuxStore<
     Stored::Stages, Stored::EpilogueTile, Element, kRound, Stored::Stride, Stored::SmemLayoutAtom,
@@ -79,12 +82,13 @@ using Tree = fusion::Sm90TopologicalVisitor<
 >;
 
 using Finish = collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float, void, Row,
-    kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
-using Stages = gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(Finish::SharedStorage))>;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster, EpilogueTile, float, float,
+    void, Row, kAlign, Element, Row, kAlign, EpilogueSchedule, Tree>::CollectiveOp;
+using Stages = gemm::collective::StageCountAutoCarveout<
+    static_cast<int>(sizeof(Finish::SharedStorage))>;
 using Mainloop = gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element, WeightLayout, kAlign,
-    float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, kAlign, Element,
+    WeightLayout, kAlign, float, Tile, Cluster, Stages, MainloopSchedule>::CollectiveOp;
 using Kernel = gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Finish>;
 using Gemm = gemm::device::GemmUniversalAdapter<Kernel>;
 
@@ -101,7 +105,8 @@ Gemm::Arguments arguments(
   };
   cutlass::KernelHardwareInfo hardware;
   if (cudaGetDevice(&hardware.device_id) == cudaSuccess) {
-    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+    hardware.sm_count =
+        cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
   }
   return {gemm::GemmUniversalMode::kGemm,
           {m, N, K, 1},
@@ -123,9 +128,9 @@ extern "C" char const* linear_silu_mul_pre_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle`
-// clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and
-// 16-byte aligned; rows are contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of
+// `swizzle` clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to
+// device memory and 16-byte aligned; rows are contiguous. There is at least one row.
 extern "C" int linear_silu_mul_pre(
     int m, int swizzle, int raster, void const* x, void const* w_gate, void const* pre_x, void* y,
     void* pre_gate, void* workspace, cudaStream_t stream
@@ -133,7 +138,8 @@ extern "C" int linear_silu_mul_pre(
   auto const given = arguments(m, swizzle, raster, x, w_gate, pre_x, y, pre_gate);
   Gemm call;
   auto status = cutlass::Status::kSuccess;
-  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // the device cannot be queried
+  if (given.hw_info.sm_count < 1)
+    status = cutlass::Status::kErrorInternal;  // the device cannot be queried
   if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);

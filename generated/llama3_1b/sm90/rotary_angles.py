@@ -6,13 +6,17 @@
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rotary_angles", mutates_args=())
-def rotary_angles(positions: Tensor, frequencies: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin f32[T, R], times `magnitude`, of the angles positions i64[T] * frequencies f32[R]. An op of its own:
-    Inductor would compute sine and cosine anew for every element of every kernel that reads them."""
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, magnitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin f32[T, R], times `magnitude`, of the angles positions i64[T] * frequencies
+    f32[R]. An op of its own: Inductor would compute sine and cosine anew for every element of every
+    kernel that reads them."""
     angle = torch.outer(positions, frequencies)
     return magnitude * angle.cos(), magnitude * angle.sin()
 

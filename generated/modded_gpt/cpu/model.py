@@ -39,7 +39,8 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: int) -> Tensor:
-    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last `window` after them."""
+    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last
+    `window` after them."""
     rows = torch.where(positions < first, positions, first + (positions - first) % window)
     for part in (slice(first), slice(-window, None)) if len(positions) > window else (slice(None),):
         cache.index_copy_(1, rows[part], x[:, part])
@@ -47,21 +48,22 @@ def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: 
 
 
 def document_starts(ids: Tensor, mark: int) -> Tensor:
-    """Returns the start of each token's document, i64[B, T]: the last position of `mark` up to the token, else 0."""
+    """Returns the start of each token's document, i64[B, T]: the last position of `mark` up to the
+    token, else 0."""
     token = torch.arange(ids.shape[1], device=ids.device)
     return torch.where(ids == mark, token, 0).cummax(dim=1).values
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
-    that of the last cached token; `fill` if `start` is 0."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first
+    value is `cached`, that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
 
 def document_starts_cached(ids: Tensor, cached: Tensor, start: Tensor, mark: int) -> Tensor:
-    """Returns the same as `document_starts` for tokens after `start` cached tokens. The document of the last cached
-    token starts at `cached`, i64[B, 1]."""
+    """Returns the same as `document_starts` for tokens after `start` cached tokens. The document of
+    the last cached token starts at `cached`, i64[B, 1]."""
     token = start + torch.arange(ids.shape[1], device=ids.device)
     starts = torch.where(ids == mark, token, 0).cummax(dim=1).values
     return torch.maximum(starts, torch.where(start > 0, cached, 0))

@@ -12,10 +12,10 @@ document(j), scale 0.1, by ranges of keys.
     y = exp(x) v / (sum(exp(x)))
     k and v are a ring of 769 positions before the queries, then those of the queries
 
-Triton kernels for sm90. A program reads a range of the keys that its queries may see; the last program of a
-text and key head adds the ranges, or a second kernel if they are many. Positions are read on the device. Sums
-are fp32, weights are rounded before they are multiplied with. Called again with tensors of the same shapes,
-it gives the same bits.
+Triton kernels for sm90. A program reads a range of the keys that its queries may see; the last
+program of a text and key head adds the ranges, or a second kernel if they are many. Positions are
+read on the device. Sums are fp32, weights are rounded before they are multiplied with. Called again
+with tensors of the same shapes, it gives the same bits.
 """
 
 import torch
@@ -71,8 +71,9 @@ def join(
 def cached_attention_d_le_768_and_document_scale_0p1_kernel(
     q_ptr, k_ptr, v_ptr, positions_ptr, new_k_ptr, new_v_ptr, start_ptr, y_ptr, parts_ptr, sums_ptr,
     counts_ptr, T, PARTS, APART, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    SCALE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    PARTIAL: tl.constexpr, JOINED: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, PARTIAL: tl.constexpr, JOINED: tl.constexpr, BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attention of ROWS pairs of a token and a query head, which share a key head, to one part of their keys."""
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -143,7 +144,10 @@ def cached_attention_d_le_768_and_document_scale_0p1_kernel(
                 pair = (tile * ROWS + tl.arange(0, JOINED))[:, None]
                 token, head = pair // (H // G), g * (H // G) + pair % (H // G)
                 joined = (b.to(tl.int64) * T + token) * H + head
-                join(y_ptr, parts_ptr, sums_ptr, joined, token < T, d, PARTS, D, JOINED, VALUES, BLOCK_P)
+                join(
+                    y_ptr, parts_ptr, sums_ptr, joined, token < T, d, PARTS, D, JOINED, VALUES,
+                    BLOCK_P
+                )
     else:
         finish(y_ptr, query * H + h, there, d, most, total, y, D)
 
@@ -213,8 +217,8 @@ def launch(
         else:
             channels = min(VALUES, max(16, JOINED_TILE // block))
     cached_attention_d_le_768_and_document_scale_0p1_kernel[(b * parts, row_tiles * G)](
-        q, k, v, positions, new_k, new_v, start, y, partial, sums, count, t, parts, apart, H, G, C, D, SCALE,
-        KEYS, WIDTH, VALUES, row_tile, parts > 1, joined, block, PDL,
+        q, k, v, positions, new_k, new_v, start, y, partial, sums, count, t, parts, apart, H, G, C,
+        D, SCALE, KEYS, WIDTH, VALUES, row_tile, parts > 1, joined, block, PDL,
         num_warps=WARPS, num_stages=STAGES, launch_pdl=PDL,
     )
     if parts > 1 and not joined:
@@ -231,8 +235,8 @@ def launch(
 def cached_attention_d_le_768_and_document_scale_0p1(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, new_k: Tensor, new_v: Tensor, start: Tensor,
 ) -> Tensor:
-    """q [B, T, 6, 128] bf16, k [B, S, 6, 128] bf16, v [B, S, 6, 128] bf16, positions [T] i64, new_k [B, T, 6,
-    128] bf16, new_v [B, T, 6, 128] bf16, start [B, T] i64 -> y [B, T, 6, 128] bf16.
+    """q [B, T, 6, 128] bf16, k [B, S, 6, 128] bf16, v [B, S, 6, 128] bf16, positions [T] i64, new_k
+    [B, T, 6, 128] bf16, new_v [B, T, 6, 128] bf16, start [B, T] i64 -> y [B, T, 6, 128] bf16.
 
     On one GPU; a cache may have any strides, and is read in place if its positions have no gaps. Raises
     ValueError for other shapes or dtypes.

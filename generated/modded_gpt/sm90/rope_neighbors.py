@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def rope_neighbors(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of neighbors among the first 2R channels of each head of x [B, T, H, C] by angles f32[T, R], in
-    f32."""
+    """Rotates pairs of neighbors among the first 2R channels of each head of x [B, T, H, C] by
+    angles f32[T, R], in f32."""
     dims = 2 * cos.shape[-1]
     a, b = x[..., :dims].unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]

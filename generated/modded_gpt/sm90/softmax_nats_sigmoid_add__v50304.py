@@ -7,8 +7,8 @@
     f = 23 * sigmoid((z + 5) / 7.5) of z = logits
     nats = log(sum(exp(f))) - f[target]
 
-CUDA C++ for sm90: TMA copies a row to shared memory, 7 steps of it at a time, with a running maximum as they
-come.
+CUDA C++ for sm90: TMA copies a row to shared memory, 7 steps of it at a time, with a running
+maximum as they come.
 Launches the kernel in the .cu file next to this one.
 If a target is not in the vocabulary, the results of its row are NaN.
 """
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_modded_gpt").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_modded_gpt").replace(".", "_")
 NODE = "head.nats + softcap + loss"
 V, WIDTH = 50304, 50304
 
@@ -37,7 +38,8 @@ def native() -> ctypes.CDLL:
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    row."""
     m, code = targets.numel(), native()
     stream = torch.cuda.current_stream(logits.device).cuda_stream
     status = code.softmax_nats_sigmoid_add(
@@ -47,7 +49,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
     )
     if status:
         raise RuntimeError(
-            f"{NODE}: CUDA refuses {m} rows: {code.softmax_nats_sigmoid_add_status(status).decode()}"
+            f"{NODE}: CUDA refuses {m} rows: "
+            f"{code.softmax_nats_sigmoid_add_status(status).decode()}"
         )
 
 
@@ -55,17 +58,23 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats_sigmoid_add(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 50304] bf16, targets [...] i64 -> nats [...] f32.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
-    for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises
+    ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
         ("logits", logits, (*rows, WIDTH), torch.bfloat16, 16),
         ("targets", targets, rows, torch.int64, 8),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % align,
+        )
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)

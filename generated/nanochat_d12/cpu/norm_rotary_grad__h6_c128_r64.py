@@ -2,7 +2,8 @@
 # templates/torch/norm_rope.py.jinja.
 # blocks.*.attention.{q,k}.rope.grad    dy f32[B,T,6,128], x f32[B,T,6,128],
 #     cos f32[T,64], sin f32[T,64] -> dx f32[B,T,6,128]    plan 5a69107327ef
-"""The gradient of RMSNorm and rotary embedding in plain Torch, for targets without kernels of their own.
+"""The gradient of RMSNorm and rotary embedding in plain Torch, for targets without kernels of their
+own.
 
     dz[i] = dy[i] * cos[i] - dy[i + 64] * sin[i] for i < 64
     dz[i + 64] = dy[i + 64] * cos[i] + dy[i] * sin[i]
@@ -16,8 +17,8 @@ from torch import Tensor
 
 
 def norm_rotary_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """dy [..., T, 6, 128] f32, x [..., T, 6, 128] f32, cos [T, 64] f32, sin [T, 64] f32 -> dx [..., T, 6,
-    128] f32."""
+    """dy [..., T, 6, 128] f32, x [..., T, 6, 128] f32, cos [T, 64] f32, sin [T, 64] f32 -> dx
+    [..., T, 6, 128] f32."""
     a, b = dy.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     dz = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -37,7 +37,8 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: int) -> Tensor:
-    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last `window` after them."""
+    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last
+    `window` after them."""
     rows = torch.where(positions < first, positions, first + (positions - first) % window)
     for part in (slice(first), slice(-window, None)) if len(positions) > window else (slice(None),):
         cache.index_copy_(1, rows[part], x[:, part])
@@ -45,8 +46,8 @@ def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: 
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
-    that of the last cached token; `fill` if `start` is 0."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first
+    value is `cached`, that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 

@@ -6,14 +6,16 @@
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_nanochat_d12").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_nanochat_d12").replace(".", "_")
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rope_angles", mutates_args=())
 def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
     """Returns cos and sin f32[T, dims/2] of the rotary angles at positions i64[T].
 
-    It is a custom op because Inductor would recompute power, sine and cosine in every kernel that reads them.
+    It is a custom op because Inductor would recompute power, sine and cosine in every kernel that
+    reads them.
     """
     frequency = base ** (-torch.arange(0, dims, 2, device=positions.device) / dims)
     angle = torch.outer(positions, frequency)

@@ -6,8 +6,8 @@
 //     f = 15 * tanh(z / 15) of z = logits
 //     nats = log(sum(exp(f))) - f[target]
 //
-// CUDA C++ for sm90: TMA copies a row to shared memory, 4 steps of it at a time, with a running maximum as
-// they come. All of it in fp32, each result rounded once where it is stored.
+// CUDA C++ for sm90: TMA copies a row to shared memory, 4 steps of it at a time, with a running
+// maximum as they come. All of it in fp32, each result rounded once where it is stored.
 // arch: sm_90a
 
 #include <cstdint>
@@ -46,10 +46,12 @@ __device__ inline float loaded(Element const* from) {
 __device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
   uint32_t const words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-  for (int i = 0; i < kPer; ++i) z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+  for (int i = 0; i < kPer; ++i)
+    z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
 }
 
-// Copies the row to shared memory by TMA, one step at a time. One thread of an additional warp issues the copies.
+// Copies the row to shared memory by TMA, one step at a time. One thread of an additional warp
+// issues the copies.
 struct Copies {
   uint32_t full;  // barriers in shared memory, one per step: the bytes have arrived
 
@@ -75,11 +77,14 @@ struct Copies {
     uint4 const* const from = reinterpret_cast<uint4 const*>(logits + int64_t{blockIdx.x} * WIDTH);
     for (int step = 0; step < kSteps; ++step) {
       uint32_t const bytes = (step + 1 < kSteps ? kStep : kRow - step * kStep) * 16;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * step), "r"(bytes)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * step),
+                   "r"(bytes)
                    : "memory");
       asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-          ::"r"(row + step * kStep * 16), "l"(from + step * kStep), "r"(bytes), "r"(full + 8 * step), "l"(policy)
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+          "[%0], [%1], %2, [%3], %4;"
+          ::"r"(row + step * kStep * 16), "l"(from + step * kStep), "r"(bytes),
+            "r"(full + 8 * step), "l"(policy)
           : "memory");
     }
   }
@@ -89,7 +94,8 @@ struct Copies {
     uint32_t over = 0;
     while (over == 0) {
       asm volatile(
-          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+          "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+          "selp.u32 %0, 1, 0, p; }"
           : "=r"(over) : "r"(full + 8 * step), "r"(0) : "memory");
     }
   }
@@ -101,8 +107,8 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
-// Updates the running maximum and the sum of exp(value - maximum) with this thread's columns of one step. With kLast,
-// columns may lie beyond the vocabulary or the row.
+// Updates the running maximum and the sum of exp(value - maximum) with this thread's columns of one
+// step. With kLast, columns may lie beyond the vocabulary or the row.
 template <bool kLast>
 __device__ inline void gather(uint4 const* row, int step, float& most, float& total) {
   int const first = step * kStep + threadIdx.x;
@@ -147,8 +153,8 @@ __device__ inline float2 of_warp(float2 part) {
 
 // Computes the loss of one row while it arrives in shared memory.
 __device__ inline void softmax_row(
-    Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target, Element const* logits,
-    float* nats) {
+    Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target,
+    Element const* logits, float* nats) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   bool const known = target >= 0 && target < V;
   int const column = known ? static_cast<int>(target) : 0;
@@ -166,7 +172,8 @@ __device__ inline void softmax_row(
   float2 const whole = of_warp(lane < kWarps ? parts[lane] : float2{kLowest, 0.0f});
   float const sum = known && whole.y > 0.0f ? whole.y : NAN;
   float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
-  bool const owner = threadIdx.x == column / kPer % kThreads;  // the thread that writes the target's column
+  // The thread that writes the target's column
+  bool const owner = threadIdx.x == column / kPer % kThreads;
   if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
 }
 
@@ -188,18 +195,22 @@ extern "C" char const* softmax_nats_tanh_status(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Returns a cudaError_t, 0 for success. Pointers are to device memory; rows are 16-byte aligned and contiguous.
+// Returns a cudaError_t, 0 for success. Pointers are to device memory; rows are 16-byte aligned and
+// contiguous.
 // There is at least one row.
 extern "C" int softmax_nats_tanh(
     int m, void const* logits, void const* targets, void* nats, cudaStream_t stream) {
   constexpr int kBytes = kRow * 16;
-  cudaError_t status = cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  cudaError_t status =
+      cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(
-        softmax_rows, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+        softmax_rows, cudaFuncAttributePreferredSharedMemoryCarveout,
+        cudaSharedmemCarveoutMaxShared);
   }
   if (status != cudaSuccess) return status;
   void* arguments[] = {&logits, &targets, &nats};
   dim3 const blocks(m);
-  return cudaLaunchKernel(softmax_rows, blocks, dim3(kThreads + kCopiers), arguments, kBytes, stream);
+  return cudaLaunchKernel(
+      softmax_rows, blocks, dim3(kThreads + kCopiers), arguments, kBytes, stream);
 }

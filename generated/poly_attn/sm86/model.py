@@ -24,10 +24,11 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 def lstm_one_bias(
     x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The library's LSTM over x [B, T, D] from h, c [B, directions H] -> y [B, T, directions H] and the last h, c.
+    """The library's LSTM over x [B, T, D] from h, c [B, directions H] -> y [B, T, directions H] and
+    the last h, c.
 
-    Weights of a direction: input [4H, D], hidden [4H, H] and a bias [4H], gates in the order i, f, g, o. The
-    library adds a second bias, which is zero here.
+    Weights of a direction: input [4H, D], hidden [4H, H] and a bias [4H], gates in the order i, f,
+    g, o. The library adds a second bias, which is zero here.
     """
     zero = torch.zeros_like(weights[2])
     each = [(*weights[i : i + 3], zero) for i in range(0, len(weights), 3)]
@@ -44,17 +45,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`, bool[B, S], is True."""
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`,
+    bool[B, S], is True."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None, None], enable_gqa=True
+    )
     return attended.transpose(1, 2)
 
 
 def lstm_cell_one_bias(
     x: Tensor, h: Tensor, c: Tensor, into: Tensor, hidden: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM, x [B, 1, D] and h, c [B, H] -> h, c; weights [4H, D], [4H, H] and [4H], gates in the
-    order i, f, g, o. The library adds a second bias, which is zero here."""
+    """One step of an LSTM, x [B, 1, D] and h, c [B, H] -> h, c; weights [4H, D], [4H, H] and [4H],
+    gates in the order i, f, g, o. The library adds a second bias, which is zero here."""
     return torch.lstm_cell(x[:, 0], (h, c), into, hidden, bias, torch.zeros_like(bias))
 
 

@@ -19,24 +19,28 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 def attend_additive_relu(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """Returns [B, T, D]: values [B, S, D], averaged over the positions in `seen`, bool[B, S]. The
-    weights are the softmax of relu(query + key), for query [B, T, 1] and keys [B, S, 1]. A row of `seen` without
-    True gives 0."""
+    weights are the softmax of relu(query + key), for query [B, T, 1] and keys [B, S, 1]. A row of
+    `seen` without True gives 0."""
     hidden = ~seen[:, None]
     scores = F.relu(query + keys.transpose(1, 2)).masked_fill(hidden, float("-inf"))
     return scores.softmax(-1).masked_fill(hidden, 0.0) @ values
 
 
 def lstm_cell(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-    """One step of an LSTM, x [B, 1, D] and h, c [B, H] -> h, c. Weights as the library's: input [4H, D], hidden
-    [4H, H] and two biases [4H], gates in the order i, f, g, o."""
+    """One step of an LSTM, x [B, 1, D] and h, c [B, H] -> h, c. Weights as the library's: input
+    [4H, D], hidden [4H, H] and two biases [4H], gates in the order i, f, g, o."""
     return torch.lstm_cell(x[:, 0], (h, c), *weights)
 
 
 @torch.compiler.disable  # the library has kernels for it, which the compiler would take apart
-def lstm(x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The library's LSTM over x [B, T, D] from h, c [B, directions H] -> y [B, T, directions H] and the last h, c.
+def lstm(
+    x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The library's LSTM over x [B, T, D] from h, c [B, directions H] -> y [B, T, directions H] and
+    the last h, c.
 
-    Weights of a direction: input [4H, D], hidden [4H, H] and two biases [4H], gates in the order i, f, g, o.
+    Weights of a direction: input [4H, D], hidden [4H, H] and two biases [4H], gates in the order i,
+    f, g, o.
     """
     h, c = (state.unflatten(1, (directions, -1)).transpose(0, 1).contiguous() for state in (h, c))
     y, h, c = torch.lstm(x, (h, c), list(weights), True, 1, 0.0, True, directions == 2, True)

@@ -18,8 +18,9 @@ from torch import Tensor
 def causal_attention_grad(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy [B, T, 8, 32] f32, q [B, T, 8, 32] f32, k [B, T, 8, 32] f32, v [B, T, 8, 32] f32, y [B, T, 8, 32]
-    f32, lse [B, 8, T] f32 -> dq [B, T, 8, 32] f32, dk [B, T, 8, 32] f32, dv [B, T, 8, 32] f32."""
+    """dy [B, T, 8, 32] f32, q [B, T, 8, 32] f32, k [B, T, 8, 32] f32, v [B, T, 8, 32] f32, y [B,
+    T, 8, 32] f32, lse [B, 8, T] f32 -> dq [B, T, 8, 32] f32, dk [B, T, 8, 32] f32, dv [B, T, 8,
+    32] f32."""
     dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, q, k, v, y))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, k, v, y, lse, 0.0, is_causal=True

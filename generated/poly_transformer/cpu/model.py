@@ -29,9 +29,12 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`, bool[B, S], is True."""
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`,
+    bool[B, S], is True."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None, None], enable_gqa=True
+    )
     return attended.transpose(1, 2)
 
 

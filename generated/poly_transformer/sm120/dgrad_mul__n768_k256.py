@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")
 NODE = "*.blocks.*.mlp.down.dgrad + act.grad"
 N, K = 768, 256
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
@@ -25,7 +26,8 @@ WARPS, STAGES, RESIDENT = 8, 4, 1
 
 @triton.jit
 def halves(p):
-    """Returns the left and right half of a tile. The epilogue of one half at a time needs fewer registers."""
+    """Returns the left and right half of a tile. The epilogue of one half at a time needs fewer
+    registers."""
     return tl.split(tl.permute(tl.reshape(p, (p.shape[0], 2, p.shape[1] // 2)), (0, 2, 1)))
 
 
@@ -39,8 +41,8 @@ def finish(p, m, n, slope_desc, dx_desc):
 
 @triton.jit
 def dgrad_mul_kernel(
-    dy_desc, w_desc, slope_desc, dx_desc, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
+    dy_desc, w_desc, slope_desc, dx_desc, M, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, PROGRAMS, flatten=True):
@@ -56,7 +58,8 @@ def dgrad_mul_kernel(
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one
+    row."""
     m = dy.numel() // K
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     multiprocessors = torch.cuda.get_device_properties(dy.device).multi_processor_count
@@ -83,9 +86,15 @@ def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
         ("w", w, (K, N), torch.bfloat16),
         ("slope", slope, (*rows, N), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     dx = dy.new_empty(*rows, N)

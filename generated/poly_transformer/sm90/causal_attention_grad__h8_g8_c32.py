@@ -10,9 +10,9 @@
     ds = p * (dy v^T - sum(dy * y))
     dq = ds k / 32 ** 0.5, dk = ds^T q / 32 ** 0.5
 
-Triton kernel for sm90: a program takes one head of keys of a sequence, and the queries that read them. All 32
-x 32 scores of a head are in registers at once; sums are fp32, weights are rounded before they are multiplied
-with. Called again, it gives the same bits.
+Triton kernel for sm90: a program takes one head of keys of a sequence, and the queries that read
+them. All 32 x 32 scores of a head are in registers at once; sums are fp32, weights are rounded
+before they are multiplied with. Called again, it gives the same bits.
 """
 
 import torch
@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")
 NODE = "decoder.blocks.*.attention.y.grad"
 H, G, C = 8, 8, 32  # query heads, key heads, channels per head
 ROWS, KEYS, WIDTH, PAIRS, WARPS, STAGES = 32, 32, 32, 1, 1, 1
@@ -29,9 +30,9 @@ SCALE = C**-0.5
 
 @triton.jit(do_not_specialize=["B", "T", "S"])
 def causal_attention_grad_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, B, T, S, Q_STRIDE, K_STRIDE, V_STRIDE,
-    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, B, T, S, Q_STRIDE, K_STRIDE,
+    V_STRIDE, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):
     t, s, c = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, WIDTH)[None, :]
     queries, keys = t[:, None] < T, s[:, None] < S
@@ -50,7 +51,8 @@ def causal_attention_grad_kernel(
             dy = tl.load(dy_ptr + elements, mask=queries, other=0.0)
             lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * T + t, mask=t < T, other=0.0)
             scores = tl.where(allowed, tl.dot(q, tl.trans(k)) * SCALE, float("-inf"))
-            p = tl.exp(scores - lse[:, None])  # finite for rows after the last, whose dy and q are 0
+            # Finite for rows after the last, whose dy and q are 0
+            p = tl.exp(scores - lse[:, None])
             dv = tl.dot(tl.trans(p.to(tl.bfloat16)), dy, dv)
             dp = tl.dot(dy, tl.trans(v))
             share = tl.sum(p * dp, 1)[:, None]  # equals dy . y up to the rounding of y
@@ -63,16 +65,18 @@ def causal_attention_grad_kernel(
 
 
 def even(x: Tensor) -> Tensor:
-    """Returns x as [B T, heads, C], without a copy if tokens are evenly spaced and heads contiguous."""
+    """Returns x as [B T, heads, C], without a copy if tokens are evenly spaced and heads
+    contiguous."""
     tokens = x.flatten(0, 1)
     return tokens if tokens.stride()[1:] == (C, 1) else tokens.contiguous()
 
 
 def launch(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor,
 ) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs, which are contiguous.
-    Requires at least one sequence."""
+    """Launches the kernel on the current stream. It writes all of the outputs, which are
+    contiguous. Requires at least one sequence."""
     (b, t), s = q.shape[:2], k.shape[1]
     q, k, v = even(q), even(k), even(v)
     causal_attention_grad_kernel[(triton.cdiv(b * G, PAIRS),)](
@@ -87,11 +91,12 @@ def launch(
 def causal_attention_grad(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy [B, T, 8, 32] bf16, q [B, T, 8, 32] bf16, k [B, T, 8, 32] bf16, v [B, T, 8, 32] bf16, y [B, T, 8,
-    32] bf16, lse [B, 8, T] f32 -> dq [B, T, 8, 32] bf16, dk [B, T, 8, 32] bf16, dv [B, T, 8, 32] bf16.
+    """dy [B, T, 8, 32] bf16, q [B, T, 8, 32] bf16, k [B, T, 8, 32] bf16, v [B, T, 8, 32] bf16, y
+    [B, T, 8, 32] bf16, lse [B, 8, T] f32 -> dq [B, T, 8, 32] bf16, dk [B, T, 8, 32] bf16, dv [B, T,
+    8, 32] bf16.
 
-    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and for more
-    than ROWS queries or KEYS keys.
+    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and
+    for more than ROWS queries or KEYS keys.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     for name, tensor, shape, dtype in (
@@ -102,9 +107,13 @@ def causal_attention_grad(
         ("y", y, (b, t, H, C), torch.bfloat16),
         ("lse", lse, (b, H, t), torch.float32),
     ):
-        if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
+        if not tensor.is_cuda or (
+            (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device)
+        ):
             given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
+            raise ValueError(
+                f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU"
+            )
     if t > ROWS or s > KEYS:
         raise ValueError(f"{NODE}: {t} queries to {s} keys; takes at most {ROWS} to {KEYS}")
     dq = q.new_empty(q.shape)
@@ -117,5 +126,7 @@ def causal_attention_grad(
 
 
 @causal_attention_grad.register_fake
-def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

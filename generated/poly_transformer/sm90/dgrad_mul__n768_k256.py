@@ -19,7 +19,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")
 NODE = "*.blocks.*.mlp.down.dgrad + act.grad"
 N, K = 768, 256
 SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
@@ -37,9 +38,12 @@ def native() -> ctypes.CDLL:
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one
+    row."""
     m, code = dy.numel() // K, native()
-    workspace = torch.empty(code.dgrad_mul_workspace(m), dtype=torch.uint8, device=dy.device)
+    workspace = torch.empty(
+        code.dgrad_mul_workspace(m), dtype=torch.uint8, device=dy.device
+    )
     stream = torch.cuda.current_stream(dy.device).cuda_stream
     status = code.dgrad_mul(
         m,
@@ -66,9 +70,15 @@ def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
         ("w", w, (K, N), torch.bfloat16),
         ("slope", slope, (*rows, N), torch.bfloat16),
     ):
-        have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
+        have = (
+            tensor.shape, tensor.dtype, tensor.device,
+            tensor.is_contiguous(), tensor.data_ptr() % 16,
+        )
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = (
+                f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, "
+                f"on {tensor.device}"
+            )
             expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     dx = dy.new_empty(*rows, N)

@@ -3,8 +3,8 @@
 # blocks.*.attention.q.rope.grad    dy f32[B,T,16,128], x f32[B,T,16,128],
 #     cos f32[T,64], sin f32[T,64], weight f32[128] -> dx f32[B,T,16,128],
 #     dweight f32[128]    plan 2232dcc617c4
-"""The gradient of RMSNorm, weight and rotary embedding in plain Torch, for targets without kernels of their
-own.
+"""The gradient of RMSNorm, weight and rotary embedding in plain Torch, for targets without kernels
+of their own.
 
     dz[i] = dy[i] * cos[i] - dy[i + 64] * sin[i] for i < 64
     dz[i + 64] = dy[i + 64] * cos[i] + dy[i] * sin[i]
@@ -22,8 +22,8 @@ from torch import Tensor
 def norm_w_rotary_grad(
     dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., T, 16, 128] f32, x [..., T, 16, 128] f32, cos [T, 64] f32, sin [T, 64] f32, weight [128]
-    f32 -> dx [..., T, 16, 128] f32, dweight [128] f32."""
+    """dy [..., T, 16, 128] f32, x [..., T, 16, 128] f32, cos [T, 64] f32, sin [T, 64] f32,
+    weight [128] f32 -> dx [..., T, 16, 128] f32, dweight [128] f32."""
     a, b = dy.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     dz = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -18,9 +18,11 @@ NODES = ("decoder.cross.k", "decoder.cross.v", "decoder.cross.out")
 N, K = 128, 128
 
 
-def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor) -> Tensor:
-    """x [..., 128] i8, w [128, 128] i8, offset [128] i32, scale [128] f32, second [..., 128] f32 -> y
-    [..., 128] f32.
+def int8_linear_i16_add_f32(
+    x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor,
+) -> Tensor:
+    """x [..., 128] i8, w [128, 128] i8, offset [128] i32, scale [128] f32, second [..., 128] f32
+    -> y [..., 128] f32.
 
     ValueError says what does not fit.
     """

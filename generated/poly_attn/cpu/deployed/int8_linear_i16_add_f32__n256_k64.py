@@ -18,9 +18,11 @@ NODES = ("encoder.lstm.{forward_x,back_x}",)
 N, K = 256, 64
 
 
-def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor) -> Tensor:
-    """x [..., 64] i8, w [256, 64] i8, offset [256] i32, scale [256] f32, second [..., 256] f32 -> y [...,
-    256] f32.
+def int8_linear_i16_add_f32(
+    x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor,
+) -> Tensor:
+    """x [..., 64] i8, w [256, 64] i8, offset [256] i32, scale [256] f32, second [..., 256] f32
+    -> y [..., 256] f32.
 
     ValueError says what does not fit.
     """

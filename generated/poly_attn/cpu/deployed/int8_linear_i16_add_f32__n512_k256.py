@@ -18,9 +18,11 @@ NODES = ("decoder.lstm.{forward_x,gates_x}",)
 N, K = 512, 256
 
 
-def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor) -> Tensor:
-    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32 -> y
-    [..., 512] f32.
+def int8_linear_i16_add_f32(
+    x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor,
+) -> Tensor:
+    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32
+    -> y [..., 512] f32.
 
     ValueError says what does not fit.
     """

@@ -95,14 +95,17 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def quantize_rows(x: Tensor, inverse: Tensor) -> Tensor:
-    """Returns codes i8 of x [..., K]: x * inverse [K], rounded half to even, clamped to -127 .. 127. NaN becomes 0."""
-    return (x.float() * inverse).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8).contiguous()
+    """Returns codes i8 of x [..., K]: x * inverse [K], rounded half to even, clamped to -127 ..
+    127. NaN becomes 0."""
+    return (
+        (x.float() * inverse).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8).contiguous()
+    )
 
 
 def quantize_rows_second(x: Tensor, inverse: Tensor, columns: int) -> Tensor:
-    """Returns the second codes i8 [..., columns] of x [..., K]: the rounding error of the first codes of
-    x * inverse [K], in steps of 1 / 254, rounded half to even. They are 0 for NaN, beyond the largest code,
-    and from column K on."""
+    """Returns the second codes i8 [..., columns] of x [..., K]: the rounding error of the first
+    codes of x * inverse [K], in steps of 1 / 254, rounded half to even. They are 0 for NaN, beyond
+    the largest code, and from column K on."""
     steps = (x.float() * inverse).clamp(-127, 127)
     codes = ((steps - steps.round()) * 254).round().nan_to_num(0.0).to(torch.int8).contiguous()
     return F.pad(codes, (0, columns - codes.shape[-1]))
@@ -115,9 +118,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`, bool[B, S], is True."""
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`,
+    bool[B, S], is True."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
+    attended = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None, None], enable_gqa=True
+    )
     return attended.transpose(1, 2)
 
 

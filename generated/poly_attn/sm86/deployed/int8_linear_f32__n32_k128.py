@@ -20,7 +20,8 @@ from torch import Tensor
 from specc.runtime.support.int8_operands import check_operands, named
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")
 NODES = ("head.logits.padded",)
 N, K = 32, 128
 
@@ -37,9 +38,12 @@ def native() -> ctypes.CDLL:
 
 
 def launch(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, y: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes every element of y. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes every element of y. Requires at least
+    one row."""
     m, code = x.numel() // K, native()
-    workspace = torch.empty(code.int8_linear_f32_workspace(m), dtype=torch.uint8, device=x.device)
+    workspace = torch.empty(
+        code.int8_linear_f32_workspace(m), dtype=torch.uint8, device=x.device
+    )
     status = code.int8_linear_f32(
         m,
         x.data_ptr(), w.data_ptr(), offset.data_ptr(), scale.data_ptr(), y.data_ptr(),

@@ -7,7 +7,8 @@
 //     y = p * scale + second / 254
 //
 // CUTLASS 2.x for sm_86, mma.sync: 64x64x64, 2x2 warps, 4 stages.
-// The sums are exact, in int32. The epilogue is fp32; the output is rounded once, when it is stored.
+// The sums are exact, in int32. The epilogue is fp32; the output is rounded once, when it is
+// stored.
 // arch: sm_86
 
 #include "cutlass/cutlass.h"
@@ -24,11 +25,13 @@ constexpr int N = 512;
 constexpr int K = 256;
 
 using Code = int8_t;
-constexpr int kCodes = 16;  // codes per 16-byte load; x and w are [rows, K], and K is a multiple of it
+// Codes per 16-byte load; x and w are [rows, K], and K is a multiple of it
+constexpr int kCodes = 16;
 using Element = float;
 constexpr int kAlign = sizeof(Element) == 4 ? 4 : 8;  // columns of y that a thread stores at a time
 using Row = cutlass::layout::RowMajor;
-using Column = cutlass::layout::ColumnMajor;  // w [N, K] in row-major order is [K, N] in column-major order
+// w [N, K] in row-major order is [K, N] in column-major order
+using Column = cutlass::layout::ColumnMajor;
 constexpr auto kPlain = cutlass::ComplexTransform::kNone;
 
 using Tile = gemm::GemmShape<64, 64, 64>;
@@ -40,7 +43,9 @@ constexpr int kStages = 4;
 // The epilogue, over fragments of fp32: the sums with their offset, and its other operands.
 template <class Fragment>
 struct ComputeY {
-  __device__ Fragment operator()(Fragment const& p, Fragment const& scale, Fragment const& second) const {
+  __device__ Fragment operator()(
+      Fragment const& p, Fragment const& scale, Fragment const& second
+  ) const {
     Fragment y;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < Fragment::kElements; ++i) {
@@ -57,23 +62,28 @@ using Threads = fusion::OutputTileThreadLayout<Tile, Warp, Element, kAlign, 1>;
 
 // An operand of [N], the same for every row.
 template <class T>
-using ColumnLoad = fusion::VisitorRowBroadcast<Threads, T, cute::Stride<cute::_0, cute::_1, cute::_0>>;
+using ColumnLoad =
+    fusion::VisitorRowBroadcast<Threads, T, cute::Stride<cute::_0, cute::_1, cute::_0>>;
 // A value of [M, N] in row-major order.
 using Rows = cute::Stride<int64_t, cute::_1, cute::_0>;
 template <class T>
 using TileLoad = fusion::VisitorAuxLoad<Threads, T, Rows>;
 
-using Sum = fusion::Sm80EVT<Compute<cutlass::plus, int32_t, int32_t>, fusion::VisitorAccFetch, ColumnLoad<int32_t>>;
-using Tree = fusion::Sm80EVT<Compute<ComputeY, Element, float>, Sum, ColumnLoad<float>, TileLoad<float>>;
+using Sum = fusion::Sm80EVT<
+    Compute<cutlass::plus, int32_t, int32_t>, fusion::VisitorAccFetch, ColumnLoad<int32_t>>;
+using Tree = fusion::Sm80EVT<
+    Compute<ComputeY, Element, float>, Sum, ColumnLoad<float>, TileLoad<float>
+>;
 using Store = fusion::Sm80EVT<fusion::VisitorAuxStore<Threads, Element, kRound, Rows>, Tree>;
 using Kernel = gemm::kernel::DefaultGemmWithVisitor<
     Code, Row, kPlain, kCodes, Code, Column, kPlain, kCodes, Element, Row, kAlign, int32_t, float,
-    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp, Instruction, Store, Swizzle, kStages,
-    cutlass::arch::OpMultiplyAddSaturate>::GemmKernel;
+    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp, Instruction, Store, Swizzle,
+    kStages, cutlass::arch::OpMultiplyAddSaturate>::GemmKernel;
 using Gemm = gemm::device::GemmUniversalAdapter<Kernel>;
 
 Gemm::Arguments arguments(
-    int m, void const* x, void const* w, void const* offset, void const* scale, void const* second, void* y
+    int m, void const* x, void const* w, void const* offset, void const* scale, void const* second,
+    void* y
 ) {
   Rows const stride_y{N, {}, {}};
   Tree::Arguments const tree{
@@ -82,14 +92,17 @@ Gemm::Arguments arguments(
       {static_cast<float*>(const_cast<void*>(second)), float(0), stride_y}, {}
   };
   Store::Arguments const store{tree, {static_cast<Element*>(y), stride_y}};
-  return {gemm::GemmUniversalMode::kGemm, {m, N, K}, 1, store, x, w, nullptr, nullptr, 0, 0, 0, 0, K, K, 0, 0};
+  return {gemm::GemmUniversalMode::kGemm, {m, N, K}, 1, store, x, w, nullptr, nullptr,
+          0, 0, 0, 0, K, K, 0, 0};
 }
 
 }  // namespace
 
 // Returns the bytes of device memory that a call with m rows needs.
 extern "C" size_t int8_linear_i16_add_f32_workspace(int m) {
-  return Gemm::get_workspace_size(arguments(m, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr));
+  return Gemm::get_workspace_size(arguments(
+      m, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr
+  ));
 }
 
 // Returns the description of a status.
@@ -97,11 +110,11 @@ extern "C" char const* int8_linear_i16_add_f32_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Pointers are to device memory and 16-byte aligned; rows are
-// contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Pointers are to device memory and 16-byte aligned; rows
+// are contiguous. There is at least one row.
 extern "C" int int8_linear_i16_add_f32(
-    int m, void const* x, void const* w, void const* offset, void const* scale, void const* second, void* y,
-    void* workspace, cudaStream_t stream
+    int m, void const* x, void const* w, void const* offset, void const* scale, void const* second,
+    void* y, void* workspace, cudaStream_t stream
 ) {
   auto const given = arguments(m, x, w, offset, scale, second, y);
   Gemm call;

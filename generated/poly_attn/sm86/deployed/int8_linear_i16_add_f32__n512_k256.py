@@ -20,7 +20,8 @@ from torch import Tensor
 from specc.runtime.support.int8_operands import check_operands, named
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")
 NODES = ("decoder.lstm.{forward_x,gates_x}",)
 N, K = 512, 256
 
@@ -37,12 +38,16 @@ def native() -> ctypes.CDLL:
 
 
 def launch(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor, y: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes every element of y. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes every element of y. Requires at least
+    one row."""
     m, code = x.numel() // K, native()
-    workspace = torch.empty(code.int8_linear_i16_add_f32_workspace(m), dtype=torch.uint8, device=x.device)
+    workspace = torch.empty(
+        code.int8_linear_i16_add_f32_workspace(m), dtype=torch.uint8, device=x.device
+    )
     status = code.int8_linear_i16_add_f32(
         m,
-        x.data_ptr(), w.data_ptr(), offset.data_ptr(), scale.data_ptr(), second.data_ptr(), y.data_ptr(),
+        x.data_ptr(), w.data_ptr(), offset.data_ptr(), scale.data_ptr(), second.data_ptr(),
+        y.data_ptr(),
         workspace.data_ptr(),
         torch.cuda.current_stream(x.device).cuda_stream,
     )
@@ -52,9 +57,11 @@ def launch(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor, 
 
 
 @torch.library.custom_op(f"{NAMESPACE}::int8_linear_i16_add_f32__n512_k256", mutates_args=())
-def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor) -> Tensor:
-    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32 -> y [...,
-    512] f32.
+def int8_linear_i16_add_f32(
+    x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor,
+) -> Tensor:
+    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32 ->
+    y [..., 512] f32.
 
     All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """

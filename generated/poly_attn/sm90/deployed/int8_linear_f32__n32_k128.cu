@@ -7,7 +7,8 @@
 //     y = p * scale
 //
 // CUTLASS 2.x for sm_90a, mma.sync: 64x32x64, 2x2 warps, 4 stages.
-// The sums are exact, in int32. The epilogue is fp32; the output is rounded once, when it is stored.
+// The sums are exact, in int32. The epilogue is fp32; the output is rounded once, when it is
+// stored.
 // arch: sm_90a
 
 #include "cutlass/cutlass.h"
@@ -24,11 +25,13 @@ constexpr int N = 32;
 constexpr int K = 128;
 
 using Code = int8_t;
-constexpr int kCodes = 16;  // codes per 16-byte load; x and w are [rows, K], and K is a multiple of it
+// Codes per 16-byte load; x and w are [rows, K], and K is a multiple of it
+constexpr int kCodes = 16;
 using Element = float;
 constexpr int kAlign = sizeof(Element) == 4 ? 4 : 8;  // columns of y that a thread stores at a time
 using Row = cutlass::layout::RowMajor;
-using Column = cutlass::layout::ColumnMajor;  // w [N, K] in row-major order is [K, N] in column-major order
+// w [N, K] in row-major order is [K, N] in column-major order
+using Column = cutlass::layout::ColumnMajor;
 constexpr auto kPlain = cutlass::ComplexTransform::kNone;
 
 using Tile = gemm::GemmShape<64, 32, 64>;
@@ -57,17 +60,19 @@ using Threads = fusion::OutputTileThreadLayout<Tile, Warp, Element, kAlign, 1>;
 
 // An operand of [N], the same for every row.
 template <class T>
-using ColumnLoad = fusion::VisitorRowBroadcast<Threads, T, cute::Stride<cute::_0, cute::_1, cute::_0>>;
+using ColumnLoad =
+    fusion::VisitorRowBroadcast<Threads, T, cute::Stride<cute::_0, cute::_1, cute::_0>>;
 // A value of [M, N] in row-major order.
 using Rows = cute::Stride<int64_t, cute::_1, cute::_0>;
 
-using Sum = fusion::Sm80EVT<Compute<cutlass::plus, int32_t, int32_t>, fusion::VisitorAccFetch, ColumnLoad<int32_t>>;
+using Sum = fusion::Sm80EVT<
+    Compute<cutlass::plus, int32_t, int32_t>, fusion::VisitorAccFetch, ColumnLoad<int32_t>>;
 using Tree = fusion::Sm80EVT<Compute<ComputeY, Element, float>, Sum, ColumnLoad<float>>;
 using Store = fusion::Sm80EVT<fusion::VisitorAuxStore<Threads, Element, kRound, Rows>, Tree>;
 using Kernel = gemm::kernel::DefaultGemmWithVisitor<
     Code, Row, kPlain, kCodes, Code, Column, kPlain, kCodes, Element, Row, kAlign, int32_t, float,
-    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp, Instruction, Store, Swizzle, kStages,
-    cutlass::arch::OpMultiplyAddSaturate>::GemmKernel;
+    cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Tile, Warp, Instruction, Store, Swizzle,
+    kStages, cutlass::arch::OpMultiplyAddSaturate>::GemmKernel;
 using Gemm = gemm::device::GemmUniversalAdapter<Kernel>;
 
 Gemm::Arguments arguments(
@@ -79,7 +84,8 @@ Gemm::Arguments arguments(
       {static_cast<float const*>(scale), float(0), {}}, {}
   };
   Store::Arguments const store{tree, {static_cast<Element*>(y), stride_y}};
-  return {gemm::GemmUniversalMode::kGemm, {m, N, K}, 1, store, x, w, nullptr, nullptr, 0, 0, 0, 0, K, K, 0, 0};
+  return {gemm::GemmUniversalMode::kGemm, {m, N, K}, 1, store, x, w, nullptr, nullptr,
+          0, 0, 0, 0, K, K, 0, 0};
 }
 
 }  // namespace
@@ -94,11 +100,11 @@ extern "C" char const* int8_linear_f32_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Pointers are to device memory and 16-byte aligned; rows are
-// contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Pointers are to device memory and 16-byte aligned; rows
+// are contiguous. There is at least one row.
 extern "C" int int8_linear_f32(
-    int m, void const* x, void const* w, void const* offset, void const* scale, void* y, void* workspace,
-    cudaStream_t stream
+    int m, void const* x, void const* w, void const* offset, void const* scale, void* y,
+    void* workspace, cudaStream_t stream
 ) {
   auto const given = arguments(m, x, w, offset, scale, y);
   Gemm call;
