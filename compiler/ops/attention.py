@@ -395,7 +395,8 @@ class Sdpa(ScoredBase):
             flex += ["def score(s: Tensor, row: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:"]
             flex += [f"    return scored(s, i, j, h{tables})", ""]
         flex += [f"tables = blocks({'start' if self.documents else 'q.transpose(1, 2)'}, size)"]
-        flex += ["mask = BlockMask((tokens, tokens), *tables, BLOCK_SIZE=(size, size), mask_mod=seen)"]
+        flex += ["mask = BlockMask(  # type: ignore[misc]"]  # mypy takes `tables` to be of any length
+        flex += ["    (tokens, tokens), *tables, BLOCK_SIZE=(size, size), mask_mod=pair_seen", ")"]
         if self.sinks:
             flex += [f"y, lse = flex_attention(q, k, v, {', '.join(settings)}, return_lse=True)"]
             flex += ["y = y * torch.sigmoid(lse - sinks[:, None]).to(y.dtype).unsqueeze(-1)"]

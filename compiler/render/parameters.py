@@ -63,12 +63,14 @@ def parameter_lines(
         if holder and not type.storage:
             holders.setdefault(holder, []).append((name, shape, otherwise))
         elif not type.storage:
-            lines.append(f"self.{name} = nn.Parameter(torch.empty({', '.join(map(spelled, type.shape))})){otherwise}")
+            value = f"nn.Parameter(torch.empty({', '.join(map(spelled, type.shape))})){otherwise}"
+            lines.append(f"self.{name}{': Any' if otherwise else ''} = {value}")
     bare = [at for at in dict.fromkeys(path.rpartition(".")[0] for path in stored) if at and at not in holders]
     parents = [at.rpartition(".")[0] for at in (*holders, *bare)]
     empty = dict.fromkeys((*parents, *bare, *(at.rpartition(".")[0] for at in modules)))
     inside = {at for at in empty if any(at.startswith(f"{holder}.") for holder in holders)}
-    lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders and at not in inside]
+    outer = [at for at in empty if at and at not in holders and at not in inside]
+    lines += [f"self.{at}{'' if '.' in at else ': Any'} = nn.Module()" for at in outer]
     parts = (holder.split(".") for holder in holders)
     above = dict.fromkeys(".".join(words[: i + 1]) for words in parts for i in range(len(words)))
     shared = {path.rpartition(".")[0] for path in stored}  # modules that also exist in instances without the parameters

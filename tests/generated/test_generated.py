@@ -51,6 +51,16 @@ def test_it_is_ruff_clean() -> None:
     assert {Path(file) for file in checked} >= {path for path in SOURCES if path.suffix == ".py"}
 
 
+def test_it_is_type_checked() -> None:
+    """With the default settings of mypy: a decoder with kernels, and encoder-decoders in floats and int8."""
+    folders = [GENERATED / name for name in ("gpt_mlp35", "modded_gpt", "poly_attn", "poly_lstm")]
+    count = sum(path.suffix == ".py" and any(folder in path.parents for folder in folders) for path in SOURCES)
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--cache-dir", str(ROOT / ".mypy_cache/generated")]
+    command += ["--explicit-package-bases", "--ignore-missing-imports", *(folder.name for folder in folders)]
+    end = subprocess.run(command, capture_output=True, text=True, cwd=GENERATED)
+    assert end.stdout == f"Success: no issues found in {count} source files\n", end.stdout + end.stderr
+
+
 def test_lines_are_short() -> None:
     """A line of model.py may be longer, so that the module of a model is read on few pages."""
     assert WIDTH == 100 and MODEL_WIDTH == 120

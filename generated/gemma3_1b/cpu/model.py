@@ -4,6 +4,7 @@ rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of
 features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ ROPE256_1000000 = {5, 11, 17, 23}  # blocks with rope256_1000000
 RING = {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 24, 25}  # blocks with ring
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

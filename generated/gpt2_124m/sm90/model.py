@@ -3,6 +3,7 @@
 rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of a head, E features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ V, D, H, C, E = 50257, 768, 12, 64, 3072
 ATTENTION_RESIDUAL = 1 / math.sqrt(2 * 12)
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

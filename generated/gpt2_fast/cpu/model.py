@@ -3,6 +3,8 @@
 rows, T tokens, S cached positions, V tokens, D features, BUCKETS pairs of tokens, BIGRAM features of a pair, H heads, C
 channels of a head, E features inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,7 +29,7 @@ SECOND = {1, 11}  # blocks that are given second
 GIVEN = {0, 1, 10, 11}  # blocks with given
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -4,6 +4,7 @@
 channels of a head, G heads of keys and values, E features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ SKIPS_ONCE = {5: (0, 4), 6: (1, 3), 7: (2, 2), 8: (3, 1), 9: (4, 0)}
 WRITE = {7, 8, 9, 10}  # blocks with write
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -3,6 +3,8 @@
 tokens, S cached positions, V tokens, D features, H heads, C channels of a head, G heads of keys and values, E features
 inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +24,7 @@ from .softmax_nats_tanh__v257 import softmax_nats_tanh
 V, D, H, C, G, E = 257, 128, 4, 32, 2, 448
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -4,6 +4,7 @@ rows, T tokens, S cached positions, V tokens, D features, BUCKETS pairs of token
 channels of a head, G heads of keys and values, E features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ ATTENTION_VALUES_PROJECT = {9, 10}  # blocks that are given attention_values_pro
 SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose output it also reads
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -4,6 +4,7 @@ bf16. B rows, T tokens, S cached positions, V tokens, D features, H heads, C cha
 values, E features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ V, D, H, C, G, E = 1024, 512, 8, 64, 4, 1792
 SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose output it also reads
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

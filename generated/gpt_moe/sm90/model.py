@@ -4,6 +4,7 @@ rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of
 features inside an expert, N experts, K experts of a token, MOE_SHARED_E features inside the MLP."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ ATTENTION_RESIDUAL = 1 / math.sqrt(2 * 12)
 ROUTER = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}  # blocks with router
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -2,6 +2,8 @@
 """modded_gpt for cpu: decoder, 11 blocks of 768, 2048 tokens, vocabulary 50304. Parameters and activations are f32. B
 rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of a head, E features inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,7 +32,7 @@ BACK = {10}  # blocks with back
 CACHE = {3, 10}  # blocks with cache
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
@@ -105,7 +107,7 @@ class Block(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.skip = nn.Parameter(torch.empty(1)) if layer in SKIP else None
+        self.skip: Any = nn.Parameter(torch.empty(1)) if layer in SKIP else None
         self.attention = weights(
             q=(H * C, D) if layer in COS else None,
             k=(H * C, D) if layer in COS else None,

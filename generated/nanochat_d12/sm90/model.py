@@ -2,6 +2,8 @@
 """nanochat_d12 for sm90: decoder, 12 blocks of 768, 2048 tokens, vocabulary 32768. Parameters and activations are bf16.
 B rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of a head, E features inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +30,7 @@ RING = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with ring
 CACHE = {3, 7, 11}  # blocks with cache
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -3,6 +3,8 @@
 31. Parameters and activations are f32. B rows, S tokens of the source, T of the target, V tokens, D features,
 DECODER_EMBED_D features, H heads, C channels of a head."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,7 +14,7 @@ from .attend_cached import attend_cached
 V, D, DECODER_EMBED_D, H, C = 31, 64, 128, 4, 32
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
@@ -69,8 +71,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Module()
-        self.decoder = nn.Module()
+        self.encoder: Any = nn.Module()
+        self.decoder: Any = nn.Module()
         self.encoder.embed = weights(token=(V, D))
         self.encoder.lstm = weights(
             input=(256, D), hidden=(256, 64), bias=(256,), back_input=(256, D), back_hidden=(256, 64), back_bias=(256,)

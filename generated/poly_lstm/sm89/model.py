@@ -2,6 +2,8 @@
 """poly_lstm for sm89: encoder embed + lstm, decoder embed + additive + concat + lstm, 30 tokens, vocabulary 31.
 Parameters and activations are f32. B rows, S tokens of the source, T of the target, V tokens, D features."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 V, D = 31, 320
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
@@ -90,8 +92,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Module()
-        self.decoder = nn.Module()
+        self.encoder: Any = nn.Module()
+        self.decoder: Any = nn.Module()
         self.encoder.embed = weights(token=(V, D))
         self.encoder.lstm = weights(
             input=(1280, D),

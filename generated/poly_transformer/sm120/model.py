@@ -3,6 +3,8 @@
 activations are bf16. B rows, S tokens of the source, T of the target, V tokens, D features, H heads, C channels of a
 head, E features inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +22,7 @@ from .seen_attention_grad__h8_g8_c32 import seen_attention_grad
 V, D, H, C, E = 31, 256, 8, 32, 768
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
@@ -182,8 +184,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Module()
-        self.decoder = nn.Module()
+        self.encoder: Any = nn.Module()
+        self.decoder: Any = nn.Module()
         self.encoder.embed = weights(token=(V, D), positions=(30, D))
         self.encoder.norm = weights(norm_weight=(D,), norm_bias=(D,))
         self.decoder.embed = weights(token=(V, D), positions=(30, D))

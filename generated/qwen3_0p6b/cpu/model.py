@@ -3,6 +3,8 @@
 B rows, T tokens, S cached positions, V tokens, D features, H heads, C channels of a head, G heads of keys and values, E
 features inside the MLP."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,7 +27,7 @@ from .softmax_nats__v151936 import softmax_nats
 V, D, H, C, G, E = 151936, 1024, 16, 128, 8, 3072
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():

@@ -3,6 +3,8 @@
 31. Parameters and activations are f32. B rows, S tokens of the source, T of the target, V tokens, D features,
 DECODER_EMBED_D features, H heads, C channels of a head."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,7 +88,7 @@ BUFFERS = {
 }
 
 
-def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
+def weights(**shapes: tuple[int, ...] | None) -> Any:
     """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
@@ -186,13 +188,13 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Module()
-        self.decoder = nn.Module()
+        self.encoder: Any = nn.Module()
+        self.decoder: Any = nn.Module()
         self.encoder.lstm = nn.Module()
         self.decoder.attention = nn.Module()
         self.decoder.cross = nn.Module()
         self.decoder.lstm = nn.Module()
-        self.head = nn.Module()
+        self.head: Any = nn.Module()
         self.encoder.embed = weights(token=(V, D))
         self.decoder.embed = weights(token=(V, DECODER_EMBED_D))
         self.encoder.lstm.steps = Lstm64I16Steps()
