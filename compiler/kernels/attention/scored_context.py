@@ -390,7 +390,7 @@ class Writer:
             span="whole, some" if masked else "whole",
             tiles="",
             start="",
-            keys=f"mask={inside[0]}, other=0.0" if inside else "",
+            keys=f", mask={inside[0]}, other=0.0" if inside else "",
             scores=(*lines, *(('x = tl.where(seen, x, float("-inf"))',) if masked and not self.backward else ())),
             base='tl.where(top == float("-inf"), 0.0, top)' if masked else "top",
             weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,

@@ -106,9 +106,7 @@ def queries_kernel(
     lse = tl.load(lse_ptr + place, mask=query < T, other=float("inf")) * LOG2E
     row = tile
     order, whole, some = (
-        order_ptr + row * N,
-        tl.load(counts_ptr + row * 2),
-        tl.load(counts_ptr + row * 2 + 1),
+        order_ptr + row * N, tl.load(counts_ptr + row * 2), tl.load(counts_ptr + row * 2 + 1)
     )
     dq = tl.zeros((QUERIES, WIDTH), tl.float32)
     for n in range(whole):  # no pair is masked
@@ -116,10 +114,12 @@ def queries_kernel(
         key = j0 + tl.arange(0, KEYS)
         j = key[None, :]
         k = tl.load(
-            k_ptr + begin * K_STRIDE + (key[:, None] * K_STRIDE + g * C + c),
+            k_ptr + begin * K_STRIDE
+            + (key[:, None] * K_STRIDE + g * C + c)
         )
         v = tl.load(
-            v_ptr + begin * V_STRIDE + (key[:, None] * V_STRIDE + g * C + c),
+            v_ptr + begin * V_STRIDE
+            + (key[:, None] * V_STRIDE + g * C + c)
         )
         s = tl.dot(q, tl.trans(k)) * SCALE
         x = s
@@ -131,12 +131,12 @@ def queries_kernel(
         key = j0 + tl.arange(0, KEYS)
         j = key[None, :]
         k = tl.load(
-            k_ptr + begin * K_STRIDE + (key[:, None] * K_STRIDE + g * C + c),
-            mask=key[:, None] < T, other=0.0,
+            k_ptr + begin * K_STRIDE
+            + (key[:, None] * K_STRIDE + g * C + c), mask=key[:, None] < T, other=0.0
         )
         v = tl.load(
-            v_ptr + begin * V_STRIDE + (key[:, None] * V_STRIDE + g * C + c),
-            mask=key[:, None] < T, other=0.0,
+            v_ptr + begin * V_STRIDE
+            + (key[:, None] * V_STRIDE + g * C + c), mask=key[:, None] < T, other=0.0
         )
         s = tl.dot(q, tl.trans(k)) * SCALE
         seen = (j <= i) & (i - j <= 512)
@@ -166,9 +166,7 @@ def keys_kernel(
     v = tl.load(v_ptr + at * V_STRIDE + g * C + c, mask=inside, other=0.0)
     row = tile
     order, whole, some = (
-        order_ptr + row * N,
-        tl.load(counts_ptr + row * 2),
-        tl.load(counts_ptr + row * 2 + 1),
+        order_ptr + row * N, tl.load(counts_ptr + row * 2), tl.load(counts_ptr + row * 2 + 1)
     )
     dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
     tiles = whole
@@ -180,13 +178,11 @@ def keys_kernel(
         there = query[:, None] < T
         q = tl.load(
             q_ptr + begin * Q_STRIDE + (query[:, None] * Q_STRIDE + h * C + c),
-            mask=there,
-            other=0.0,
+            mask=there, other=0.0,
         )
         dy = tl.load(
             dy_ptr + begin * (H * C) + (query[:, None] * (H * C) + h * C + c),
-            mask=there,
-            other=0.0,
+            mask=there, other=0.0,
         )
         place = (b.to(tl.int64) * H + h) * T + query
         lse = tl.load(lse_ptr + place, mask=query < T, other=float("inf")) * LOG2E
@@ -206,13 +202,11 @@ def keys_kernel(
         there = query[:, None] < T
         q = tl.load(
             q_ptr + begin * Q_STRIDE + (query[:, None] * Q_STRIDE + h * C + c),
-            mask=there,
-            other=0.0,
+            mask=there, other=0.0,
         )
         dy = tl.load(
             dy_ptr + begin * (H * C) + (query[:, None] * (H * C) + h * C + c),
-            mask=there,
-            other=0.0,
+            mask=there, other=0.0,
         )
         place = (b.to(tl.int64) * H + h) * T + query
         lse = tl.load(lse_ptr + place, mask=query < T, other=float("inf")) * LOG2E
@@ -237,12 +231,7 @@ def launch(
     contiguous. Requires at least one sequence."""
     b, t = q.shape[:2]
     q, k, v, dy, y, lse = (
-        even(q),
-        even(k),
-        even(v),
-        dy.contiguous(),
-        y.contiguous(),
-        lse.contiguous(),
+        even(q), even(k), even(v), dy.contiguous(), y.contiguous(), lse.contiguous(),
     )
     delta = torch.empty_like(lse)
     counts, order = list_tiles(q, 1, t, DQ_QUERIES, DQ_KEYS, False)

@@ -93,9 +93,7 @@ def forward_kernel(
     q = tl.load(q_ptr + at * Q_STRIDE + h * C + c, mask=inside, other=0.0)
     row = tile
     order, whole, some = (
-        order_ptr + row * N,
-        tl.load(counts_ptr + row * 2),
-        tl.load(counts_ptr + row * 2 + 1),
+        order_ptr + row * N, tl.load(counts_ptr + row * 2), tl.load(counts_ptr + row * 2 + 1)
     )
     most, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
     y = tl.zeros((QUERIES, WIDTH), tl.float32)
@@ -104,10 +102,12 @@ def forward_kernel(
         key = j0 + tl.arange(0, KEYS)
         j = key[None, :]
         k = tl.load(
-            k_ptr + begin * K_STRIDE + (key[:, None] * K_STRIDE + g * C + c),
+            k_ptr + begin * K_STRIDE
+            + (key[:, None] * K_STRIDE + g * C + c)
         )
         v = tl.load(
-            v_ptr + begin * V_STRIDE + (key[:, None] * V_STRIDE + g * C + c),
+            v_ptr + begin * V_STRIDE
+            + (key[:, None] * V_STRIDE + g * C + c)
         )
         s = tl.dot(q, tl.trans(k)) * SCALE
         x = s
@@ -122,12 +122,12 @@ def forward_kernel(
         key = j0 + tl.arange(0, KEYS)
         j = key[None, :]
         k = tl.load(
-            k_ptr + begin * K_STRIDE + (key[:, None] * K_STRIDE + g * C + c),
-            mask=key[:, None] < T, other=0.0,
+            k_ptr + begin * K_STRIDE
+            + (key[:, None] * K_STRIDE + g * C + c), mask=key[:, None] < T, other=0.0
         )
         v = tl.load(
-            v_ptr + begin * V_STRIDE + (key[:, None] * V_STRIDE + g * C + c),
-            mask=key[:, None] < T, other=0.0,
+            v_ptr + begin * V_STRIDE
+            + (key[:, None] * V_STRIDE + g * C + c), mask=key[:, None] < T, other=0.0
         )
         s = tl.dot(q, tl.trans(k)) * SCALE
         seen = j <= i
