@@ -194,15 +194,19 @@ class World:
         except RuntimeError:
             return not isinstance(error, PeerLost)
 
-    def leave(self) -> None:
+    def leave(self, waits: bool = True) -> None:
         """Ends the use of the store. Rank 0, which hosts the store, waits until the others no longer use it, because
-        Torch would print a trace for each call that is not answered."""
+        Torch would print a trace for each call that is not answered. If `waits` is False, rank 0 does not wait."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        if self.rank:
-            self._store.set(f"left/{self.rank}", "")
-        elif others := [f"left/{rank}" for rank in range(1, self.size)]:
-            self._poll(lambda: self._store.check(others))
+        others = [f"left/{rank}" for rank in range(1, self.size)]
+        try:
+            if self.rank:
+                self._store.set(f"left/{self.rank}", "")
+            elif others and waits:
+                self._poll(lambda: self._store.check(others))
+        except RuntimeError:  # the store has ended with rank 0
+            pass
 
     def _poll(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + _HEAD_START
@@ -241,8 +245,7 @@ def joined() -> Iterator[World]:
     # The process group is not destroyed, because that could wait for ranks that have ended
     except BaseException as error:
         shows = world.reports(error)
-        if world._heartbeat is not None:
-            world._heartbeat.stop()
+        world.leave(waits=not isinstance(error, PeerLost))
         if not shows:
             codes.append(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70))
             raise SystemExit(codes[0]) from None
