@@ -101,8 +101,8 @@ class Shaker:
             if isinstance(each, ast.ClassDef) and self._is_called_from_outside(name, each)
         ]
         tree, names = flattened(self._modules, self._resolved)
-        kept = [str(name) for _, name in public]
-        short = shorten(tree, self._keywords, [names[symbol] for symbol in opaque], kept)
+        entries = [str(name) for _, name in public]
+        short = shorten(tree, self._keywords, [names[symbol] for symbol in opaque], entries)
         names = {symbol: short.get(name, name) for symbol, name in names.items()}
         texts = {f"{self._joined.rpartition('.')[2]}.py": _text(ast.fix_missing_locations(tree))}
         for file, outside in self._outside.items():

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.ir.types import BYTES
-from specc.compiler.kernels.attention.cached_context import CachedTile, Writer, inputs_of, op_of, page_of, sizes_of
+from specc.compiler.kernels.attention.cached_context import CachedTile, inputs_of, op_of, page_of, sizes_of
+from specc.compiler.kernels.attention.cached_writer import Writer
 from specc.compiler.kernels.attention.score_tile import block
 from specc.compiler.kernels.attention.step_context import StepWriter
 from specc.compiler.kernels.generated import python_file

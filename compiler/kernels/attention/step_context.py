@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from specc.compiler.kernels.attention.cached_context import CachedContext, CachedTile, Loop, Writer
+from specc.compiler.kernels.attention.cached_context import CachedContext, CachedTile, Loop
+from specc.compiler.kernels.attention.cached_writer import Writer
 from specc.compiler.kernels.generated import GeneratedFunction, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, nested
