@@ -59,7 +59,7 @@ def near(y: Tensor, want: Tensor) -> None:
 def test_all_layouts_scores_and_lengths(name: str, folder: Path) -> None:
     case = {**CASES, **REAL}[name]
     if case.coded and capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("needs e4m3")
+        pytest.skip("the GPU has no e4m3")
     op, site = op_of(name, case, folder), case.site()
     for seed, (lengths, each) in enumerate(TEXTS):
         if lengths[0] < case.prefix:  # the reference would read keys of the prefix that the cache does not have yet
@@ -115,7 +115,7 @@ def test_the_last_program_joins_parts_with_the_same_bits(name: str, folder: Path
     """Programs end in any order, in calls and in a graph that is replayed, beside another kernel that changes it."""
     case = REAL[name]
     if case.coded and capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("needs e4m3")
+        pytest.skip("the GPU has no e4m3")
     op, site = op_of(f"joined {name}", case, folder), case.site()
     for texts in (1, 3, 9):
         given = on_gpu(cached_inputs(case, site, (1900,) * texts, 1, texts))
@@ -157,7 +157,7 @@ def test_the_first_call_is_not_captured(folder: Path) -> None:
 @pytest.mark.parametrize("channels", [24, 64, 576])
 def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, folder: Path) -> None:
     if capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("needs e4m3")
+        pytest.skip("the GPU has no e4m3")
     site = codes_site(channels, "bf16", "sm89")
     to_codes = imported(CODES_TRITON, site, folder / f"codes_{channels}").to_codes
     x = torch.randn(3, 701, 2, channels, device="cuda").bfloat16() * torch.rand(3, 701, 2, 1, device="cuda").bfloat16()
@@ -182,7 +182,7 @@ def test_models_decode_as_they_score(name: str, dtype: str | None, page: int | N
     capability = capability_of()
     target = next(name for name, target in reversed(TARGETS.items()) if target.arch and runs_on(target, capability))
     if dtype is not None and "fp8_mma" not in TARGETS[target].features:
-        pytest.skip("needs e4m3")
+        pytest.skip("the GPU has no e4m3")
     cache = {"page": page, **({"dtype": dtype} if dtype else {})}
     mlp = {**MLP, "hidden": 512}
     spec = tiny(layers=(LAYERS[name], mlp), dim=256, context=256, vocab=64, fuse=(), targets=(target,), cache=cache)
