@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from specc.compiler import pipeline
 from specc.compiler.errors import SpecError
-from specc.compiler.kernels.kernel import Rendered
+from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 DEPLOYED = "deployed"  # in a target's folder, the subfolder of the model that runs from an artifact
 DECODING = "decoding"  # the name of plans for decoding steps, which no build writes
+CALLED = "called"  # the name of the function in the result of `called_text`
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +257,21 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
     from specc.compiler.render.jinja import render
 
     return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
+
+
+def called_text(site: Site) -> str | None:
+    """Renders the Torch call of a node, and the functions that it calls, as a Python function `CALLED` of the node's
+    inputs. Returns None if the call needs no such function, or if the node has an epilogue."""
+    from specc.compiler.render.jinja import render
+    from specc.compiler.render.model import is_op, op_file
+
+    call = site.node.op.call(site.inputs)
+    functions = {each.function: each.generated for each in call.supports} if call is not None else {}
+    if call is None or not functions or site.node.epilogue or not all(is_op(*each) for each in functions.items()):
+        return None
+    names = [f"x{i}" for i in range(len(site.inputs))]
+    texts = (render(*op_file(*each, "specc"), "", "") for each in functions.items())
+    return "\n\n".join((*texts, f"def {CALLED}({', '.join(names)}):\n    return {call.text(names)}\n"))
 
 
 def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:

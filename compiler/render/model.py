@@ -86,9 +86,7 @@ def model_context(plan: Plan) -> ModelContext:
     called_ones |= {"recomputed": None} if programs.recomputed else {}
     called_ones |= {"derived": None} if programs.derived else {}
     package = f"specc_{plan.name}"
-    ops = {
-        name: _op_file(name, generated, package) for name, generated in called_ones.items() if _is_op(name, generated)
-    }
+    ops = {name: op_file(name, generated, package) for name, generated in called_ones.items() if is_op(name, generated)}
     supports = tuple(name for name in called_ones if name not in ops)
     imports += [(name, name) for name in ops]
     names = {name for name, _, _ in programs.sizes} | {
@@ -183,11 +181,12 @@ def first_caller(plan: Plan, support: str) -> str:
     return support
 
 
-def _is_op(name: str, generated: tuple[str, Any] | None) -> bool:
+def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
+    """Returns whether a support function has its own file."""
     return generated is not None or exists(f"torch/ops/{name}.py.jinja")
 
 
-def _op_file(name: str, generated: tuple[str, Any] | None, package: str) -> tuple[str, object]:
+def op_file(name: str, generated: tuple[str, Any] | None, package: str) -> tuple[str, object]:
     """Returns the template of an op's file and its context."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", OpContext(package)

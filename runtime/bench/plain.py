@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specc.compiler import kernels
-from specc.compiler.build import kernel_files
+from specc.compiler.build import CALLED, called_text, kernel_files
 from specc.compiler.catalog import catalog
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import TensorType
@@ -51,14 +51,16 @@ def plain_nodes(
 
 def plain_site(site: Site) -> Function:
     """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is the
-    first of these that exists: Torch's call for the node on the target, the Torch kernel of the CPU target, the
-    reference of the op."""
+    first of these that exists: Torch's call for the node on the target, the Torch kernel of the CPU target, the Torch
+    functions that the op calls, the reference of the op."""
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
-    if rendered is None:
-        function: Function = site.node.op.reference
-        return function
-    (text,) = kernel_files(rendered, "", "").values()
-    return executed(text, rendered.function, {})
+    if rendered is not None:
+        (text,) = kernel_files(rendered, "", "").values()
+        return executed(text, rendered.function, {})
+    if (text := called_text(site)) is not None:
+        return executed(text, CALLED, {"torch": torch, "F": F})
+    function: Function = site.node.op.reference
+    return function
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:

@@ -48,7 +48,7 @@ def op_of(site: Site) -> RopeAttention:
 
 
 def module_of(site: Site, folder: Path, name: str, tile: CachedTile | None = None) -> Any:
-    return imported(replace(CACHED_ATTENTION, tile=tile), site, folder / re.sub(r"[ ,]+", "_", name))
+    return imported(replace(CACHED_ATTENTION, tile=tile), site, folder / f"tested_{re.sub(r'[ ,]+', '_', name)}")
 
 
 def lengths_of(case: Cached) -> list[tuple[int, ...]]:

@@ -265,7 +265,7 @@ def test_captured_without_a_cache(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.nvcc
 def test_all_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["train.data.lines=20000", "eval.lines=3000", "eval.batch=1024"]
+    sizes = ["train.data.lines=20000", "eval.lines=1000", "eval.batch=250"]
     words = [word for text in sizes for word in ("--set", text)]
     parts = [word for part in ("step", "table", "decode", "int8") for word in ("--only", part)]
     code = run(["bench", str(ROOT / "specs" / "poly_attn.yaml"), *words, *parts, "--steps", "5", "--json"])

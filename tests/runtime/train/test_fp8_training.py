@@ -382,7 +382,7 @@ def test_compiled_steps_on_a_gpu_are_near_those_of_the_compute_dtype(sets: Seque
             for weight in model.parameters():
                 if weight.ndim > 1 and not weight.any():  # outputs that begin at 0 would hide wrong values
                     weight.normal_(std=0.1, generator=torch.Generator("cuda").manual_seed(3))
-        scales = Fp8Scales(model, 4 * 64, World.alone())
+        scales = Fp8Scales(model, 4 * 64, World.alone().on(torch.device("cuda")))
         function = torch.compile(model, fullgraph=True)
         for _ in range(2):  # the second step has scales that fit
             model.zero_grad()
