@@ -57,8 +57,8 @@ def plain_site(site: Site) -> Function:
     if rendered is not None:
         (text,) = kernel_files(rendered, "", "").values()
         return executed(text, rendered.function, {})
-    if (text := called_text(site)) is not None:
-        return executed(text, CALLED, {"torch": torch, "F": F})
+    if (called := called_text(site)) is not None:
+        return executed(called, CALLED, {"torch": torch, "F": F})
     function: Function = site.node.op.reference
     return function
 
