@@ -21,7 +21,9 @@ from specc.runtime.support.native import cache_folder, cache_root, private_folde
 
 # The environment variable that each compiler reads, and the name of its folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-FOLDERS = ("generated", "native", *CACHES.values())
+GENERATED = "specc_generated_"  # the names of packages of generated code begin so, and end in a digest of the code
+PROGRAMS = "programs"  # the folder of stored programs
+FOLDERS = ("generated", "native", PROGRAMS, *CACHES.values())
 LIMIT = 20.0  # in GB, if SPECC_CACHE_GB is not set
 IN_USE = 24 * 3600  # in seconds; entries that were used within this time are never removed
 

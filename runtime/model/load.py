@@ -21,7 +21,7 @@ from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
-from specc.runtime.model.code_cache import cached_code, content_digest, use_private_caches
+from specc.runtime.model.code_cache import GENERATED, cached_code, content_digest, use_private_caches
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
-    package = f"specc_generated_{content_digest(directory)[:16]}"
+    package = f"{GENERATED}{content_digest(directory)[:16]}"
     if f"{package}.{name}" in sys.modules:
         return sys.modules[f"{package}.{name}"]
     holder = sys.modules.setdefault(package, ModuleType(package))

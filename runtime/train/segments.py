@@ -14,6 +14,7 @@ from specc.runtime.train.sources.micro_batches import micro_batches
 
 LAST = Phase(1.0, "train", "score")
 Function = Callable[..., Tensor]
+Compile = Callable[..., Function]  # has the arguments and the result of torch.compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,18 @@ def segment_at(segments: Sequence[RunSegment], done: float) -> int:
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
-def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compiled: bool) -> Mapping[str, Function]:
+def compiled_functions(
+    model: nn.Module, segments: Sequence[RunSegment], compiled: bool, compile_training: Compile = torch.compile
+) -> Mapping[str, Function]:
     """Returns the programs of all segments by name. Training programs return the mean loss of a batch. Scoring programs
-    return the loss of each target. If row lengths change during the run, each length is compiled separately."""
+    return the loss of each target. If row lengths change during the run, each length is compiled separately.
+
+    Args:
+        model: the model.
+        segments: the segments of the run.
+        compiled: whether to compile the programs.
+        compile_training: the function that compiles the training programs.
+    """
     names = dict.fromkeys(name for segment in segments for name in (segment.phase.train, segment.phase.score))
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:
@@ -77,7 +87,9 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
-        name: torch.compile(function, fullgraph=whole, **(sizes if name in trains else {}))  # type: ignore[call-overload]
+        name: compile_training(function, fullgraph=whole, **sizes)
+        if name in trains
+        else torch.compile(function, fullgraph=whole)
         for name, function in functions.items()
     }
 

@@ -30,6 +30,7 @@ from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.code_cache import trim
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
+from specc.runtime.model.stored_programs import StoredPrograms
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import (
     Run,
@@ -241,7 +242,9 @@ def _prepare(
         schemes = allocation(spec.quant, programs.stored)
         scales = _input_scales(run, loaded, schemes, opened, world)
         model = replace(model, schemes=schemes, input_scales=scales)
-    trainer = Trainer(model, spec.train, supply.feed, world, options.compiled and gpu)
+    sizes = (spec.train.at_once(world.size), spec.model.window, spec.train.context)
+    programs_in_cache = StoredPrograms(sizes).compile
+    trainer = Trainer(model, spec.train, supply.feed, world, options.compiled and gpu, programs_in_cache)
     return trainer, supply.validation, started
 
 

@@ -39,6 +39,7 @@ from specc.runtime.train.fp8_scales import Fp8Scales
 from specc.runtime.train.loss_scale import LossScale
 from specc.runtime.train.precision import products_in_tf32
 from specc.runtime.train.segments import (
+    Compile,
     Function,
     RunSegment,
     UnusedParameters,
@@ -109,6 +110,7 @@ class Trainer:
         feed: this process's part of the rows of each step.
         world: the processes that train together, on their devices.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
+        compile_training: the function that compiles the training programs.
 
     Attributes:
         loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
@@ -121,7 +123,13 @@ class Trainer:
     """
 
     def __init__(
-        self, model: TrainableModel, train: TrainSpec, feed: Feed, world: World, compiled: bool = False
+        self,
+        model: TrainableModel,
+        train: TrainSpec,
+        feed: Feed,
+        world: World,
+        compiled: bool = False,
+        compile_training: Compile = torch.compile,
     ) -> None:
         self.train, self.feed, self.loader, self.window = train, feed, feed.loader, model.window
         self.world, self.device, self.compiled = world, world.device, compiled
@@ -151,7 +159,7 @@ class Trainer:
         self._updates: dict[tuple[tuple[str, ...], Work], Callable[[], None]] = {}
         self.loads: Mapping[str, Sequence[float]] = {}
         self.terms: Mapping[str, float] = {}
-        self._functions = compiled_functions(self._module, self._segments, compiled)
+        self._functions = compiled_functions(self._module, self._segments, compiled, compile_training)
         # Graphs that run one at a time share memory. The f32 update of bf16 masters therefore reuses the memory of
         # activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
@@ -260,8 +268,8 @@ class Trainer:
             self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
-        """Compiles everything that a step runs, in the current and all later segments, by running steps on random
-        tokens. Afterwards, restores the state.
+        """Compiles everything that a step runs, in the current and all later segments, by running steps of one
+        micro-batch of random tokens. Afterwards, restores the state.
 
         Args:
             vocabulary: the number of token ids.
@@ -276,8 +284,8 @@ class Trainer:
             self._enter(index)
             steps = [step for step in self._steps_of_each_work() for _ in range(WARM_UP_STEPS)]
             for count, step in enumerate(steps):
-                batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-                self._gradients(batches, Moment(step=step), wait=True)
+                batch = self.feed.random_batch(shape, vocabulary, generator)
+                self._gradients([batch], Moment(step=step), wait=True)
                 if count == 0:
                     mark("trace")
                 self.update(Moment(step=step))

@@ -10,6 +10,7 @@ import torch
 
 from specc.compiler.plan.plan import Choice
 from specc.runtime.bench.timing import alternate
+from specc.runtime.model.code_cache import GENERATED
 from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of
@@ -35,7 +36,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
 
 def forget(folder: Path) -> None:
     """Removes the modules that were imported from a folder, and their package, from `sys.modules`."""
-    generated = [(name, module) for name, module in sys.modules.items() if name.startswith("specc_generated_")]
+    generated = [(name, module) for name, module in sys.modules.items() if name.startswith(GENERATED)]
     for name, module in generated:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
         if any(str(place).startswith(str(folder.resolve())) for place in places):
