@@ -31,10 +31,11 @@ def require_built(spec: Path, name: str, target: str) -> None:
 
 
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:
-    """Starts nvcc on the committed CUDA C++ of a spec, in the background, before Torch is imported.
+    """Starts nvcc on the committed CUDA C++ of a spec, and initializes the CUDA driver, in the background, before Torch
+    is imported.
 
     The import of Torch and the tracing of the model also take seconds, and nvcc takes longer than both. Does nothing on
-    a machine without an NVIDIA driver, without committed code, or if several targets are possible.
+    a machine without an NVIDIA driver, for a CPU, or if several targets are possible.
 
     Args:
         path: the file of the spec.
@@ -43,11 +44,13 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     """
     from specc.compiler.targets import TARGETS
 
-    possible = [target] if target else [name for name in spec.targets if TARGETS[name].arch]
+    gpus = [name for name in spec.targets if TARGETS[name].arch]
+    possible = [target] if target else gpus
     folder = generated_beside(path) / spec.name / (possible or [""])[0]
-    if len(possible) == 1 and any(folder.glob("*.cu")) and shutil.which("nvidia-smi"):
-        from specc.runtime.support.native import compile_ahead
+    if len(possible) == 1 and possible[0] in gpus and shutil.which("nvidia-smi"):
+        from specc.runtime.support.native import compile_ahead, initialize_driver
 
+        initialize_driver()
         compile_ahead(folder)
 
 

@@ -28,6 +28,13 @@ BUILTINS = "__builtins_dict__"
 Program = Callable[..., Tensor]
 
 
+def import_compiler() -> None:
+    """Imports the modules of Torch that load a stored program, which takes more than a second."""
+    import torch._dynamo.package
+    import torch._inductor.async_compile
+    import torch._inductor.select_algorithm  # noqa: F401
+
+
 class StoredPrograms:
     """Compiles programs of generated models, and stores them in the cache.
 
@@ -47,7 +54,7 @@ class StoredPrograms:
         """
         function: Any = program.forward if isinstance(program, nn.Module) else program
         if not (fullgraph and function.__module__.startswith(GENERATED)):
-            compiled: Program = torch.compile(program, fullgraph=fullgraph, dynamic=dynamic)  # type: ignore[call-overload]
+            compiled: Program = torch.compile(program, fullgraph=fullgraph, dynamic=dynamic)
             return compiled
         return StoredProgram(function, dynamic, self._facts)
 

@@ -101,6 +101,17 @@ def compile_ahead(directory: Path) -> None:
         threading.Thread(target=quietly, args=(source,), daemon=True).start()
 
 
+def initialize_driver() -> None:
+    """Starts to initialize the CUDA driver in a background thread, which takes as long as the import of Torch does on a
+    machine with many GPUs. Torch reports any error when it uses the driver."""
+
+    def initialize() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL("libcuda.so.1").cuInit(0)
+
+    threading.Thread(target=initialize, daemon=True).start()
+
+
 def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -> None:
     with tempfile.TemporaryDirectory(dir=compiled.parent) as scratch:
         copy, library = Path(scratch, name), Path(scratch, compiled.name)

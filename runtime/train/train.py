@@ -6,6 +6,7 @@ It creates or resumes the run, and loads model and data. loop.py repeats steps, 
 import os
 import platform
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.code_cache import trim
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
-from specc.runtime.model.stored_programs import StoredPrograms
+from specc.runtime.model.stored_programs import StoredPrograms, import_compiler
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import (
     Run,
@@ -221,7 +222,12 @@ def _prepare(
     times.mark("build")
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
-    initialize(loaded, spec.train.seed)
+    # Random numbers are drawn outside of Python, so that another thread can import modules at the same time
+    with ThreadPoolExecutor(1) as background:
+        initialized = background.submit(initialize, loaded, spec.train.seed)
+        if options.compiled and gpu:
+            import_compiler()
+    initialized.result()
     started = start_from(start, loaded.model, spec, say) if start is not None else None
     supply, programs = opened.supply(loaded, world, stack), loaded.programs
     inputs = tuple(name for name, _ in programs.program("train").inputs)

@@ -85,26 +85,25 @@ def test_the_folder_of_another_spec_of_the_same_name_is_not_compared(project: Pa
     require_built(SPEC, "tiny", "cpu")
 
 
-def test_nvcc_starts_on_committed_code_before_torch_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, compiled = tmp_path / "generated" / "tiny" / "sm90", list[Path]()
+def test_nvcc_and_the_driver_start_before_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, started = tmp_path / "generated" / "tiny" / "sm90", list[Path | str]()
     folder.mkdir(parents=True)
     (folder / "a.cu").write_text("// kernel")
     (tmp_path / "specs").mkdir()
     path = tmp_path / "specs" / "tiny.yaml"
-    monkeypatch.setattr(native, "compile_ahead", compiled.append)
+    monkeypatch.setattr(native, "compile_ahead", started.append)
+    monkeypatch.setattr(native, "initialize_driver", lambda: started.append("driver"))
     spec, both = (
         SimpleNamespace(name="tiny", targets=("cpu", "sm90")),
         SimpleNamespace(name="tiny", targets=("sm90", "sm100")),
     )
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compile_committed(path, spec, "sm90")
-    assert compiled == []  # no driver
+    assert started == []  # no driver
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    for other, target in ((both, None), (spec, "cpu"), (SimpleNamespace(name="other", targets=("sm90",)), None)):
+    for other, target in ((both, None), (spec, "cpu"), (spec, "sm100"), (spec, "no target")):
         compile_committed(path, other, target)
-    assert compiled == []
+    assert started == []
     for case in ((spec, None), (both, "sm90")):
         compile_committed(path, *case)
-    assert compiled == [folder, folder]
+    assert started == ["driver", folder, "driver", folder]

@@ -4,8 +4,11 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
@@ -247,3 +250,22 @@ def test_without_headers_the_error_says_what_to_install(
         compile_only(source)
     assert caught.value.exit_code == 3
     assert caught.value.hint == "Install them: pip install --no-deps 'no-such-wheel>=4.2'"
+
+
+def test_the_driver_is_initialized_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, errors = Queue[object](), list[object]()
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+
+    def missing(name: str) -> None:
+        calls.put(threading.current_thread())
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda name: SimpleNamespace(cuInit=calls.put))
+    native.initialize_driver()
+    assert calls.get(timeout=60) == 0
+    monkeypatch.setattr(native.ctypes, "CDLL", missing)
+    native.initialize_driver()
+    thread = calls.get(timeout=60)
+    assert isinstance(thread, threading.Thread) and thread is not threading.main_thread()
+    thread.join(60)
+    assert not thread.is_alive() and not errors

@@ -18,7 +18,7 @@ from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.train.sources.micro_batches import BatchError, micro_batches
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import WARM_UP_STEPS, Trainer
 
 
 def steps(run_trainer: Trainer, count: int) -> list[float]:
@@ -213,6 +213,17 @@ def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     warm.restore(_at(cold, tmp_path, 3))
     warm.warm_up(257)
     assert steps(warm, 5) == whole[3:]
+
+
+def test_steps_of_a_warm_up_have_one_micro_batch(tmp_path: Path) -> None:
+    model, calls = Toy(), list[object]()
+    model.register_forward_hook(lambda *call: calls.append(call))
+    run = trainer(tmp_path, train_spec(micro_batch=1, tokens_per_step=4 * WINDOW), model)
+    run.warm_up(257)
+    assert len(calls) == WARM_UP_STEPS * len(run._steps_of_each_work())
+    calls.clear()
+    steps(run, 1)
+    assert len(calls) == run.micro_batches == 4
 
 
 def _at(like: Trainer, folder: Path, step: int) -> Snapshot:
