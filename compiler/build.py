@@ -144,7 +144,8 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `compiled`. Equal texts have equal results."""
+    """The arguments of `compiled`, as the key of its cache. Two requests are equal if their texts and targets are
+    equal."""
 
     spec_text: str
     targets: tuple[str, ...]
@@ -350,8 +351,8 @@ def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str
 
 
 def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
-    """Returns the plans of decoding steps that read the codes of an artifact, by target. Only GPU targets have such
-    steps, and only if the model is quantized and extends texts."""
+    """Returns, by target, the plan of the programs that append one token and read the weights of an artifact as codes.
+    Only GPU targets have an entry, and only if the model is quantized and generates text."""
     spec = planned.spec
     names = [name for name in planned.plans if pipeline.reads_codes(spec, name)]
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
@@ -388,8 +389,8 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the manifest's entry for the path of the spec relative to its project. Returns no entry if the path is
-    that of `_source_name`."""
+    """Returns the manifest entry `source`, the path of the spec relative to its project. Returns no entry if the path
+    is the usual one, `_source_name`."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}
@@ -398,8 +399,8 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. A node
-    whose op differs in programs that extend texts has one entry per op, whose key is the path followed by the op."""
+    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. If the
+    decoding programs compute a node by another op, the node has one entry per op, with the key `PATH OP`."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

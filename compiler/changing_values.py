@@ -86,7 +86,8 @@ def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
 
 
 def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
-    """Yields each value of a schedule, or a constant, with its path. Yields nothing if the field is unset."""
+    """Yields each value of the schedule `value` with its path, or `value` itself if it is a constant. Yields nothing if
+    `value` is None."""
     if isinstance(value, Schedule):
         yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
     elif value is not None:
@@ -94,7 +95,7 @@ def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
 
 
 def last(value: Any) -> Any:
-    """Returns the last value of a schedule, or a constant unchanged."""
+    """Returns the last value if `value` is a schedule, otherwise `value` itself."""
     return points_of(value)[-1][1]
 
 

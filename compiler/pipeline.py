@@ -97,7 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass, in order, to the first form whose pipeline contains it."""
+    """Maps the name of each pass, in order, to the first form of a model (a key of PIPELINES) whose pipeline contains
+    the pass."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}

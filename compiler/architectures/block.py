@@ -20,8 +20,8 @@ from specc.compiler.strict import LearnedName, Problem, StrictModel, later, tag_
 
 
 def one_of(*roles: type[StrictModel]) -> Any:
-    """Returns a union type, discriminated by `kind`: all block kinds among `roles`, and all block kinds that subclass
-    one of the other `roles`."""
+    """Returns a union type of block kinds, discriminated by `kind`. A role that is itself a block kind is a member. Any
+    other role is a base class, and stands for all block kinds that subclass it."""
     kinds = ((role,) if tag_of(role, "kind") else models(blocks, role, "kind") for role in roles)
     members = tuple(chain(*kinds))
     return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
@@ -73,15 +73,15 @@ class Block(StrictModel):
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may read. They are
-        those of the layer that declares the value or, if the block declares it, of the first attention layer. Without
-        attention, there are none."""
+        """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may read, by name.
+        These are the sizes of the layer that declares the value or, if the block declares the value, of the first
+        attention layer. Empty without attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
     def shape_of(self, shape: Shape, path: str = "") -> Shape:
-        """Returns the sizes that the learned value `path` may read. The value belongs to the block, or all blocks share
-        it."""
+        """Returns `shape` with the attention sizes that the learned value `path` may read. The value belongs to this
+        block, or is shared by all blocks."""
         return shape.of_attention(self.sizes(shape.dim, path))
 
     def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:

@@ -191,8 +191,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields a problem for the first read of a value that does not exist yet, and the problems of the modules
-        between runs of blocks."""
+        """Yields the problems of the modules between runs of blocks, and a problem for the first expression that reads
+        a value before the value is computed."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -289,7 +289,9 @@ def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, i
 def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of a run k that the expression reads, if run k is not before run `run`."""
+    """Yields a problem for each value of an earlier run that an expression reads, if the index of that run has no value
+    or is not before `run`. `layer` is the index of the block that contains the expression, `order` lists the block of
+    each run, and `count` is the number of blocks."""
     for variable, value in wiring.earlier.items():
         try:
             source = formula_value(value.index, index_values(run, order, count))

@@ -125,7 +125,7 @@ class Scope:
             prefix: the name of scalars that depend on the layer, such as `mlp_residual`.
             base: the expression that `value` replaces. If `value` is `base` with an expression E in place of the
                 stream, E becomes a separate node. Blocks with and without the change then share the other nodes.
-            title: the part whose learned values have short names.
+            title: the title of a part. The expression reads the learned values of this part by their short names.
             replaced: values that are read instead of those of the scope.
         """
         if isinstance(value, str) and isinstance(base, str) and base != value:
@@ -203,7 +203,8 @@ class Scope:
         return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
 
     def split(self, streams: Streams) -> None:
-        """Splits the stream x [B, T, n D] into n streams [B, T, D], by name."""
+        """Splits the stream x [B, T, n D] into the n named streams [B, T, D]. Does nothing if there is only one
+        stream."""
         if len(streams) > 1:
             node = self.b.add("streams.split", Split(streams), (self.streams[STREAM],))
             self.streams = dict(zip(streams, output_refs(node, len(streams)), strict=True))

@@ -30,9 +30,9 @@ class SharedValues:
         return replace(context, positions=self.refs["positions"])
 
     def with_shared(self, b: Builder, part: Part | Blocks, shape: Shape, context: LoweringContext) -> LoweringContext:
-        """Returns the context with the positions and the shared computations that a part reads. Adds the computations
-        that no earlier part reads. If the context extends a sequence, their previous state becomes inputs of the
-        program.
+        """Returns the context with the positions and the shared computations that a part reads. Adds each computation
+        that no earlier part has added. In a program that extends a sequence, the previous state of a computation is an
+        input of the program.
 
         Args:
             b: the builder of the program.

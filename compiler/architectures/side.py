@@ -78,7 +78,8 @@ class Side:
         return ("model", self.name, list(self.stages).index(stage))
 
     def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
-        """Returns the values that a stage outside of loops can read."""
+        """Returns the context of a stage outside of loops: the cache and the call site of the stage and, for the first
+        recurrent stage, the initial state."""
         at = f"{self.name}.{stage.title}"
         first = next((other for other in self.stages if "recurrent" in other.traits), None)
         initial = context.initial if stage is first else {}
@@ -100,8 +101,8 @@ class Side:
         return state | {f"{self.name}.{key}": ref for key, ref in begun.items()}
 
     def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
-        """Returns the input of a stage, and records its number of features. For a stage that starts from the last state
-        of the encoder, this is the number of features of that state."""
+        """Returns the input of a stage, and records its number of features in `widths`. For a stage that repeats the
+        last state of the encoder, records the number of features of that state."""
         x = scope.input(stage)
         ref = context.final.get("h", "") if "reads_final" in stage.traits else x
         if "reads_final" in stage.traits and not ref and not context.extends:

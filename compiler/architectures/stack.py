@@ -33,8 +33,8 @@ class Stack:
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
-        """The input names of the shared values that each block reads, by ref. A name that would occur twice in a block
-        is prefixed with the name of the computation."""
+        """For each block, the input names of the shared values that the block reads, by ref. A name that would occur
+        twice in a block is prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -145,9 +145,11 @@ class Stack:
         return state
 
     def names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
-        """Returns the candidate names of a function of block `i`. All functions of a block belong to one class.
+        """Returns the names CLASS.METHOD that a function of block `i` may have, in order of preference. All functions
+        of a block belong to one class.
 
-        The first function of a block that is built determines the class: the class of an earlier block or a new class.
+        The first function of a block determines the class: the class of an earlier block if its function is equal,
+        otherwise a new class.
         """
         owners, at = self.shape.tables.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
@@ -235,7 +237,8 @@ class BlockCall:
         common: Mapping[str, str] = NOTHING,
         at: str = "",
     ) -> tuple[Scope, Mapping[str, str]]:
-        """Adds the block to its function. Returns the values of the function, and the new state by layer and key.
+        """Adds the nodes of the block to its function. Returns the scope of the function, and the new state by layer
+        and key.
 
         Args:
             b: the builder of the function.
@@ -277,11 +280,11 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields the values that the block reads, by input name: first those that all blocks read, then those that only
-        some blocks read.
+        """Yields two mappings from input names to the values that the block reads: first the values that all blocks
+        read, then the values that only some blocks read.
 
-        Values of an encoder are included, unless the state of the blocks already holds all that the blocks need from
-        the encoder.
+        In decoding, the output of the encoder is left out, because the state of the blocks contains what they need from
+        it.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]
@@ -330,8 +333,7 @@ def _weight_label(loss: str) -> str:
 
 
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
-    """Yields the dims of a shape as a function declares them. `length`, the number of tokens of a sequence, becomes
-    T."""
+    """Yields the dims of `shape`, with "T" in place of `length`, the number of tokens."""
     first = 1 if shape[:1] == ("B",) else 0
     for i, dim in enumerate(shape):
         yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim

@@ -120,8 +120,9 @@ class Loop:
         read: Sequence[str],
         context: LoweringContext,
     ) -> Mapping[str, str]:
-        """Adds one step to its function and returns the outputs. The state of all recurrent stages comes first in the
-        inputs and outputs. In the call, a state's argument has the same name as the state.
+        """Adds one step to the function `step` and returns the outputs by name. The state of all recurrent stages comes
+        first in the inputs and outputs. The argument of a state input is the name of the state, which the caller
+        replaces with its value.
 
         Input names are distinct for all stage titles: fixed names contain no `_`; an output of a stage is named by the
         title, `_` and a suffix without `_`; and only names of state end in a key.
@@ -158,13 +159,13 @@ class Loop:
         return {**outputs, "y": scope.value}
 
     def _state(self, step: Function, stage: Part) -> dict[str, str]:
-        """Declares the state of a stage as inputs, by key."""
+        """Declares the state of a stage as inputs of the function `step`. Returns the inputs by key."""
         entries = zip(self._labels([stage]), self.side.state([stage]).items(), strict=True)
         return {name.rpartition(".")[2]: step.take(label, name, type) for label, (name, type) in entries}
 
     def _labels(self, stages: Sequence[Part]) -> tuple[str, ...]:
-        """Returns the names of the state of stages in a step. If only one stage is recurrent, the names are the keys
-        alone."""
+        """Returns the names that the state of `stages` has in a step: TITLE_KEY, or only KEY if the loop has a single
+        recurrent stage."""
         return tuple(
             key if "recurrent" in stage.traits and len(self._recurrent) == 1 else f"{stage.title}_{key}"
             for stage in stages

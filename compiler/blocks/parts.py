@@ -162,8 +162,7 @@ class Part(StrictModel):
 
     @property
     def further_modules(self) -> Mapping[str, str]:
-        """The modules that the part adds to generated code in addition to its main module: a description of each, by
-        name."""
+        """The modules that the part adds to generated code in addition to its main module: name -> description."""
         return {}
 
     @property

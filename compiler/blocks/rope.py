@@ -143,7 +143,8 @@ class RopeSpec(StrictModel):
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
     def formula(self, size: int, context: int) -> str | None:
-        """Returns the formula of the raised base; None if the base is not raised."""
+        """Returns the formula, as text, by which `trained` raises the base for a longer context. None if the base is
+        unchanged."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return None

@@ -109,7 +109,8 @@ class ScoreAndMask(Layer):
         return shape.of_attention(self.sizes(shape.dim)).sizes
 
     def visible(self, mask: str, shape: Shape) -> str:
-        """Returns the condition under which attention reads the score of a query and a key, for a canonical mask."""
+        """Returns the condition under which attention evaluates the score of a query and a key, given a canonical
+        mask."""
         return mask
 
     def queries(self, shape: Shape) -> int:

@@ -55,7 +55,8 @@ class Value:
 
     @property
     def buffer(self) -> bool:
-        """Whether the tensor is a buffer of a few numbers, which the epilogue reads for each element."""
+        """Whether the tensor is a buffer of a few numbers, which every element of the result reads: the seed of
+        dropout, or scales."""
         return self.type == DRAW or self.type.storage == STATE
 
     @property
@@ -68,7 +69,7 @@ class Value:
 class Rounding:
     """The rounding of an output to 8 bits.
 
-    The scale is in column `factor` of the state called `state`. `dtype` is the dtype of the value before rounding.
+    The scale is in column `factor` of the tensor `state`. `dtype` is the dtype of the value before rounding.
     """
 
     state: str
@@ -98,9 +99,9 @@ class Epilogue:
 
     `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
     are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
-    because its expression may read the other results. `draws` maps the name of each dropout mask, whose operand is a
-    buffer, to the probability of 0. `scales` maps the name of each product of two scales, whose operand is a state, to
-    the columns of the scales.
+    because its expression may read the other results. `draws` maps the name of each dropout mask to the probability of
+    0; the operand of this name is the buffer of its random numbers. `scales` maps each name that stands for a product
+    of two scales to the columns of these scales; the operand of this name is the state that contains them.
     """
 
     x: Value
@@ -120,7 +121,7 @@ class Epilogue:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of the states in which the kernel records the largest magnitudes."""
+        """The names of the states into which the kernel writes the largest magnitudes of the values that it rounds."""
         return tuple(dict.fromkeys(result.rounding.state for result in self.results if result.rounding is not None))
 
     @property

@@ -18,7 +18,7 @@ class GeneratedFunction:
     """The fields that the templates of all kernels have. Fields with code contain whole lines.
 
     Attributes:
-        header: Comment lines with the label and the types. The plan key is appended to the last line.
+        header: Comment lines with the label and the types. The renderer appends the plan key to the last line.
         summary: The first line of the module's docstring, with opening quotes.
         formulas: The formula of each computed value, as lines of a docstring.
         target: The name of the target.

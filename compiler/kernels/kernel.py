@@ -108,7 +108,7 @@ class Kernel(ABC):
 
     def rank(self, site: Site) -> int:
         """Returns the rank of this kernel at the site; by default, `RANK`. The accepting kernel with the lowest rank is
-        chosen. By convention, a kernel that is written for exactly this case has rank 0."""
+        chosen. By convention, a kernel that is written for exactly the case of the site has rank 0."""
         return self.RANK
 
     @property

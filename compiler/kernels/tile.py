@@ -98,8 +98,8 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
 
     A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue.
     Shared memory must then also hold the values that the epilogue stages: half a tile of the widest output and, if the
-    epilogue reads tiles, half a tile of the widest operand. If even the narrowest tile has no room for three stages, it
-    has two.
+    epilogue reads tiles, half a tile of the widest operand. If even the narrowest tile has no room for three stages,
+    the narrowest tile with two stages is returned.
 
     Args:
         target: The target. Its features and shared memory limit the tile.
@@ -156,7 +156,7 @@ def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """Returns the length that whole tiles of `side` cover, divided by `extent`."""
+    """Returns `extent` rounded up to whole tiles of `side`, divided by `extent`."""
     return -(-extent // side) * side / extent
 
 

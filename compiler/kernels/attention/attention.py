@@ -60,7 +60,8 @@ class AttentionContext:
     Attributes:
         repeats: A sentence that states whether repeated calls return the same bits.
         imports: The statements that import flash-attn-4; none for other libraries.
-        wanted: The rows of the table of input checks. A row has the name, the required shape and the required dtype.
+        wanted: The rows of the table of input checks. A row has the name of an input, its required shape and its
+            required dtype.
         call: The macro of the library call in attention_calls.jinja.
         ordered: Whether sums must have a fixed order, so that repeated calls return the same bits.
     """
@@ -194,8 +195,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def unequal(site: Site) -> str | None:
-    """Returns the reason to reject a site if its values and keys differ in their number of channels; None if they do
-    not."""
+    """Returns the reason to reject a site whose values and keys have different numbers of channels; None if the numbers
+    are equal."""
     inputs = inputs_of(site)
     keys, values = inputs["k"].width, inputs["v"].width
     return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"
@@ -255,7 +256,7 @@ def _formulas(site: Site) -> list[str]:
 
 
 def _dims(name: str, q: TensorType, k: TensorType, v: TensorType) -> tuple[str, ...]:
-    """Returns the dims of a tensor as text for a docstring."""
+    """Returns the dims of the tensor `name`, as text for a docstring."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], (v if name in VALUES else q).width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
@@ -273,7 +274,7 @@ def input_check(name: str, type: TensorType, q: TensorType, sees: bool = False) 
         name: the name of the input.
         type: the type of the input.
         q: the type of the queries.
-        sees: whether the number of keys may differ from the number of queries.
+        sees: whether the op has a padding mask; the number of keys S may then differ from the number of queries T.
     """
     keys, channels = "s" if sees else "t", "C" if type.width == q.width else str(type.width)
     shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, {channels})"}

@@ -1,5 +1,5 @@
-"""Lists of blocks of scores, which libraries read: blocks in which some query-key pairs are masked, and blocks in which
-none are."""
+"""Lists of blocks of scores, which attention libraries read: the blocks in which some query-key pairs are masked, and
+the blocks without masked pairs."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,10 @@
 """Attention of a few queries over a cache, in Triton. The keys are divided into ranges that are read in parallel.
 
-A decoding step reads the cache once and computes little, so that it takes at least the time of reading. A program
+The time of a decoding step is at least the time of reading the cache, because the step computes little. A program
 instance reads a range of the visible keys of one text and one key head, for all query heads that share the key head,
 and writes partial sums. The last of these program instances to finish adds the partial sums of the ranges (Dao et al.,
-2023, "Flash-Decoding for long-context inference"). If they are too many bytes for one, a second kernel adds them.
+2023, "Flash-Decoding for long-context inference"). If the partial sums are too large for a single program instance, a
+second kernel adds them.
 """
 
 from dataclasses import dataclass, replace
@@ -76,10 +77,10 @@ def cached_tile(site: Site) -> CachedTile:
     """Returns the default tile: 64 keys, or 32 if rows are wide, with the fewest stages that keep IN_FLIGHT bytes in
     flight.
 
-    A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is in
-    flight while another is multiplied; four program instances on a multiprocessor then have 64 KiB in flight, and
-    occupy 128 KiB of shared memory. Latents of 512 + 64 channels serve as keys and values: 32 of them occupy 36 KiB. In
-    a paged cache, one more stage loads the page number before the keys of the page.
+    A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is
+    loaded while another is multiplied. Four program instances on a multiprocessor then have 64 KiB in flight, and
+    occupy 128 KiB of shared memory. Latents of 512 + 64 channels are both keys and values: a tile of 32 latents has 36
+    KiB. In a paged cache, one more stage loads the page number before the keys of the page.
     """
     row, page = row_bytes(site), page_of(site)
     keys = 64 if row <= WIDE_ROW else 32
@@ -94,8 +95,8 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def row_bytes(site: Site) -> int:
-    """Returns the bytes that a program instance loads per position: those of the padded key and, unless the loaded key
-    is also the value, of the value."""
+    """Returns the bytes that a program instance loads per position: the bytes of the padded key, plus those of the
+    value unless the value is a part of the loaded key."""
     op, inputs = op_of(site), inputs_of(site)
     channels, values = sizes_of(site)
     if op.values is None:

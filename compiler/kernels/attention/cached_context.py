@@ -14,7 +14,7 @@ from specc.compiler.ops.caches.key_value_cache import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class CachedTile:
-    """The number of keys that a program instance reads at a time, with `warps` warps and `stages` reads in flight.
+    """A program instance has `warps` warps, and reads `keys` keys at a time with `stages` reads in flight.
 
     The keys of a text are split into parts, so that each multiprocessor has up to `programs` program instances.
 
@@ -77,15 +77,15 @@ class CachedContext:
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
             because Triton prefetches no tile that is converted for two products.
-        rest: Whether keys have channels after those of values.
+        rest: Whether the values are the first channels of the keys, and keys have further channels.
         positions: Lines that define the names of a block of queries that the score reads.
         new_token: Lines that attend to the new token and write it to the cache; empty if another kernel writes it.
         tiles: Lines that count the tiles of keys that a block of queries may see.
         loops: The loops over tiles of keys.
         key_mask, value_mask: The masks that select the valid elements of a tile of keys and of a tile of values.
-        other: The value of other elements.
+        other: The value of elements that these masks exclude.
         decode: The conversion of loaded keys and values.
-        weights: The weights of values.
+        weights: The weights of the values in the softmax, as an expression.
         unit: The number that one unit of the integer sums represents.
         inside: The condition on channels of values, as text to append to another condition.
         element, stored: The dtypes of the operands of matrix products, and of y.
@@ -98,8 +98,8 @@ class CachedContext:
         custom_op, fake: The signatures of the custom op and of its fake implementation.
         registered: The name of the custom op.
         promise: The docstring of the custom op.
-        outer: Lines of the function that calls the custom op; empty if it is the custom op.
-        pairing: The line that computes the pair and the other channel of a channel that is rotated.
+        outer: Lines of the function that calls the custom op; empty if the function itself is the custom op.
+        pairing: The line that computes, for a rotated channel, the index of its pair and the other channel of the pair.
         largest: The largest number of e4m3.
         wanted: Rows for the table of input checks.
     """

@@ -183,7 +183,7 @@ class Writer:
         )
 
     def _words(self) -> list[str]:
-        """Returns the names of the module constants that the Triton kernel takes as constants."""
+        """Returns the names of the module constants that are `tl.constexpr` parameters of the kernel."""
         words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
         return [*words, *(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
 
@@ -223,7 +223,7 @@ class Writer:
         )
 
     def _joining(self) -> tuple[list[str], list[str]]:
-        """Returns the parameters of the Triton functions `finish` and `join`, without constants."""
+        """Returns the parameter names of the Triton functions `finish` and `join`, without constants."""
         sinks = [f"{name}_ptr" for name in self._sinks]
         row = [*sinks, "row", *(["h"] if sinks else []), "there", "d"]
         return ["y_ptr", *row, "most", "total", "y"], ["y_ptr", "parts_ptr", "sums_ptr", *row, "PARTS"]
@@ -231,7 +231,8 @@ class Writer:
     def _call(
         self, name: str, names: Sequence[str], given: dict[str, str], constants: Sequence[str], indent: int
     ) -> str:
-        """Returns a call. An argument has the name of its parameter, unless `given` maps this name to another text."""
+        """Returns the call of a Triton function. `names` are its parameters. An argument has the name of its parameter,
+        unless `given` maps this name to another expression."""
         return listed(f"{name}(", [*(given.get(n, n) for n in names), *constants], ")", indent, last="").lstrip()
 
     @property
@@ -267,8 +268,8 @@ class Writer:
 
     def _tiles(self) -> tuple[str, ...]:
         """Returns the lines that compute the number of tiles to visit. In a ring, the tiles of the stored rows precede
-        those of the new rows. Otherwise, tiles that the mask hides are skipped: `kept` tiles at the start are visited,
-        and all tiles from `low` on."""
+        those of the new rows. Otherwise, the tiles between tile `kept` and tile `low` are skipped, because the mask
+        hides them."""
         if self.ring is not None:
             return (
                 f"held = tl.minimum(begin, {sum(self.ring)})",
@@ -336,8 +337,8 @@ class Writer:
         return Loop(span, (*keys, *self.lines.convert("fj")), (*lines, *self._masked("inside[None, :]")), new)
 
     def _masked(self, there: str) -> tuple[str, ...]:
-        """Returns the lines that compute the masked scores x of the products s. `there` is the mask of pairs that
-        exist."""
+        """Returns the lines that compute the masked scores x from the scaled products s. `there` is the mask of valid
+        elements of the tile, as an expression."""
         return (
             nested("seen", f"({self.lines.mask}) & {there}", 8),
             *(self._load(reading) for reading in self.lines.readings if not reading.per_head),
@@ -382,7 +383,7 @@ class Writer:
         return f"triton.cdiv({keys}, KEYS)"
 
     def _shape(self, name: str, launched: Sequence[str]) -> tuple[str, ...]:
-        """Returns the dims of an input or output as text, with names for B, T, S, N, H, G, C and D."""
+        """Returns the dims of an input or output as text. `launched` holds the names of B, T, S, N, H, G, C and D."""
         b, t, s, n, h, g, c, d = launched
         packed = (b, t) if not self.page else ("1", f"{b} * {t}")
         stored = (b, s) if not self.page else (s, "PAGE")

@@ -89,9 +89,9 @@ class FlashScoredContext:
 
 
 class FlashScored(AttentionKernel):
-    """The forward kernel, or the kernel that computes the gradients of q, k, v and sinks. flash-attn-4 returns no
-    gradients for tensors that hooks read, so other kernels compute the gradient of a score that reads learned
-    tables."""
+    """The base class of the forward kernel and of the kernel for the gradients of q, k, v and sinks. flash-attn-4
+    returns no gradients for tensors that hooks read, so other kernels compute the gradient of a score that reads
+    learned tables."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -109,7 +109,8 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns a variable for which flash-attn-4 passes wrong values to the hooks of the gradient, or None.
+    """Returns a variable of the score, `i` or `h`, whose value flash-attn-4 passes wrongly to the hooks of the
+    gradient. None if the score reads no such variable.
 
     flash-attn-4 (4.0.0b36) computes the gradient for each query head. It divides the indices of heads and queries that
     it passes to `score_mod` and `score_mod_bwd` by the number of query heads per key head, which is only correct for
@@ -188,7 +189,7 @@ class _FlashWriter:
             yield _hook(f"mask({end})", doc, start, cute_text(self.mask.condition, whole=True))
 
     def _element(self, reading: Reading) -> str:
-        """Returns the statement that loads an element of a table. The statement is valid for masked pairs, whose index
+        """Returns the statement that loads an element of a table. The statement also handles masked pairs, whose index
         may be out of range."""
         index: Expr = reading.index
         if not set(variables(index)) <= {"h"}:
@@ -231,7 +232,7 @@ def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
     Args:
         signature: The name and parameters of the hook.
         doc: The docstring of the function.
-        first: The statements that load the values that the hook reads.
+        first: The statements that load what the hook reads.
         value: The text of the result.
     """
     names = set(_NAMES.findall("\n".join((*first, value))))

@@ -127,7 +127,8 @@ def _signature(function: str, names: tuple[str, ...]) -> str:
 
 
 def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[str]:
-    """Yields the statements of the function that calls FlexAttention."""
+    """Yields the body of the function `attend`, which calls FlexAttention. `plain` states that the score is the scaled
+    product itself."""
     settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
     settings += [f"scale={op.scale!r}"] if op.scale is not None else []
     settings += [] if plain else ["score_mod=score"]
@@ -143,7 +144,7 @@ def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[
 
 
 def _call(op: ScoredAttention | ScoredAttentionGrad, further: tuple[str, ...], gradient: bool) -> Iterator[str]:
-    """Yields the statements of the op."""
+    """Yields the body of the custom op. `further` are the inputs other than q, k and v."""
     operands = "q, start" if op.documents else "q"
     yield f"blocks = [*list_blocks({operands}, False), *list_blocks({operands}, True)]"
     names = ", ".join(("q", "k", "v", *further))

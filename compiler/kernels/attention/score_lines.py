@@ -1,9 +1,8 @@
 """Triton code of scores, masks and table reads, for a tile of queries and keys.
 
 Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
-are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
-are i, j and h in fp32. Positions are converted once each, because a conversion for each score would take as long as the
-exponential.
+are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh are
+i, j and h in fp32. Each position is converted once. A conversion for each score would take as long as the exponential.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +30,7 @@ class Reading:
 
     There are three kinds of reads. If the index depends only on the head, the element is loaded once. If it depends on
     the head and on i - j, the kernel loads elements from a strip: a copy of the table in the order in which a row of
-    tiles reads it. If all scores of a tile read the same element, the tile needs no strip. With any other index, each
+    tiles reads it. A tile whose scores all read the same element does not use the strip. With any other index, each
     score loads its own element.
 
     Attributes:
@@ -85,7 +84,8 @@ class Reading:
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load the element of a head, which all scores of the head read."""
+        """Returns the lines that load, once per head, the element that all scores of the head or all distant pairs
+        read. Empty if there is no such element."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -119,7 +119,7 @@ class Reading:
         """Returns lines that compute bounds of a tile, and the condition that all scores of the tile read the same
         element.
 
-        If the index depends on i - j, this element is the one of the most distant pair.
+        If the index depends on i - j, this is the element of the most distant pair.
         """
         lines, conditions = [], []
         for place, index in enumerate(self.indices):
@@ -140,8 +140,9 @@ class Reading:
         return lines, conditions
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
-        """Returns the lines of a launch that allocate and fill the strips. An argument describes one kernel: whether a
-        strip belongs to a row of keys, and the name of the constant that is the number of queries or keys of a tile."""
+        """Returns the lines of a launch that allocate and fill the strips. Each argument describes the strip of one
+        kernel: whether the strip belongs to a row of keys, and the name of the constant with the number of queries or
+        keys per tile."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -151,8 +152,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines of the gradient's launch that allocate the sums. Unless the read is `general`, they also
-        compute the index in the table to which each sum belongs."""
+        """Returns the lines of the gradient's launch that allocate the sums. Unless the read is `general`, the lines
+        also compute the table index of each sum."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -165,8 +166,8 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that set the sums of a row of tiles to 0. If the read is `general`, this is a row of keys;
-        otherwise, it is a row of queries."""
+        """Returns the lines that set the sums of a row of tiles to 0. The row belongs to a block of keys if the read is
+        `general`, otherwise to a block of queries."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -197,7 +198,7 @@ class Reading:
         return lines if exact else lines[:1]
 
     def end_sums(self, exact: bool) -> str:
-        """Returns the line that stores what a row of tiles adds to the gradient of the table."""
+        """Returns the line that stores the contribution of a row of tiles to the gradient of the table."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"

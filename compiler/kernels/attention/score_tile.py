@@ -12,8 +12,8 @@ NARROWEST = 16  # the fewest rows and columns of a product on tensor cores
 
 @dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """The numbers of queries and keys of a tile. A program instance has `warps` warps and `stages` loads in flight, and
-    computes the scores of one tile at a time.
+    """A tile of scores of `queries` queries and `keys` keys. A program instance has `warps` warps and `stages` loads in
+    flight, and computes one tile at a time.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -67,8 +67,8 @@ def fitting(
         target: The target.
         channels: The channels of a head.
         choices: The queries, keys, warps and stages of each tile, most promising first.
-        by_keys: Whether a program instance sums dk and dv of a block of keys. Otherwise, it sums one row of channels
-            per query.
+        by_keys: Whether the sums of a program instance are dk and dv of a block of keys. Otherwise, they are one row of
+            channels per query, y or dq.
     """
     width = block(channels)
     fit = []

@@ -61,7 +61,8 @@ class ScoredForward(ScoredKernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBackward(ScoredKernel):
-    """The gradient kernels. `tile` is a measured tile; if it is None, the first tile of each kernel applies."""
+    """The two gradient kernels. `tile` holds their measured tiles; if it is None, each kernel has the first tile that
+    fits."""
 
     TILE: ClassVar[type | None] = ScoreGradTile
     tile: ScoreGradTile | None = None
@@ -85,7 +86,8 @@ class ScoredBackward(ScoredKernel):
         return tuple(replace(self, tile=ScoreGradTile(*pair)) for pair in pairs)
 
     def _tiles(self, site: Site) -> tuple[list[ScoreTile], list[ScoreTile]]:
-        """Returns the candidate tiles of each kernel. Sums along i - j need square tiles."""
+        """Returns the candidate tiles of the kernel for dq and of the kernel for dk and dv. Gradients of tables that
+        are summed along i - j need square tiles."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
         # The fastest tiles for dk and dv on an H100 have 32 queries for a plain score, 128 for a score that reads a

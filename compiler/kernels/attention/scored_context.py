@@ -46,7 +46,7 @@ class Part:
         tiles: The number of tiles that the loop visits in the kernel that computes dk and dv, as an expression.
         start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
             the row.
-        keys: Additional arguments for the loads of keys and values.
+        keys: Additional arguments of the loads of keys and values, such as a mask.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
         base: The value that is subtracted from scores before the exponential is taken, as an expression.
         weights: The weights of the softmax, as an expression.
@@ -91,7 +91,7 @@ class ScoredContext:
         key_rows, rows: The same masks for the kernel that computes dk and dv.
         positions: Lines that define the names of a block of queries that the score reads.
         row: The index of the row of tiles that a program instance computes, as an expression.
-        parts, key_parts: The loops over the tiles of a row of queries, and of keys.
+        parts, key_parts: The loops over the tiles of a row of queries, and those over the tiles of a row of keys.
         element: The dtype of the operands of matrix products.
         slope: The gradient of the scaled product, as an expression.
         finish: Lines that complete the denominator of the softmax.
@@ -279,8 +279,8 @@ class Writer:
         )
 
     def _error(self) -> list[str]:
-        """Returns the lines that initialize and compute the error of delta, the sum of dy y. This error comes from the
-        rounding of y.
+        """Returns two lines of the kernel: the one that initializes and the one that computes the error of delta, the
+        sum of dy y over the channels. The error comes from the rounding of y.
 
         Without rounding, the sum of p dy v^T over the keys equals delta. The sum of p (dy v^T - delta) is therefore the
         error. Gradients of tables are sums over many pairs, so they need a correction for this error.
@@ -302,7 +302,8 @@ class Writer:
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
     def function(self, by: str) -> GeneratedFunction:
-        """Returns the description of the generated function. `by` ends the summary and names the kernel's language."""
+        """Returns the description of the generated function. `by` ends the summary, for example with `tiles of
+        scores`."""
         values = self.inputs | self.outputs
         shapes = {
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
@@ -374,8 +375,8 @@ class Writer:
         return (f"start = tl.load(start_ptr + {place}, mask=i < T, other=0).to(tl.int32)",)
 
     def _part(self, masked: bool) -> Part:
-        """Returns the loop of a row of queries: over the tiles with masked pairs if `masked`, otherwise over the tiles
-        without masked pairs."""
+        """Returns the loop for a row of queries. The loop visits the tiles with masked pairs if `masked`, otherwise the
+        tiles without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[:, None])"
         inside = (
             [f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T"]
@@ -401,8 +402,8 @@ class Writer:
         )
 
     def _key_part(self, masked: bool) -> Part:
-        """Returns the loop of a row of keys: over the tiles with masked pairs if `masked`, otherwise over the tiles
-        without masked pairs."""
+        """Returns the loop for a row of keys. The loop visits the tiles with masked pairs if `masked`, otherwise the
+        tiles without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[None, :])"
         begin = [*self.lines.convert("fi", "fj", "fh"), *(self._start("begin + i") if masked else ())]
         begin += [line for reading in self.lines.readings for line in reading.first(by_keys=True)]
@@ -447,7 +448,8 @@ class Writer:
         return signature, launch
 
     def _read(self, by_keys: bool = False) -> list[str]:
-        """Returns the names of the tensors that a kernel reads in addition to q, k and v."""
+        """Returns the names of the tensors that a kernel reads for the score and the mask. With `by_keys`, the kernel
+        is the one for dk and dv."""
         sources = (reading.source(by_keys) for reading in self.lines.readings)
         return [*(["start"] if self.lines.documents else []), *dict.fromkeys(sources)]
 

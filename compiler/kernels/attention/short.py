@@ -204,14 +204,13 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
 
 
 def _split(backward: bool) -> tuple[str, ...]:
-    """Returns the expression that allocates each output."""
+    """Returns one expression per output, which allocates the output."""
     if backward:
         return tuple(f"{name}.new_empty({name}.shape)" for name in "qkv")
     return "q.new_empty(q.shape)", "q.new_empty(b, H, t, dtype=torch.float32)"
 
 
 def _how(site: Site, tile: PairTile, rows: int) -> str:
-    """Returns a description of the kernel's algorithm."""
     pairs = "one head of keys of a sequence" if tile.pairs == 1 else f"{tile.pairs} heads of keys of sequences"
     words = f"Triton kernel for {site.target.name}: a program takes {pairs}, and the queries that read them. "
     words += f"All {rows} x {rows} scores of a head are in registers at once; sums are fp32, weights are rounded"

@@ -95,7 +95,8 @@ class StepWriter(Writer):
         return (replace(old, span="part * share, tl.minimum(part * share + share, tiles)", keys=keys),)
 
     def _new_token(self) -> tuple[str, ...]:
-        """Returns the lines of the new token. It is loaded outside of the branch, together with the queries."""
+        """Returns the lines that load the new token and, in a branch for the last range of keys, attend to it and store
+        it. The load is outside of the branch, next to the loads of the queries."""
         row = "new_k_ptr + new_row * C"
         inner = (
             *self._codes(),
@@ -118,7 +119,8 @@ class StepWriter(Writer):
         )
 
     def _codes(self) -> tuple[str, ...]:
-        """Returns the lines that compute the row k, v of the cache and, for codes, its scales."""
+        """Returns the lines that compute the cached form of the new key and value: k and v and, if the cache holds
+        codes, their scales."""
         if not self.op.coded:
             return ("k, v = new_k, new_v",)
         names = ("k", "v")
@@ -128,7 +130,8 @@ class StepWriter(Writer):
         )
 
     def _place(self) -> tuple[str, ...]:
-        """Returns the lines that compute the row `new` of the new token in the cache, and store its scales there."""
+        """Returns the lines that compute `new`, the row of the new token in the cache, and store the scales in this
+        row."""
         place = "begin" if self.ring is None else "place"
         lines = [f"new = (b.to(tl.int64) * APART + {place}) * G + g"]
         if self.page:

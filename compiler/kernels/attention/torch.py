@@ -77,7 +77,7 @@ class ScoredContext:
 
 
 class ScoredTorch(CpuKernel):
-    """Computes all scores of a sequence at once."""
+    """Attention with a score and a mask, and its gradient. All scores of a sequence are computed at once."""
 
     RANK: ClassVar[int] = 10
 
@@ -94,7 +94,7 @@ def _form(site: Site) -> ScoreFields:
 
 
 def _parsed(site: Site) -> tuple[Score, Mask]:
-    """Returns the score and the mask. Tables have their names in generated code."""
+    """Returns the parsed score and mask of a site. The score reads each table by its name in generated code."""
     score, mask = _form(site).parsed(number_of(inputs_of(site)["q"].shape[-2]))
     return replace(score, reads=tuple(replace(read, table=table_name(read.table)) for read in score.reads)), mask
 
@@ -105,7 +105,7 @@ def _scale(site: Site) -> str:
 
 
 def _scores(site: Site) -> Iterator[str]:
-    """Yields the statements that compute the scaled products `s`, `seen` and the masked scores `score`."""
+    """Yields the statements that compute the scaled products `s`, the mask `seen` and the masked scores `score`."""
     score, mask = _parsed(site)
     operands = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
     yield f"{operands} = (x.transpose(1, 2) for x in ({operands}))"

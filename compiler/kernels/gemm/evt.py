@@ -126,14 +126,14 @@ class GemmContext:
     Attributes:
         reads_tiles: Whether an operand is a tile [rows, N].
         reads_columns: Whether an operand is a vector [N].
-        writes_tiles: Whether there is more than one output.
+        writes_tiles: Whether the epilogue tree stores outputs other than the first.
         prelude: Functions that the expressions call.
         functors: The expressions.
         result: The name of the first output.
         tree: The type of the epilogue tree. It states the operands and the output of each node.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. It passes null pointers for all tensors.
+        nulls: The statement that returns the workspace size. It assembles the arguments with null pointers as tensors.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
         weight: The name of the weight.
@@ -166,7 +166,7 @@ class LauncherContext:
     Attributes:
         pointer_count: The number of pointers that the compiled function accepts, including workspace and stream.
         pointers: The tensor pointers that are passed to the compiled function.
-        library: Lines that compute the products other than the kernel's, before the call.
+        library: Lines before the call of the kernel, which compute all products except the last by library calls.
     """
 
     op: GeneratedFunction
@@ -280,7 +280,7 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Returns whether an output equals the accumulator or an earlier value. It then needs no functor."""
+    """Returns whether an output needs no functor, because it equals the accumulator or an earlier value."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
@@ -308,7 +308,8 @@ def _functor(step: Result, epilogue: Epilogue) -> Functor:
 
 
 def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the tree of a single output, and the arguments of the nodes. The tree is a functor over loads."""
+    """Returns the tree type for a single output, and the arguments of the tree's nodes. The root is a functor, and the
+    leaves are loads."""
     (step,) = epilogue.steps
     read = _reads(step, epilogue)
     loads = [value for value in epilogue.operands if value.name in read]
@@ -319,8 +320,8 @@ def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
 
 
 def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the graph of several outputs, and the arguments of the nodes. Every node appears once, together with the
-    nodes that it reads. The first output is the last node."""
+    """Returns the visitor type for several outputs, and the arguments of its nodes. The type lists each node once,
+    together with the nodes that it reads. The last node computes the first output."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
     edges: list[tuple[int, ...]] = [()] * len(nodes)  # for each node, the nodes that it reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]

@@ -19,8 +19,8 @@ OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *ran
 class Parts:
     """The inputs and outputs of a site, under the names that generated code uses.
 
-    `results` pairs each output with its expression over the products `p...` and the operands. Packed `weights` are
-    codes with `scales`.
+    `results` pairs each output with its expression over the products (`p`, `p_up`, ...) and the operands. If `scales`
+    is not empty, each weight consists of packed codes and the scales of its rows.
     """
 
     x: Value
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def bits(self) -> tuple[str, ...]:
-        """The names of the constants that hold the number of bits of each packed weight."""
+        """For each packed weight, the name of the constant that holds its number of bits."""
         return tuple(f"BITS{scale.name[1:]}" for scale in self.scales)
 
     @property
@@ -114,8 +114,7 @@ def parts_of(site: Site) -> Parts:
 
 
 def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `made_by` ends the summary, for example with `in one
-    kernel`."""
+    """Returns the description of the generated function. `made_by` ends the summary, for example `in one kernel`."""
     inputs, outputs = ({value.name: value.type for value in values} for values in (parts.inputs, parts.outputs))
     shapes = {value.name: f"[{', '.join(dims(value))}]" for value in (*parts.inputs, *parts.outputs)}
     words = "linear layer" if len(parts.weights) == 1 else f"{len(parts.weights)} linear layers"

@@ -58,12 +58,12 @@ class TritonContext:
         op: the description of the function.
         k: the features of the input.
         normed: whether there is a norm.
-        gain: the argument of the norm's weight, with a comma; empty for none.
+        gain: the argument for the norm's weight, with a comma; empty if the norm has no weight.
         row_norm: the lines of the norm for one row.
         rows_norm: the lines of the norm for several rows.
         scaled: the products, multiplied by the scales of codes and the factor of the norm, as an expression.
         row: the tile for one row.
-        product: the template of the function that multiplies: by floats or by packed codes.
+        product: the template of the function that multiplies x with weights, which are floats or packed codes.
         lanes: the number of lanes in a row of packed codes.
         rows_k: the number of features, or lanes of packed codes, that a program instance for several rows loads at
             once.
@@ -79,7 +79,8 @@ class TritonContext:
         slices: the largest number of slices into which the warps of a program instance can divide the features, for the
             tile with the fewest rows; 1 if they are not divided.
         slices_name: the argument of the launch that contains the number of slices; `_` for codes, which have none.
-        ahead: the pieces of weights that a program instance for one row loads before it waits for the preceding kernel.
+        ahead: the number of pieces of weights that a program instance for one row loads before it waits for the
+            preceding kernel.
         pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
             requires that no kernel computes the weights.
         widths: the extents N of the parts, as the text of a tuple.
@@ -135,10 +136,10 @@ class TritonContext:
 class RowLinearTriton(Kernel):
     """A program instance multiplies all rows of x, at most 64, with some rows of the weights. Each weight is read once.
 
-    With one row, threads multiply and sum; with several, tensor cores do. With up to 16 rows, each warp multiplies
-    different features if a multiprocessor runs a single program instance, which would otherwise wait for a chain of
-    sums. The mean square for the norm is summed in the same loop over the features. At the end, the sums are divided by
-    its root.
+    With one row, threads multiply and sum; with several, tensor cores do. A program instance that is alone on its
+    multiprocessor would wait for a chain of sums. With up to 16 rows, its warps therefore each multiply different
+    features. The same loop over the features also sums the squares for the norm. After the loop, the products are
+    divided by the root of the mean square.
     """
 
     def rejects(self, site: Site) -> str | None:
@@ -185,8 +186,9 @@ def row_tile(parts: Parts) -> RowTile:
 
 
 def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
-    """Returns the number of features, or lanes of packed codes, that a program instance for several rows loads at once,
-    and the bytes of such a piece in a row of x and in a row of the weights."""
+    """Returns the size of the piece of a row that a program instance for several rows loads at once: the number of
+    features or of lanes of packed codes, and a pair with the bytes of the piece in a row of x and in a row of the
+    weights."""
     size = BYTES[parts.x.type.dtype]
     if parts.scales:  # lanes, with all of their features of x: so few that several loads are in flight
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
@@ -274,7 +276,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
 
 
 def _root(norm: RmsNorm | None) -> tuple[str, ...]:
-    """Returns the factor of a norm, as an expression; empty without a norm."""
+    """Returns the expression of the factor 1 / root mean square, in a 1-tuple; empty without a norm."""
     return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
 
 
@@ -287,7 +289,7 @@ def _arguments(*texts: str) -> str:
 
 
 def _bits(weight: Value) -> str:
-    """Returns the number of bits of packed codes as text."""
+    """Returns the expression of the number of bits of a packed weight's codes."""
     return f"{weight.name}.shape[-1] // LANES.value"
 
 

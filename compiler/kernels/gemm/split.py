@@ -23,7 +23,7 @@ class GivenProduct:
         return f"{self.into.name} = {epilogue.product(self.weight)}, by the library, {self.into.type.dtype}"
 
     def code(self, epilogue: Epilogue) -> str:
-        """Returns a line of Python that computes the product. It reads the number of rows from `m`."""
+        """Returns the line of Python that computes the product. In this line, `m` is the number of rows."""
         weight = self.weight.name + (".T" if epilogue.layout == "nk" else "")
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
         return f"{product}, out={self.into.name}.view(m, N))" if self.is_output else f"{self.into.name} = {product})"
@@ -32,8 +32,8 @@ class GivenProduct:
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
     """Returns the epilogue that remains, with one accumulator, and the products that library calls compute first.
 
-    The kernel computes the last product. In a gated activation, the last product is the gate. Its exponential is
-    therefore computed from an unrounded accumulator. If an output equals one of the other products, the library call
+    The kernel computes the last product. In a gated activation, the last product is the gate, so the activation of the
+    gate is computed from an unrounded accumulator. If an output equals one of the other products, the library call
     writes the output directly.
     """
     *firsts, accumulator = epilogue.accumulators

@@ -162,8 +162,8 @@ _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
 
 
 def _sums(epilogue: Epilogue) -> str:
-    """Returns the argument that makes Triton add up blocks of 8-bit products in f32; tensor cores alone add them with
-    lower precision."""
+    """Returns the argument of `tl.dot` that makes Triton add 8-bit products of different blocks in f32. Tensor cores
+    alone would add them with lower precision."""
     return ", max_num_imprecise_acc=BLOCK_K" if epilogue.x.type.dtype in FORMATS else ""
 
 

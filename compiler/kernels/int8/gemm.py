@@ -139,8 +139,8 @@ def nodes_of(label: str) -> str:
 
 
 def short_label(label: str) -> str:
-    """Returns the label in a file's header. If many nodes share the file, the label states the first node and the
-    number of other nodes. The plan page lists all nodes."""
+    """Returns the label for a file's header. If the label is too long because many nodes share the file, it names the
+    first node and the number of other nodes; the plan page lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

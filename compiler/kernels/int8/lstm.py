@@ -19,7 +19,7 @@ class StepFunction:
     Attributes:
         nodes: The tuple of all nodes that call the function, for the error messages of its input check.
         size: The hidden size H.
-        k: The dim K of the product with h: H, padded.
+        k: The reduction dim K of the product with h, which is H padded.
         dtype: The dtype of h and c.
         fine: The step size of h's first code divided by that of its second code; None if h has one code.
         largest: The largest code.
@@ -56,7 +56,7 @@ def step_function(site: Site) -> StepFunction:
 
 
 def extent(site: Site) -> tuple[int, int]:
-    """Returns H, and the dim K of the product with h."""
+    """Returns the hidden size H, and the reduction dim K of the product with h, which is H padded."""
     op = _op(site)
     n, k = op.extent(site.inputs[op.stored])
     return n // 4, k

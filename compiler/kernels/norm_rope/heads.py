@@ -24,7 +24,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """The number of features of the tensor that contains dx."""
+        """The number of features of the wider tensor that contains dx."""
         return number_of(self.inputs[WHOLE].width)
 
     @property
@@ -78,7 +78,7 @@ def heads_of(site: Site) -> Heads:
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation, which begins a sentence."""
+    """Returns a description of the computation, as the beginning of a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
     words += ["gain"] * heads.op.gain

@@ -78,7 +78,7 @@ class HeadContext:
         allocated: Lines that allocate the outputs.
         into: Whether dx is written to a part of a given tensor.
         begins: Lines of the backward kernel that compute the address of the first result.
-        advances: The line of the backward that advances this address to the next sequence.
+        advances: The line of the backward kernel that advances this address to the next sequence.
         head: The first line of the custom op.
         ending: The lines of the function after its docstring, if the function is not the custom op itself.
     """
@@ -163,7 +163,6 @@ NORM_ROPE_TRITON = NormRopeTriton("norm_rope_triton", "triton", frozenset({"gpu"
 
 
 def _power(number: int) -> int:
-    """Returns the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -239,13 +238,14 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
 
 
 def _annotation(count: int) -> str:
-    """Returns the annotation of the result of a custom op that writes dx to a given tensor."""
+    """Returns the type annotation of the result of a custom op that writes dx to a given tensor and returns `count`
+    other gradients."""
     return ("None", "Tensor")[count] if count < 2 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
-    """Returns the lines of the function that calls the custom op, and then returns the tensor that the op has written
-    to. The op itself must not return its inputs."""
+    """Returns the lines that call the custom op and return the tensor to which the op has written dx. The op itself
+    must not return one of its inputs."""
     call, gradients = f"write({', '.join(heads.inputs)})", [f"d{name}" for name in learned]
     if not gradients:
         return call, f"return {WHOLE}"
@@ -264,8 +264,8 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 
 def _wanted(name: str, heads: Heads) -> str:
-    """Returns a row of the table of input checks. The required alignment of gain and weight is lower, because they are
-    small."""
+    """Returns the row for the input `name` in the table of input checks. Gain and weight need a smaller alignment,
+    because they are small."""
     dtype = heads.inputs[name].dtype
     shapes = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)", WHOLE: "(*heads[:-2], WIDTH)"}
     shape = shapes.get(name, "heads")
@@ -286,7 +286,8 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
 
 
 def _returned(heads: Heads, name: str) -> str:
-    """Returns the expression of an output."""
+    """Returns the expression that the generated function returns for the output `name`. Gradients of weight and gain
+    are sums of partial sums."""
     if name not in PARTIAL:
         return name
     cast = f".to({DTYPES[heads.outputs[name].dtype]})"
@@ -307,7 +308,6 @@ def _conditions(heads: Heads) -> str:
 
 
 def _how(site: Site, tile: HeadTile) -> str:
-    """Returns a description of the kernel's algorithm."""
     heads = heads_of(site)
     rows = "a head of a token" if tile.rows == 1 else f"{tile.rows} heads of tokens"
     words = f"Triton kernel for {site.target.name}: a program takes {rows}"
@@ -320,7 +320,8 @@ def _how(site: Site, tile: HeadTile) -> str:
 
 
 def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
-    """Returns the name, the channels and the mask of each part of the weight that a tile loads."""
+    """Returns the parts of the weight that a tile loads. Each part has a name, its channels as an expression, and the
+    mask of valid channels."""
     if heads.halves:
         return ("weight_a", "c", "c < R"), ("weight_b", "c + R", "c < R")
     pair = () if heads.backward else (("weight_pair", "other", "c < 2 * R"),)
@@ -341,7 +342,7 @@ def _weights(heads: Heads) -> tuple[str, ...]:
 
 
 def _after(heads: Heads) -> tuple[str, ...]:
-    """Returns the lines after the loop of the backward."""
+    """Returns the lines of the backward kernel after its loop."""
     lines: list[str] = []
     if "dweight" in heads.outputs:
         lines.append("weight_partial_ptr += tl.program_id(0).to(tl.int64) * C")
@@ -365,7 +366,8 @@ def _store(name: str, value: str, half: bool, element: str, place: str = "y_at")
 
 
 def _forward(heads: Heads) -> Lines:
-    """Returns the forward's lines before the loop, loads in the loop, and further lines in the loop."""
+    """Returns three groups of lines of the forward kernel: those before the loop, the loads in the loop, and the other
+    lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     squares = "a * a + b * b" if heads.halves else "x * x"
@@ -379,7 +381,8 @@ def _forward(heads: Heads) -> Lines:
 
 
 def _backward(heads: Heads) -> Lines:
-    """Returns the backward's lines before the loop, loads in the loop, and further lines in the loop."""
+    """Returns three groups of lines of the backward kernel: those before the loop, the loads in the loop, and the other
+    lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     lines = ["dz = dy * cos + pair * sin"]

@@ -35,11 +35,11 @@ class Layout:
     Attributes:
         settings: the constants that the lines read.
         sizes: the run-time sizes that the lines read, with their values at the launch.
-        lines: the Triton lines, which also compute the row `token` of the angles.
+        lines: the Triton lines that compute `outer` and `inner`, and the row `token` of the angles.
         tokens, slots: the leading dims of q, k and v, and of the tensors of the cache, as text.
         known: the line that assigns the names in these dims, and t, the number of rows of angles.
         call: the Torch call, a format string over `{cache}` and `{x}`.
-        helpers: the templates of the functions that it calls.
+        helpers: the templates of the functions that the Torch call uses.
     """
 
     settings: dict[str, int]
@@ -53,7 +53,7 @@ class Layout:
 
 
 def layout_of(op: RopeWrite, keys: TensorType) -> Layout:
-    """Returns the layout of the cache that a node writes. `keys` is the type of its first tensor."""
+    """Returns the layout of the cache that a node writes. `keys` is the type of the cache's first tensor."""
     position = "position = tl.load(positions_ptr + token)"
     if op.paged:
         lines: tuple[str, ...] = (
@@ -103,13 +103,13 @@ class RopeWriteContext:
         channels: the channels of a query or key.
         values: the channels of a value.
         pairs: the rotated pairs of channels.
-        step: the distance from a pair's first channel to that of the next pair.
+        step: the distance from the first channel of a pair to the first channel of the next pair.
         apart: the distance between the channels of a pair.
         triton_dtype: the dtype of q, k and v in Triton.
         pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch).
         coded: whether rows are rounded to e4m3.
         largest: the largest number of e4m3.
-        settings: the line that assigns the constants of the layout; empty for none.
+        settings: the line that assigns the constants of the layout; empty if the layout has none.
         unspecialized: the run-time sizes that Triton does not specialize, as an argument of `jit`.
         kernel: the signature of the kernel.
         place: the lines that compute the address of a token's rows in the cache.
@@ -119,7 +119,7 @@ class RopeWriteContext:
         arguments: the arguments of the launch.
         custom_op: the decorator of the custom op, and its signature.
         fake: the signature of its fake implementation.
-        known: the line that names the sizes.
+        known: the line that assigns the sizes of the inputs to names.
         copied: the line that copies inputs that are not contiguous.
         wanted: rows for the table of input checks.
         allocated: the lines that allocate the new outputs.
@@ -128,7 +128,7 @@ class RopeWriteContext:
         result: all outputs.
         helpers: the templates of functions that the Torch code calls.
         torch_rows: the Torch lines that compute the rows.
-        torch_writes: the Torch lines that write them.
+        torch_writes: the Torch lines that write the rows to the cache.
     """
 
     op: GeneratedFunction
@@ -256,7 +256,8 @@ def _formulas(op: RopeWrite, pairs: int, step: int, apart: int) -> Iterator[str]
 
 
 def _places(op: RopeWrite, name: str, width: str) -> Iterator[tuple[str, str]]:
-    """Yields the pointers to the new row of a tensor in the cache and, if it is an output, in that output."""
+    """Yields pairs (name, pointer expression) for the new row of the cache tensor `name`: its place in the cache and,
+    if the op also returns the new row, its place in that output."""
     pitch = "" if width == "1" else f" * {width}"
     place = f"(inner * G + group){pitch}" if pitch else "inner * G + group"
     yield name, f"{name}_ptr + outer * {name.upper()}_STRIDE + {place}"
@@ -288,7 +289,8 @@ def _value_lines(op: RopeWrite) -> Iterator[str]:
 
 
 def _coded(op: RopeWrite, name: str, parts: Sequence[str]) -> Iterator[str]:
-    """Yields the lines that replace the parts of a row with codes and store their scale."""
+    """Yields the lines that round the variables `parts`, which hold one row, to codes, and store the scale of the
+    row."""
     most = f"magnitude({parts[0]})"
     for part in parts[1:]:
         most = f"tl.maximum({most}, magnitude({part}))"

@@ -303,7 +303,7 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
 
 
 def _begun(name: str) -> tuple[str, ...]:
-    """Returns the lines that load one of the further targets of a row, and its logit."""
+    """Returns the lines that load the further target `name` of a row, and its logit."""
     target, known, column = f"target_{name}", f"known_{name}", f"column_{name}"
     return (
         f"int64_t const {target} = targets_{name}[at];",
@@ -314,9 +314,8 @@ def _begun(name: str) -> tuple[str, ...]:
 
 
 def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Returns three texts for a row. The first has the lines that write the loss. The second is the argument that
-    passes the factor of the exponentials; it is empty if the factor is 1. The third has the lines that write the
-    gradient of the targets' logits."""
+    """Returns three parts of the code for a row: the lines that write the loss; the argument that passes the factor of
+    the exponentials, empty if the factor is 1; and the lines that write the gradients of the targets' logits."""
     sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
     if op.per_token == "nats":
         p = "float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);"
@@ -345,8 +344,8 @@ def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
 
 
 def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
-    """Returns the lines that write the gradient of the logit of one target. Several targets may be the same token, so
-    they may have the same logit."""
+    """Returns the lines that write the gradient of the logit of one target. `end` is the suffix of the target's
+    variables. Several targets may be the same token, and then share this logit."""
     same = [f" + (column{other} == column{end} ? hit{other} : 0.0f)" for other in _ends(op) if other != end]
     power = f"power_of_two(fmaf(f{end}, kLog2e, -base))"
     owner = f"known{end} && threadIdx.x == column{end} / kPer % kThreads" if end else "owner"
@@ -362,7 +361,6 @@ def _statement(text: str) -> str:
 
 
 def _how(site: Site, tile: StagedTile) -> str:
-    """Returns a description of the kernel's algorithm."""
     copied = "TMA copies" if tile.copy == "bulk" else "cp.async copies"
     words = f"CUDA C++ for {site.target.name}: {copied} a row to shared memory, {counted(_steps(site, tile), 'step')}"
     words += " of it at a time, with a running maximum as they come"

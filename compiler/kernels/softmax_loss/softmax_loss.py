@@ -62,9 +62,9 @@ def row_tile(width: int) -> RowTile:
     """Returns the default tile for rows of `width` columns.
 
     A row that fits in registers is read once; a program instance processes several rows if they are short. A longer row
-    is read twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so the
-    number of rows in flight must be small. Therefore a program instance has 16 warps, so that at most four program
-    instances share a multiprocessor.
+    is read twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so few
+    rows may be in flight. A program instance therefore has 16 warps, which limits a multiprocessor to four program
+    instances.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -89,14 +89,13 @@ class Loss:
         vocab: The number of logits of a row.
         width: The number of columns of a row, with padding after the logits.
         dtype: The dtype of the logits.
-        op: The name of the custom op. If the kernel computes the gradient, the op overwrites the logits with the
-            gradient.
+        op: The name of the custom op. In training, the op overwrites the logits with their gradient.
         launch: The call of `launch` in the op.
         returns: The expression that the op returns.
-        fake: The text of the shape of the output that the op's fake returns.
+        fake: The shape of the output of the fake implementation, as text.
         targets: The parameters of the op that hold further targets.
         signature: The first line of the op that computes the gradient.
-        fake_signature: The first line of that op's fake implementation, which only computes shapes.
+        fake_signature: The first line of the fake implementation of this op.
         returned: The return statement of the function that calls the op.
     """
 
@@ -121,8 +120,8 @@ class LossContext:
     Attributes:
         how: A description of the kernel's algorithm.
         functions: The name, docstring and return statement of each function that is applied to a logit.
-        body: The template of the kernel.
-        wanted: The expression of the target's logit after `bound`.
+        body: The template of the kernel's body.
+        wanted: The expression of the target's logit after the line `bound`.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether a tile may have columns that are not logits.
@@ -449,7 +448,6 @@ def _begun(loss: SoftmaxLoss, name: str, whole: bool) -> tuple[str, ...]:
 
 
 def _how(site: Site, tile: RowTile, whole: bool) -> str:
-    """Returns a description of the kernel's algorithm."""
     if whole:
         rows = "a row" if tile.rows == 1 else f"{tile.rows} rows"
         words = f"Triton kernel for {site.target.name}: a program holds {rows} in registers and reads them once."
