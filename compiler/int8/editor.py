@@ -40,7 +40,7 @@ class Unfit(Exception):
 
 
 def covering(names: Sequence[str]) -> str:
-    """Returns a pattern for these parameters and for parameters of the same name in other blocks."""
+    """Returns a pattern that matches the parameters `names`, and the parameters of the same name in other blocks."""
     blocks = [".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names]
     places, last = {name.rpartition(".")[0] for name in blocks}, pattern_of(names)
     if len(places) == 1:
@@ -59,11 +59,11 @@ class Source:
         bias: The name of the int8 bias; "" if there is none.
         read: The indices of the node inputs that are multiplied with the weight.
         outputs: The indices of the node's outputs that are multiplied with the weight.
-        maker: The name of the node or input that produces the first of the inputs.
+        maker: The name of the node or graph input that computes the first of the multiplied inputs.
         leader: The name of the first weight, in table order, among the weights of all products that share the input
             scale.
-        part: The index of the slice of the features that is multiplied with the weight.
-        parts: The number of such slices, which have equal sizes.
+        part: The features of the input are divided into equal slices; `part` is the index of the slice that is
+            multiplied with the weight. parts: The number of slices.
     """
 
     node: str
@@ -81,8 +81,8 @@ class Source:
 class Factor:
     """A matrix product inside a node.
 
-    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. Each such value is
-    divided into `parts` equal slices of features, and the weight is multiplied with slice `part`.
+    The weight is multiplied with node inputs and, in a recurrence, with outputs of the node. The features of each of
+    these values are divided into `parts` equal slices; the weight is multiplied with slice `part`.
 
     Attributes:
         weight: The ref of the weight [N, K].
@@ -139,9 +139,10 @@ class Editor:
         self.types = dict(self.graph.types)
 
     def result(self) -> Graph:
-        """Returns the graph with the replacements, without new nodes that nothing reads.
+        """Returns the graph with all replacements. New nodes whose outputs are not read are removed.
 
-        An int8 form computes all outputs of the replaced op, but the graph may read only some outputs of a recurrence.
+        They occur because an int8 form computes all outputs of the replaced op, while the graph may read only some
+        outputs of a recurrence.
         """
         remaining = [node.name for node in self.graph.nodes if node.name not in self.gone]
         nodes = [
@@ -156,7 +157,7 @@ class Editor:
         return finished(replace(self.graph, nodes=live, params=params, outputs=outputs))
 
     def full_names(self, refs: Iterable[str]) -> list[str]:
-        """Returns the full names of the parameters among `refs`, for every place at which the graph runs."""
+        """Returns the full names of the parameters among `refs`. A parameter has one full name per path in `places`."""
         return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
 
     def _name(self, ref: str) -> str:
@@ -182,8 +183,8 @@ class Editor:
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. To compute codes, the
-        input is multiplied by this constant and rounded."""
+        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The input multiplied by
+        this constant, and rounded, gives its codes."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]

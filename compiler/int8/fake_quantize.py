@@ -37,8 +37,9 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
 
     Raises:
-        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product
-            cannot be computed in int8, or if the fraction of the run at which rounding begins is unknown.
+        LoweringError: If no scheme of the spec rounds inputs, if a time loop other than an LSTM contains int8 products,
+            if a product cannot be computed in int8, or if the spec does not determine the fraction of the run at which
+            rounding begins.
     """
     if quant is None or train.qat is None:
         return programs
@@ -102,7 +103,8 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run. Rounding begins after the fraction `begins` of the run."""
+    """Yields the phases of a run, with an additional boundary at the fraction `begins` of the run. The phases after it
+    train the rounded programs."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -173,8 +175,8 @@ class _Copied:
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
-        """Returns a copy of the graph, under a new name, with the inputs of its products rounded. Returns a function
-        unchanged if there is nothing to round."""
+        """Returns a copy of the graph, under a new name, with the inputs of its int8 products rounded. A function
+        without int8 products is returned unchanged."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.added)
         edited = rewritten(editor, fake=True)
@@ -192,7 +194,7 @@ class _Copied:
 
 
 class _Rounding(Editor):
-    """A graph in which the inputs of products are being rounded."""
+    """A copy of a training graph, in which the inputs of int8 products are being rounded."""
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

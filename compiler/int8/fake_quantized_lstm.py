@@ -35,7 +35,7 @@ def fake_quantized_gates(
         backward: Whether the direction runs backward in time.
 
     Returns:
-        The ref of the gates, in order of the steps, and the function of one step, which rounds h.
+        The ref of the gates, in the order in which steps run, and the step, which rounds h.
     """
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
@@ -57,8 +57,8 @@ def fake_quantized_gates(
 
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
-    """Returns the graph in which some `LstmCell` nodes are split into their two products and the op of the gates: those
-    whose input weight, a ref, is in `wanted`."""
+    """Returns the graph with some `LstmCell` nodes split into their two matrix products and the op of the gates.
+    `wanted` contains the refs of the input weights of the nodes to split."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]

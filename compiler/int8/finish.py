@@ -17,8 +17,8 @@ def finished(graph: Graph) -> Graph:
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Gives different titles to different epilogues of int8 products. Returns the new graphs. Without this pass, titles
-    could collide, because a title contains neither scale factors nor operands."""
+    """Gives different titles to different epilogues of int8 products. Returns the new graphs. A title contains neither
+    scale factors nor operands, so without this pass different epilogues could have the same title."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:

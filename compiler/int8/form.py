@@ -53,15 +53,16 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the first part of an epilogue, an expression of `p`, which stands for the integer sums of the product.
+    """Returns the first part of the epilogue of an int8 product: an expression that converts the integer sums `p` to
+    floats.
 
-    A 16-bit input has second codes. Their product, f32 [..., N], is then added to the graph as a node, and the
-    expression adds its result.
+    A 16-bit input has two codes per value. The product with the second codes, f32 [..., N], is then a separate node,
+    whose result the expression adds.
 
     Args:
         edit: The graph.
         name: The name of the product, and the prefix of the name of the second product.
-        codes: The refs of the codes of the input. The first product reads the first codes.
+        codes: The refs of the input's codes: one, or two for a 16-bit input. The product itself reads the first codes.
         weight: The ref of the weight.
         held: The refs of the weight's codes, offset and scale.
         at: The original node whose position new nodes take.

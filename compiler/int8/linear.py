@@ -18,7 +18,8 @@ WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved
 
 
 class Int8LinearForm(Int8Form):
-    """Covers `x w^T`, a bias vector if it is also int8, and following pointwise nodes.
+    """Covers `x w^T`, the sum with a bias vector if the bias is also stored for int8 products, and the following
+    pointwise nodes.
 
     A pointwise node joins the epilogue if it is the only reader of the previous node, and if each other operand is a
     vector [N] or has the shape of the product.
@@ -76,7 +77,8 @@ class Int8LinearForm(Int8Form):
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:
-    """Returns the node that adds a parameter vector to a product, or None if the product has other readers."""
+    """Returns the node that adds a parameter vector to the product `node`. None if there is no such node, or if the
+    product has other readers."""
     readers = graph.consumers[node.name]
     if graph.uses(node.name) != 1 or not readers:
         return None
@@ -115,8 +117,9 @@ def _operands(epilogue: Node, last: Node) -> list[str]:
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Applies another epilogue to the expression. Returns the new expression, and a dict that maps the ref of each
-    operand to its variable. Returns None if no kernel can print the new expression."""
+    """Applies the pointwise node `epilogue`, which reads the node `last`, to `expr`, the expression of `last`. Returns
+    the new expression, and a dict that maps the ref of each operand to its variable. Returns None if no kernel can
+    print the new expression."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}

@@ -58,7 +58,8 @@ def _gates_of(edit: Editor, node: Node, name: str, codes: Sequence[str], factor:
 
 
 def _held(edit: Editor, hidden: Factor) -> tuple[str, str, str, str]:
-    """Returns the constants of a step's product with h: codes, offset, scale and inverse."""
+    """Returns the refs of the constants of a step's product with h: the codes, offset and scale of the weight, and the
+    inverse input scale."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 
@@ -126,8 +127,8 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the nodes that compute the gates of one direction. The gates are stored time-major, so that the gates of a
-    step are contiguous."""
+    """Adds the nodes that compute what x contributes to the gates of one direction. Returns the ref of the gates, which
+    are stored time-major so that the gates of a step are contiguous, and the step."""
     into, hidden = factors
     codes = edit.codes(x, into.weight, node)
     major = [

@@ -31,7 +31,7 @@ def add_loop(
 ) -> tuple[str, str, str]:
     """Adds a loop over the steps of one direction.
 
-    The path of the loop is in the scope of `name`, so that paths of different stages cannot collide.
+    The path of the loop begins with `name`, so that paths of different stages cannot collide.
 
     Args:
         edit: The graph.
@@ -59,7 +59,8 @@ def add_loop(
 
 
 def _function(edit: Editor, read: Sequence[str], step: Step) -> Graph:
-    """Returns the function of one step. The function reads the values `read` of the loop, and the gates of one step."""
+    """Returns the function of one step. Its inputs are the values `read`, which are the same in all steps, and the
+    gates of the step."""
     b = Builder(f"lstm_{edit.types[read[0]].width}{step.suffix}.step")
     for name, ref in zip(("h", "c", "x", *step.constants), read, strict=True):
         type = edit.types[ref]

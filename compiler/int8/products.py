@@ -19,8 +19,8 @@ from specc.compiler.strict import Path, Problem
 
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
-    """Returns the matrix products that the deployed model computes in int8, in order of the parameter table.
-    Calibration must measure the input of each. `programs` are the programs before any pass that rewrites graphs."""
+    """Returns the matrix products that the deployed model computes in int8, in the order of the parameter table.
+    Calibration measures the range of their inputs. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -103,7 +103,8 @@ def _deployed(programs: Programs) -> Programs:
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields (graph, path prefix) for each place at which a graph runs."""
+    """Yields pairs (graph, path prefix): each program with the prefix "", and each function with the prefix of each of
+    its calls."""
     seen: set[tuple[str, str]] = set()
 
     def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
@@ -120,7 +121,7 @@ def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 
 def places_of(programs: Programs) -> Mapping[str, list[str]]:
-    """Returns the path prefixes at which each graph runs, by the name of the graph."""
+    """Returns the path prefixes of the calls of each graph, by the name of the graph."""
     places: dict[str, list[str]] = {}
     for graph, at in sites(programs):
         places.setdefault(graph.name, []).append(at)

@@ -55,8 +55,8 @@ class Value:
 
     @property
     def buffer(self) -> bool:
-        """Whether the tensor is a buffer of a few numbers, which every element of the result reads: the seed of
-        dropout, or scales."""
+        """Whether the tensor is a buffer of a few numbers, which every element of the result reads: the random key of a
+        dropout mask, or scales."""
         return self.type == DRAW or self.type.storage == STATE
 
     @property

@@ -115,8 +115,8 @@ def and_more(items: Sized) -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem of the parameters `names`: their schemes need products or lookups, but calibration observes
-    none. In a model that does not read text, this holds for every parameter."""
+    """Returns the problem of the parameters `names`, whose schemes need inputs that calibration does not observe. In a
+    model of lines, calibration observes no inputs for such schemes."""
     needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
     message = f"{names[0]}: {needs}, but it observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
@@ -124,8 +124,8 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `quant.promote` matches nothing, or if fewer matched parameters than `quant.promote.count`
-    can have more bits."""
+    """Yields a problem if `quant.promote` matches no parameter, or if fewer than `quant.promote.count` of the matched
+    parameters can have more bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -175,8 +175,8 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Yields a problem if `quant.correct` matches nothing, or if fewer matched parameters than `quant.correct.count`
-    can have a correction of the given rank."""
+    """Yields a problem if `quant.correct` matches no parameter, or if fewer than `quant.correct.count` of the matched
+    parameters can have a correction of the given rank."""
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):
@@ -201,8 +201,8 @@ def _correction_problems(
 def _calibrated(
     path: Path, what: str, pattern: str, chosen: Allocation, seen: frozenset[str], use: str
 ) -> list[str] | Problem:
-    """Returns the parameters that match a pattern and that calibration observes. If there are none, returns the
-    problem.
+    """Returns the names of the parameters that match `pattern` and whose inputs calibration observes. If there are
+    none, returns a problem.
 
     Args:
         path: The path of the pattern in the spec.
@@ -227,7 +227,7 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
-    """Whether a scheme has fewer than `bits` bits, and has a variant with `bits` bits."""
+    """Returns whether a scheme has fewer than `bits` bits, and a variant with `bits` bits."""
     return scheme.bits_per_value() < bits and bool(variants(scheme, (bits,), ()))
 
 
@@ -241,16 +241,16 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model, and
-    the tables that it looks up. Both are empty for other models. `programs` are the programs before any pass that
-    rewrites graphs."""
+    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
+    embedding tables, in the program `score` of a text model. Both are empty for other models. `programs` are the
+    programs before any pass that rewrites graphs."""
     return frozenset(_calls(programs, Linear, GroupedLinear)), frozenset(_calls(programs, Embedding))
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters of a text model that the program `score` does not use in exactly one product. They are the
-    tables that it looks up, including tied tables, and the weights of blocks that run more than once. The matrices of
-    experts are not included, because their metric is the sum of X^T X over all calls."""
+    """Returns the parameters of a text model that the program `score` reads in several products or in a lookup: the
+    weights of blocks that run more than once, and the embedding tables, including tied tables. The matrices of experts
+    are not included, because their X^T X is summed over all calls."""
     repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
     return frozenset(_calls(programs, Embedding)).union(repeated)
 

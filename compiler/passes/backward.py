@@ -1,5 +1,5 @@
-"""Composes the backward of a fused group from the derivative rules of its nodes, the members. The result is a graph
-over values that the forward saves."""
+"""Composes the backward pass of a fused group from the derivative rules of its nodes, which are called members. The
+result is a graph over the values that the forward pass saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,13 +28,14 @@ SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient, with the pending
 
 
 def accumulates(op: Op) -> bool:
-    """Returns whether the op is a linear layer, whose kernel can compute the next pointwise operation."""
+    """Returns whether the op is a linear layer. The kernel of a linear layer can also compute the pointwise operation
+    that follows."""
     return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns those variables of a pointwise member that are outputs of linear layers of the group. Such outputs are
-    stored only if the backward pass reads them."""
+    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. These outputs
+    are stored only if the backward pass reads them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
@@ -48,9 +49,9 @@ def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
 
 
 def spelled(forward: Graph, ref: str) -> str:
-    """Returns the name that a forward value has in the backward. An input keeps its name. Other values have short
-    names, e.g. `act` or `slope`, that differ from those of all inputs. The result of a linear layer therefore does not
-    have the name of its weight."""
+    """Returns the name that the forward value `ref` has in the backward graph. An input has the same name in both. Any
+    other value has a short name, e.g. `act` or `slope`, that no input has; the output of a linear layer therefore
+    differs from the name of the weight."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -68,8 +69,8 @@ def spelled(forward: Graph, ref: str) -> str:
 
 
 def gradient_names(forward: Graph) -> tuple[str, ...]:
-    """Returns the names, in the backward graph, of the gradients of a group's results: `d` for a single result, and
-    `d_` followed by the label for each of several results."""
+    """Returns the names of the backward graph's inputs that hold the gradients of the group's results: `d` for a single
+    result, otherwise `d_LABEL` for each result."""
     if len(forward.outputs) == 1:
         return ("d",)
     taken = {f"d_{name}" for name, _ in forward.inputs}
@@ -94,9 +95,9 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Returns the backward as a graph named `name`. The inputs of the backward are the gradients of the group's
-        results, under the names of `gradient_names`, and the saved values. The outputs are the gradients of the group's
-        inputs, in order. Inputs without a gradient have no output."""
+        """Returns the backward graph, named `name`. Its inputs are the gradients of the group's results, under the
+        names of `gradient_names`, and the saved values. Its outputs are the gradients of the group's inputs, in order;
+        inputs without a gradient are left out."""
         b = self.b
         b.name = name
         gradients: dict[str, list[Scaled]] = {}
@@ -114,8 +115,8 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the name of a forward value in the backward. The value becomes an input of the backward if it is not
-        one yet. A view is recreated instead."""
+        """Returns the name of the forward value `ref` in the backward graph. On the first call, the value becomes an
+        input of the backward graph. A view is not an input: it is computed again from the value that it views."""
         node = self.forward.by_name.get(node_of(ref))
         if node is not None and node.op.views:
             if node.name not in self.b.types:
@@ -134,14 +135,14 @@ class Derivation:
         return Scaled(total, gradients[0].by)
 
     def multiplied(self, name: str, grad: Scaled) -> str:
-        """Returns the product of a gradient and its pending scalar factor."""
+        """Returns the gradient, multiplied by its pending scalar factor if there is one."""
         if not grad.by:
             return grad.value
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns the gradient `value` that a rule has computed, together with the factor `by` of the incoming
-        gradient. The rule did not apply this factor, so that it is still pending."""
+        """Returns the gradient `value`, which a rule has computed from the incoming gradient without its pending factor
+        `by`. The factor is pending for the result too."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -155,8 +156,8 @@ class Derivation:
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a pointwise member's inputs. `plan_backward` determines the gradients of inputs that
-        are products of the group. The gradients of other inputs are derived symbolically."""
+        """Returns the gradients of a pointwise member's inputs. For inputs that are products of the group,
+        `plan_backward` determines the gradients. For other inputs, the expression is differentiated symbolically."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -189,8 +190,8 @@ class Derivation:
         readable: Mapping[str, str],
         grad: str,
     ) -> list[tuple[str, str]]:
-        """Adds one node that computes the gradients `texts`. If the forward broadcast an operand, its gradient is
-        summed over the broadcast dims.
+        """Adds one node that computes the gradients `texts`. The gradient of an operand that was broadcast in the
+        forward pass is summed over the broadcast dims.
 
         Args:
             name: The name of the node.

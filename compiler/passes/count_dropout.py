@@ -13,8 +13,8 @@ SUFFIX = "_draw"  # the name suffix of the buffers
 def count_dropout(programs: Programs, text: bool) -> Programs:
     """Returns the programs with one buffer for each dropout node. The trainer sets the buffers before each micro-batch.
 
-    A buffer has the name of its node. Models that do not read text still use Torch's generator. Their sources and
-    targets have different lengths in each batch, and their loops over time draw new numbers in each step.
+    A buffer has the name of its node. Models of lines still use Torch's generator, because the lengths of their sources
+    and targets vary between batches, and their loops over time draw new numbers in each step.
 
     Args:
         programs: The programs, before any fusion.

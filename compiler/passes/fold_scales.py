@@ -26,9 +26,9 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     """Multiplies factors of matrix products into the matrices, in programs over whole sequences. Returns the new
     programs.
 
-    A factor is folded if it is a number or a function of parameters with one number, or one number per feature. The
-    product may be the last node of a fused group. Decoding programs are unchanged, because most of the bytes that they
-    read are matrices.
+    A factor is folded if it consists of one number, or of one number per feature, and is a constant or a function of
+    parameters. The product may be the last node of a fused group. Decoding programs are unchanged, because they read
+    few bytes besides the matrices.
 
     Args:
         programs: The programs, with fused groups.
@@ -81,7 +81,7 @@ def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
 
 
 def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
-    """Yields the products that are multiplied with a factor that does not depend on the tokens."""
+    """Yields an entry for each product that is multiplied by a factor which does not depend on the tokens."""
     for node in graph.nodes:
         if not isinstance(node.op, Pointwise) or len(node.op.outputs) > 1:
             continue
@@ -117,8 +117,8 @@ def _term(expression: Expr, variable: str) -> Expr:
 
 
 def _factor(term: Expr, variable: str) -> Expr | None:
-    """Returns the factor of a variable in an expression that is linear in it. None if the expression is not linear in
-    the variable, or reads it more than once."""
+    """Returns the factor `f` if `term` is `f * variable`. None if `term` is not linear in the variable, or reads the
+    variable more than once."""
     match term:
         case Var(name) if name == variable:
             return Const(1)
@@ -161,7 +161,7 @@ def _matrix(programs: Programs, product: Node) -> int | None:
 
 
 def _refusal(graph: Graph, scale: _Scale) -> str | None:
-    """Returns the reason why a factor cannot be folded."""
+    """Returns the reason why a factor cannot be folded; None if it can."""
     reader, matrix = scale.reader, graph.types[scale.product.inputs[scale.weight]]
     if reader.types != scale.product.types:
         return f"{reader.name} is {reader.type}, not {scale.product.type} as the product"
@@ -178,7 +178,7 @@ def _refusal(graph: Graph, scale: _Scale) -> str | None:
 
 
 def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
-    """Returns the operands of the reader without the factor, by variable."""
+    """Returns the operands that the reader still needs without the factor, by variable."""
     assert isinstance(scale.reader.op, Pointwise)
     names = variables(scale.total)
     pairs = zip(scale.reader.op.variables, scale.reader.inputs, strict=True)

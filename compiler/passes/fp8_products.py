@@ -22,9 +22,9 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     """Returns the programs. In training programs, the matrix products that `train.precision.fp8` selects have become
     products of 8-bit floats.
 
-    Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
-    tokens. If a training program and another program call the same function, the training program calls a copy.
-    Programs that fake-quantize inputs are unchanged.
+    Programs for scoring and decoding still multiply in the compute dtype: the scale of a whole tensor depends on all of
+    its tokens, also on later ones. If a training program and another program call the same function, the training
+    program calls a copy. Programs that fake-quantize inputs are unchanged.
 
     Args:
         programs: The programs, before fusion.

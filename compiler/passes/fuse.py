@@ -49,7 +49,7 @@ def _unmatched(code: str, message: str, hint: str) -> LoweringError:
 
 
 def _scopes(graph: Graph) -> tuple[str, ...]:
-    """Returns every proper prefix of a node's name, in order."""
+    """Returns the proper prefixes of the names of all nodes, in order."""
     prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
@@ -143,11 +143,10 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """Returns the named nodes and the nodes that belong to them, in graph order.
+    """Returns the nodes `names`, and the nodes that have to be fused with them, in graph order.
 
-    A linear layer belongs to them if a named node is its only reader. A node whose name
-    begins with the name of a member belongs to them if only returned nodes read it, like the cast `logits.f32` of
-    `logits`.
+    These are the linear layers whose only reader is a named node. A node whose name begins with the name of a member,
+    like the cast `logits.f32` of `logits`, is also fused if only returned nodes read it.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -176,7 +175,7 @@ def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 def _names(group: Group) -> Iterator[str]:
     """Yields candidate names for a group. The first is the default name. The next candidates contain more words of the
-    scope. After these, the last word of the last member's name is appended again and again."""
+    scope. The last candidates, without end, repeat the last word of the last member's name."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

@@ -108,8 +108,8 @@ def _composed(
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers. Also raises it if nothing reads a member
-    before the last, or if a node outside of the group reads a member before the last."""
+    """Raises Unfusable if a member reads a number that differs between layers, or if a member before the last is not
+    read, or is read by a node outside of the group."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -179,8 +179,8 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
 def _forward(
     graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep, results: Mapping[str, str]
 ) -> Graph:
-    """Returns the members as a graph over short input names. Pointwise members also output the values that the backward
-    reads."""
+    """Returns the members as a graph whose inputs have the short names `names`. Pointwise members also output the
+    values that the backward pass reads."""
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
@@ -214,8 +214,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
-    """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
-    that the backward reads, under the names that they have in the backward graph."""
+    """Returns the forward graph, in which pointwise nodes have become epilogues of products. The graph also outputs the
+    values `saved`, under the names that they have in the backward graph."""
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)

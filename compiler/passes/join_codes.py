@@ -1,4 +1,5 @@
-"""Makes the kernel of a matrix product write the 8-bit codes of its result, which are a factor of another product."""
+"""Makes the kernel of a matrix product write its result as 8-bit codes, if these codes are an operand of another
+product."""
 
 from dataclasses import replace
 

@@ -15,12 +15,12 @@ def join_epilogues(graph: Graph) -> Graph:
     """Turns each pointwise node that is the only reader of a matrix product into the epilogue of this product. Returns
     the new graph.
 
-    If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
-    pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a small tensor,
-    and without it the product can remain a library call.
+    If a pointwise node reads several linear layers of the same input, these layers become one node with several
+    accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a
+    small tensor, and without it the product can remain a library call.
 
-    Dropout whose random numbers are determined by a buffer is treated as a pointwise node that reads a mask. If the
-    epilogue of a product has a mask, or if the next node is dropout, the next node also joins the epilogue. Dropout
+    Dropout whose random numbers are determined by a buffer is treated as a pointwise node that reads a mask. A node
+    after an epilogue also joins the epilogue if it is such a dropout, or if the epilogue already has a mask. Dropout
     between a product or an activation and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
@@ -92,7 +92,8 @@ def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
 
 
 def _drawing(graph: Graph, reader: Node) -> Node | None:
-    """Returns the product whose epilogue `reader` can continue, if one of the two has a dropout mask."""
+    """Returns the product whose epilogue the node `reader` can join, if the epilogue or `reader` has a dropout mask.
+    None otherwise."""
     for ref in reader.inputs:
         node = graph.by_name.get(node_of(ref))
         if node is None or not isinstance(node.epilogue, Pointwise) or not isinstance(node.op, Product):

@@ -1,8 +1,8 @@
 """Joins fused groups that read parts of one merged product. They become one group with several results.
 
-Separate groups would each return the gradient of one part. The gradients of the product would then need a copy in which
-these parts are concatenated. The kernels of the joined group write into one tensor instead. Gradients of parts that
-other nodes read are copied into this tensor, or written there directly if Torch's compiler computes them.
+Separate groups would each return the gradient of one part, and these gradients would have to be concatenated into the
+gradient of the product. The kernels of the joined group write into one tensor instead. The gradient of a part that a
+node outside of the groups reads is copied into this tensor, or written there directly if Torch's compiler computes it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +35,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the fused group that is the only reader of a part of a product and reads it as heads, if the kernel of
-    the group can write the gradient of the part into a wider tensor. None otherwise."""
+    """Returns the node of the fused group that reads `ref`, a part of a product, as heads. None if the part has other
+    readers, or if the kernel of the group cannot write the gradient of the part into a wider tensor."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None
@@ -107,7 +107,7 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
 
 
 def _into_one(graph: Graph) -> Graph:
-    """Returns a backward in which the parts of a joined gradient are written into one tensor, one after another."""
+    """Returns the backward graph with the parts of the joined gradient written into one tensor, one after another."""
     join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
     if join is None:
         return graph
@@ -137,8 +137,8 @@ def _into_one(graph: Graph) -> Graph:
 
 
 def _writes(graph: Graph, join: Node) -> Iterator[tuple[Node | None, int, str]]:
-    """Yields, for each part of a joined gradient, the node that can write the part itself, the first feature of the
-    part, and the value of the part."""
+    """Yields a tuple for each part of a joined gradient: the node that can write the part into the wider tensor, or
+    None; the index of the part's first feature; and the ref of the part."""
     at = 0
     for ref in join.inputs:
         width = graph.types[ref].width

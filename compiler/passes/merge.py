@@ -2,8 +2,8 @@
 in which it runs.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
-code runs a node of all variants unconditionally, and other nodes under a condition. If a node reads a different value
-in each variant, these values share a variable.
+code runs the nodes that all variants have unconditionally, and the other nodes under a condition. If a node reads
+different values in different variants, these values share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,7 +86,8 @@ class Merged:
         return frozenset(range(len(self.variants)))
 
     def inputs(self) -> Sequence[tuple[str, TensorType, Where]]:
-        """Returns each input with its type and the variants that have it. Inputs that all variants have come first."""
+        """Returns a tuple for each input: its name, its type, and the indices of the variants that have it. Inputs of
+        all variants come first."""
         entries: dict[str, tuple[TensorType, set[int]]] = {}
         for variant, graph in enumerate(self.variants):
             for name, type in graph.inputs:
@@ -95,8 +96,8 @@ class Merged:
         return sorted(inputs, key=lambda entry: entry[2] != self.every)
 
     def operands(self) -> Iterator[tuple[int, Operand]]:
-        """Yields every operand with the index of the slot that reads the operand. Operands of outputs have an index
-        after all slots."""
+        """Yields every operand with the index of the slot that reads the operand. The operands of outputs have an index
+        larger than that of any slot."""
         yield from ((i, operand) for i, slot in enumerate(self.slots) for operand in slot.inputs)
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
@@ -126,7 +127,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. In this
             comparison, a dim of 1 token equals a dim of T tokens.
         labels: The outputs to return, or None for all. A variant may lack some of them.
-        kind: An additional key, e.g. of the kernel. Only nodes with equal keys are merged.
+        kind: A function that returns an additional key of a node, e.g. its kernel. Only nodes with equal keys are
+            merged.
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:
@@ -146,7 +148,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Groups the nodes of all variants by key. The order is close to the order of each graph."""
+    """Groups the nodes of all variants that can be merged. The groups are as close as possible to the order of each
+    graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
@@ -228,8 +231,8 @@ def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """Returns the slots in a topological order, in which slots of equal variants are adjacent where possible. Returns
-    None if there is no topological order."""
+    """Returns the slots in a topological order. Where the order is free, slots of the same variants are adjacent.
+    Returns None if there is no topological order."""
     before = _precedence(graphs, slots)
     current = every = frozenset(range(len(graphs)))
     ordered: list[Slot] = []
@@ -274,8 +277,9 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 
 
 def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
-    """Returns the merged graph with a Move, which copies the value `ref` of an operand to a separate variable. Without
-    the Move, `ref` would be live when another value of the operand is computed."""
+    """Returns the merged graph with a Move that copies `ref`, one of the values of `operand`, to a separate variable.
+    Without the Move, `ref` would still be needed when another value of the operand is written to their shared
+    variable."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
     name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
@@ -290,8 +294,8 @@ def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: 
 
 
 class _Variables:
-    """Sets of values that share a variable. Two sets are joined only if no two values of the result are live at once in
-    any variant."""
+    """Sets of values that share a variable. Two sets are joined only if no two of their values are live at the same
+    time in any variant."""
 
     def __init__(self, merged: Merged) -> None:
         self.computed_at = {name: -1 for name, _, _ in merged.inputs()}
@@ -305,8 +309,9 @@ class _Variables:
         self.sets: dict[str, set[str]] = {}
 
     def join(self) -> tuple[Operand, str, Where] | None:
-        """Lets the values of every operand share a variable. If a value cannot share the variable of its operand,
-        returns the operand, the ref of the value, and its variants. Otherwise, returns None."""
+        """Lets the values of every operand share a variable. Returns None if that is possible for all operands.
+        Otherwise, returns the first value that cannot share the variable of its operand: the operand, the ref of the
+        value, and its variants."""
         for operand in self.operands:
             refs = sorted(
                 (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]

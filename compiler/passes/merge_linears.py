@@ -1,8 +1,8 @@
 """Merges linear layers that read the same value. They become one matrix product.
 
-The forward pass is one product with the concatenated matrices. Each gradient is one product too: the gradient of the
-input reads the concatenated gradients of the outputs, and the gradient of the matrices has the rows of all matrices.
-Each matrix remains a separate parameter.
+The forward pass is one product with the concatenated matrices. The gradient of the input is one product that reads the
+concatenated gradients of the outputs, and the gradient of the matrices is one product that has the rows of all
+matrices. Each matrix remains a separate parameter.
 
 Some gradients are written directly into the tensor of concatenated gradients: those that Torch's compiler computes, and
 those of fused groups that the pass `join_groups` can join. The gradients of all other kernels, attention and fused
@@ -28,8 +28,8 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
     """Returns the programs. In programs over whole sequences, linear layers that read the same value have become one
     product.
 
-    Layers in fused groups are not merged. Decoding programs are unchanged: each step would have to concatenate the
-    matrices, which are most of the bytes that it reads.
+    Layers in fused groups are not merged. Decoding programs are unchanged, because each step would have to concatenate
+    the matrices, which are most of the bytes that a step reads.
 
     Args:
         programs: The programs, with fused groups.
@@ -45,9 +45,9 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
 @dataclass
 class _Moved:
-    """How many numbers per token a merged product moves in addition (`costs`), and how many it no longer moves
-    (`saves`), summed over all calls of the functions that contain the layers. `copied` are the layers whose gradients
-    are copied."""
+    """The memory traffic of a merged product, compared with separate products, in numbers per token: the additional
+    traffic (`costs`) and the avoided traffic (`saves`), summed over all calls of the functions that contain the layers.
+    `copied` are the layers whose gradients are copied."""
 
     costs: int = 0
     saves: int = 0
@@ -68,11 +68,11 @@ Balance = Mapping[tuple[str, ...], _Moved]
 
 
 def _balance(programs: Programs) -> Balance:
-    """Returns how many numbers merging moves and saves, by the names of the layers. Equal layers of all blocks have the
-    same names, so they are treated alike.
+    """Returns the memory traffic of each possible merge, by the names of the layers. The same layers of different
+    blocks have the same names, so they share an entry.
 
-    Separate products each write a gradient of the input, and these gradients are read again and added. A merged product
-    writes the sum directly. It reads concatenated gradients, into which the results of kernels must be copied.
+    Separate products each write a gradient of the input, and another kernel reads and adds these gradients. A merged
+    product writes the sum directly, but reads concatenated gradients, into which the results of kernels must be copied.
     """
     balance: dict[tuple[str, ...], _Moved] = {}
     calls = {(graph.name, at): graph for graph, at in whole_sequences(programs)}
@@ -138,7 +138,8 @@ def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
 
 
 def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
-    """Returns the layers whose outputs can be parts of one product, with the alignment that all kernels need."""
+    """Returns the layers whose numbers of output features are multiples of ALIGNMENT, so that each output has the
+    alignment that all kernels need."""
     return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
 
 
@@ -160,7 +161,7 @@ def _width(type: TensorType) -> int:
 
 
 def _refusal(programs: Programs, graph: Graph, layers: Sequence[Node]) -> str | None:
-    """Returns the reason why layers cannot be one product."""
+    """Returns the reason why layers cannot be one product; None if they can."""
     for layer in layers:
         for reader in _readers(graph, layer.name):
             if isinstance(reader.op, Fused) and programs.group(reader.op.group).takes_rows:
@@ -169,7 +170,7 @@ def _refusal(programs: Programs, graph: Graph, layers: Sequence[Node]) -> str | 
 
 
 def _readers(graph: Graph, ref: str) -> Sequence[Node]:
-    """Returns the nodes that read a value, or a view of it."""
+    """Returns the nodes that read the value `ref` or a view of it."""
     readers: list[Node] = []
     for reader in graph.consumers[ref]:
         views = isinstance(reader.op, Moves) and len(reader.inputs) == len(reader.types) == 1
@@ -178,8 +179,8 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
-    """Returns whether the gradient of a value is the result of a single kernel, attention or fused group. If not,
-    Torch's compiler computes it."""
+    """Returns whether the gradient of the value `ref` is an output of a kernel, attention or a fused group, and
+    therefore has to be copied. Otherwise, Torch's compiler computes the gradient in place."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:
@@ -216,7 +217,8 @@ def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
 
 
 def _labels(layers: Sequence[Node]) -> tuple[str, ...]:
-    """Returns the shortest path suffixes that distinguish the layers, as identifiers."""
+    """Returns a label for each layer: the shortest suffix of its path that differs from those of the other layers, as
+    an identifier."""
     paths = [layer.name.split(".") for layer in layers]
     for length in range(1, max(map(len, paths))):
         labels = tuple("_".join(path[-length:]) for path in paths)

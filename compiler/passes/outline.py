@@ -64,8 +64,8 @@ def outline(
         taken: The names of the model's methods.
         reserved: The names that no argument may have.
         kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: A function that returns whether the arguments of a method distinguish its variants. If they do
-            not, the pass tries a section that fewer programs share.
+        distinguishes: A function that returns whether a method can tell its variants apart by its arguments. If it
+            cannot, the pass tries a section that fewer programs share.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -101,7 +101,7 @@ def _worth(slots: Sequence[Slot]) -> bool:
 
 
 def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
-    """Returns whether the slots are all nodes of a program, and the program returns no state."""
+    """Returns whether the slots contain all nodes of the program `variant`, and the program returns no state."""
     stated = any(label.startswith(STATES) for label, _ in graph.outputs)
     return not stated and len(graph.nodes) == sum(variant in slot.nodes for slot in slots)
 
@@ -191,8 +191,9 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, the most frequent first. The candidates are the names of the passed
-        values in the programs, and the names that loops give to these values."""
+        """Returns candidate names of a parameter, the most frequent first. `passed` maps each program to the ref that
+        it passes. The candidates are the names of these values in the programs, and the names under which loops read
+        them."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -238,7 +239,8 @@ class _Section:
         return computed
 
     def _read_alike(self, refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-        """Returns whether a merged node reads values of different programs as the same input."""
+        """Returns whether a merged node reads a value of `refs` in one program and a value of `others` in another
+        program as the same input."""
         columns = (column.items() for slot in self.merged.slots for column in slot.columns("inputs"))
         return any(column & refs.items() and column & others.items() for column in columns)
 
@@ -258,8 +260,8 @@ class _Section:
         return bodies
 
     def reads_itself(self, variant: int) -> bool:
-        """Returns whether an argument of the call depends on a value of the section, through nodes outside of the
-        section."""
+        """Returns whether an argument of the call depends on a result of the section itself, through nodes outside of
+        the section."""
         graph, section = self.merged.variants[variant], self.node_names[variant]
         rest = [node for node in graph.nodes if node.name not in section]
         ahead = needed(rest, (refs[variant] for refs in self.inputs.values() if variant in refs))
@@ -292,8 +294,8 @@ class _Section:
 
 
 def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns whether two parameters are equal: at least one program passes both, and each such program passes the same
-    value for both."""
+    """Returns whether two parameters can be one: at least one program passes both, and every program that passes both
+    passes the same value."""
     both = refs.keys() & others.keys()
     return bool(both) and all(refs[variant] == others[variant] for variant in both)
 

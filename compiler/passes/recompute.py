@@ -70,7 +70,8 @@ def _trained(programs: Programs) -> tuple[str, ...]:
 
 
 def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields each function that the backward pass recomputes, with the path pattern of its part of the model."""
+    """Yields a pair for each function that the backward pass recomputes: the name of the function, and the path pattern
+    of the part of the model that it computes."""
     for name in programs.recomputed:
         is_part = name.partition(".")[2].startswith(PREFIX)
         part = programs.function(name).nodes[0].name.partition(".")[0] if is_part else ""
@@ -168,8 +169,7 @@ def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, 
 
 
 def _input_names(refs: Sequence[str]) -> dict[str, str]:
-    """Returns a name for each value that a part reads: as many last words of the value's path as make the name
-    unique."""
+    """Returns a name for each value that a part reads: the shortest suffix of the value's path that is unique."""
     names: dict[str, str] = {}
     for ref in refs:
         words = ref.replace(":", "_").split(".")

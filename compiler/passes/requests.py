@@ -1,4 +1,4 @@
-"""The graphs of whole-sequence programs, and the nodes in them that a key of the spec selects."""
+"""The graphs of programs over whole sequences, and the nodes in these graphs that a key of the spec selects."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,7 +80,8 @@ class Requests:
         return replace(self.programs, functions=functions, rewritings=rewritings)
 
     def names(self, graph: Graph, node: str) -> bool:
-        """Returns whether the spec or the pass selects a node that can be rewritten."""
+        """Returns whether to rewrite a node that can be rewritten: with `auto` always, otherwise if a pattern matches
+        all paths of the node. Records a problem if a pattern matches only some of the paths."""
         if self.patterns == "auto":
             return True
         paths = self._paths(graph, node)
@@ -99,11 +100,11 @@ class Requests:
         return False
 
     def done(self, graph: Graph, nodes: Sequence[str], text: str) -> None:
-        """Records the effect of the pass on some nodes."""
+        """Records that the pass has rewritten `nodes`, with a description `text` of the effect."""
         self._rewritings[Rewriting(self.step, self._shown(graph, nodes), text)] = None
 
     def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:
-        """Records why the pass leaves some nodes as they are. If the spec names the nodes, this is an error."""
+        """Records the reason why the pass cannot rewrite `nodes`. If the spec names the nodes, this is an error."""
         if self.patterns == "auto":
             self._rewritings[Rewriting(self.step, self._shown(graph, nodes), "", reason)] = None
             return
@@ -120,7 +121,7 @@ class Requests:
         return [f"{at}.{node}" for at in self._places[graph.name]]
 
     def _shown(self, graph: Graph, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the paths of nodes, with `*` for the numbers of blocks."""
+        """Returns the paths of nodes, with `*` in place of block numbers."""
         paths = (self._paths(graph, node)[0].split(".") for node in nodes)
         return tuple(".".join("*" if word.isdigit() else word for word in path) for path in paths)
 

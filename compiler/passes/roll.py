@@ -23,7 +23,7 @@ class Loop(Op):
         at: The path of the module list.
         names: The names of the blocks' inputs, except the first input, which is the residual stream. If different
             blocks read different values under one name, there is one entry per value: the name, a space, and the value.
-        some: Pairs of (an input that only some blocks read, the indices of these blocks).
+        some: A pair for each input that only some blocks read: the name of the input, and the indices of these blocks.
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
             output (empty for the residual stream), and pairs of a run that reads the input and the earlier run whose
             output it reads.
@@ -122,8 +122,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Yields groups of adjacent nodes, in order. The calls of blocks of one module list form a group. A call that reads
-    the result of the previous call also belongs to the group of that call. Any other node is a group by itself."""
+    """Yields groups of adjacent nodes, in order. The calls of blocks of one module list form a group, together with
+    calls between them that read the result of the previous call. Any other node is a group by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)
@@ -195,7 +195,7 @@ def _returned(programs: Programs, blocks: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
-    """Returns the label of an output of a block. The label of the residual stream is empty."""
+    """Returns the label of the output `ref` of one of the blocks `calls`; empty for the residual stream."""
     call = next(call for call in calls if ref in call.outputs)
     assert isinstance(call.op, Call)
     index = call.outputs.index(ref)
@@ -203,7 +203,7 @@ def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
 
 
 def of_block(ref: str) -> bool:
-    """Whether an input of a program is the state of a single block. The name of such an input contains the index of the
+    """Returns whether an input of a program is the state of a single block, i.e. its name contains the index of a
     block."""
     return ref.startswith(STATES) and any(word.isdigit() for word in ref.split("."))
 
@@ -216,8 +216,8 @@ def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns all names in one order that is consistent with each of `orders`. If the orders contradict each other, the
-    first order applies."""
+    """Returns the names of all `orders` in one order that is consistent with each of them. If two orders contradict
+    each other, the first of them applies."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))

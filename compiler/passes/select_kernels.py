@@ -22,7 +22,7 @@ MANY = 4096  # the size that symbolic dims have when the save choices of a group
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The conditions of a choice of kernels: the target, the measurements, and whether kernels must be
+    """The settings of the choice of kernels: the target, the measurements, and whether kernels must be
     deterministic."""
 
     target: Target
@@ -160,8 +160,8 @@ def site_of(programs: Programs, group: Group | None, graph: Graph, node: Node, t
 
 
 def _tail(member: str, part: str) -> str:
-    """Returns the end of a member's name, to append to the label of another node: the name without `part`, or without
-    its first word."""
+    """Returns the name of a member for use in a label: without the prefix `part`, or without its first word if it does
+    not begin with `part`."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -251,8 +251,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """Returns a key that differs for nodes whose function names must differ. Sizes are not in the key, because the file
-    name contains them."""
+    """Returns what distinguishes the functions of two nodes: if the keys differ, the function names must differ. Sizes
+    are not a part of the key, because the file name contains them."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

@@ -50,7 +50,7 @@ def _parts(programs: Programs) -> Iterator[Graph | Group]:
 
 
 def _called(graph: Graph) -> Iterator[str]:
-    """Yields the names of the functions and groups that a graph runs."""
+    """Yields the names of the functions and groups that a graph calls."""
     for node in graph.nodes:
         if isinstance(node.op, Call):
             yield node.op.callee
@@ -100,8 +100,8 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks the types of a node against the types that its op infers. The outputs of a pointwise op after the first
-    are saved for the backward and may have any dtype."""
+    """Yields a message if the types of a node are not those that its op infers. All outputs of a pointwise op except
+    the first are saved for the backward pass, and may have any dtype."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
@@ -112,8 +112,8 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks that an epilogue has one variable per accumulator and operand, and that its result has the shape of the
-    products."""
+    """Yields a message unless the epilogue has one variable per accumulator and operand, and its result has the shape
+    of the products."""
     products = node.op.infer(inputs[: node.op.arity])
     count = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)

@@ -34,8 +34,8 @@ def _widened(graph: Graph) -> Graph:
 
 
 def _narrow(graph: Graph, node: Node) -> str | None:
-    """Returns the bf16 value that a linear layer reads as f32. Returns None if there is none, or if another node reads
-    the converted value."""
+    """Returns the ref of the bf16 value that a linear layer reads converted to f32. None if the layer does not read
+    such a value, or if another node reads the converted value."""
     if not isinstance(node.op, Linear) or len(node.inputs) != 2:
         return None
     cast = graph.by_name.get(node.inputs[0])

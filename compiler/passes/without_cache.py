@@ -17,9 +17,9 @@ def uncached(programs: Programs) -> Programs:
     """Returns the programs `score`, `encode` and `logits` of a model of pairs. `encode` and `logits` are the halves of
     `score`.
 
-    `encode` maps the source i64[B,S] to the state of the encoder. The program `encode` contains every node that depends
-    only on the source and is not part of the decoder. `logits` maps the decoder inputs i64[B,T] and this state to
-    logits f32[B,T,V]. The program `logits` contains the decoder, which also computes the keys and values of the source.
+    `encode` maps the source i64[B,S] to the state of the encoder. It contains every node that depends only on the
+    source and is not part of the decoder. `logits` maps this state and the decoder inputs i64[B,T] to logits
+    f32[B,T,V]. It contains the decoder, which also computes the keys and values of the source.
 
     Raises:
         ValueError: If `score` does not shift targets, does not contain a loss, or runs fused groups.

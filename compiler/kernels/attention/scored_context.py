@@ -279,8 +279,8 @@ class Writer:
         )
 
     def _error(self) -> list[str]:
-        """Returns two lines of the kernel: the one that initializes and the one that computes the error of delta, the
-        sum of dy y over the channels. The error comes from the rounding of y.
+        """Returns the lines that initialize and compute the error of delta, which is the sum of dy y over the channels.
+        The error comes from the rounding of y.
 
         Without rounding, the sum of p dy v^T over the keys equals delta. The sum of p (dy v^T - delta) is therefore the
         error. Gradients of tables are sums over many pairs, so they need a correction for this error.

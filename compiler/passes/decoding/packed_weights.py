@@ -18,11 +18,12 @@ CODES, SCALE = "_codes", "_scale"  # suffixes of the names of buffers
 
 
 def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Lets every `RowLinear` read codes and scales if all of its weights are stored as codes. Returns the new programs.
+    """Returns the programs in which each `RowLinear` reads packed codes and scales instead of floats, if all of its
+    weights are stored as codes.
 
-    Weights may have different numbers of bits in the blocks that share a function. Such a function is copied for each
-    combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node that reads codes,
-    and the reason for each product whose weights stay floats.
+    Blocks that share a function may store its weights with different numbers of bits. The function is then copied for
+    each combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node that reads
+    codes, and the reason for each product whose weights stay floats.
 
     Args:
         programs: the programs that extend texts, after `row_linears`.
@@ -59,7 +60,7 @@ class _Packing:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def graph(self, graph: Graph, at: str) -> Graph:
-        """Returns the version of the graph for calls at the path prefix `at`."""
+        """Returns the graph with packed weights, for calls at the path prefix `at`."""
         params: dict[str, TensorType] = {}
         nodes = tuple(self._node(graph, node, at, params) for node in graph.nodes)
         read = {ref for node in nodes for ref in node.inputs}
@@ -67,7 +68,8 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Returns the version of the node for the path prefix `at`. Adds the parameters that it needs to `params`."""
+        """Returns the node with packed weights if they can be read, for a call at the path prefix `at`. Adds the codes
+        and scales that the node reads to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
@@ -106,8 +108,8 @@ class _Packing:
         yield f"{weight}{SCALE}", TensorType((n,), "f16", STORAGE)
 
     def _function(self, name: str, at: str) -> Graph:
-        """Returns the version of the function for calls at the path prefix `at`. It gets another name if its types
-        differ from those of the function with this name."""
+        """Returns the function with packed weights, for calls at the path prefix `at`. If a function of this name with
+        other types exists, the result has a new name."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}
@@ -116,7 +118,7 @@ class _Packing:
         return next(graph for graph in graphs if self.functions.setdefault(graph.name, graph) == graph)
 
     def rewritings(self) -> Iterator[Rewriting]:
-        """Yields the effect of the pass on each node, with one entry for all blocks with the same effect."""
+        """Yields the effect of the pass on each product. Blocks with the same effect share an entry."""
         texts: dict[str, set[int]] = {}
         for name, bits in self.bits.items():
             texts.setdefault(_pattern(name), set()).update(bits)
@@ -130,5 +132,5 @@ class _Packing:
 
 
 def _pattern(name: str) -> str:
-    """Returns the name with `*` for the numbers of blocks."""
+    """Returns the name with `*` in place of block numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

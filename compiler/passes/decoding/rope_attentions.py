@@ -17,12 +17,13 @@ STEP = "rope_attentions"
 
 
 def rope_attentions(programs: Programs, target: Target) -> Programs:
-    """Returns the programs in which a `RopeAttention` replaces each `RopeWrite` and the attention of its queries, if
-    the kernel of attention over a cache accepts it. `rewritings` records these nodes, and the others with the reason.
+    """Returns the programs in which one `RopeAttention` replaces each `RopeWrite` together with the attention of its
+    queries, if the kernel for attention over a cache accepts this node. `rewritings` records the replaced nodes, and
+    the reason for each node that is not replaced.
 
     Args:
         programs: the programs that append one token to each text, after `rope_writes`.
-        target: the target, whose kernels are asked.
+        target: the target, whose kernels must accept the new nodes.
     """
     rewritings: dict[Rewriting, None] = {}
     graphs: dict[str, Graph] = {}

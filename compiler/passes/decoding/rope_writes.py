@@ -13,12 +13,13 @@ from specc.compiler.programs.programs import Programs
 
 
 def rope_writes(programs: Programs) -> Programs:
-    """Returns the programs in which a `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
-    the rounding of the rotated k and of v to codes, and their writes to a cache. Nothing else may read the written
-    rows. For latents, a row consists of v and the rotated k. Angles are read from a table.
+    """Returns the programs in which one `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
+    the rounding of the rotated k and of v to codes, and the writes of k and v to a cache. A `RopeWrite` requires that
+    no other node reads the rows that are written. In latent attention, a row consists of v and the rotated k. The new
+    node reads the angles from a table.
 
-    In programs that extend texts by one token, a ring is written before attention reads it. Attention masks the
-    position that the token replaces."""
+    In programs that append one token, the token is written to a ring before attention reads the ring. Attention masks
+    the old position that the token overwrites."""
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     graphs, functions = (
         tuple(_rewritten(graph, programs.context, single) for graph in group)
@@ -54,8 +55,8 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns a node that reads the angles from a table, if they are the angles of the positions themselves. Returns
-    the node unchanged if they are computed from other numbers."""
+    """Returns a node that reads the angles from a table, if `node` computes the angles of positions. If it computes the
+    angles of other numbers, returns `node`."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -65,8 +66,8 @@ def _from_table(graph: Graph, node: Node, context: int) -> Node:
 
 
 def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
-    """Returns the graph with a `RopeWrite` that writes the rotated keys `k`. Returns the graph unchanged if other nodes
-    read the values that would be replaced."""
+    """Returns the graph with a `RopeWrite` that rotates and writes the keys `k`. Returns the graph unchanged if other
+    nodes read values that would no longer be computed."""
     concat = next((node for node in graph.consumers[k.name] if isinstance(node.op, Concat)), None)
     if concat is not None and (graph.uses(k.name) > 1 or concat.inputs[1] != k.name):
         return graph
@@ -110,13 +111,14 @@ def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
-    """Returns the nodes that write a row to a cache; None if there are none, or if other nodes read the written values.
+    """Returns the nodes that write the rows `row` to a cache. None if no node writes them, or if other nodes read the
+    written values.
 
     Args:
         graph: the graph.
-        row: the row, [B, T, G, C].
+        row: the ref of the rows, [B, T, G, C].
         single: whether the graph extends texts by one token, so that a ring may be written before it is read.
-        only: whether no other node may read the row itself.
+        only: whether to return None also if other nodes read `row`.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))
     if len(codes) > 1 or (codes and only and graph.uses(row) > 1):

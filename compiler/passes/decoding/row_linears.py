@@ -17,9 +17,9 @@ STEPS = ("decode", "step")  # the programs that extend texts by one token, with 
 def row_linears(programs: Programs) -> Programs:
     """Returns the programs that extend texts, with every linear layer as a `RowLinear`.
 
-    A pointwise node that is the only reader of a product becomes its epilogue. If it is also the only reader of other
-    products of the same input, these join the same node. All remaining products of one input become one node. An RMS
-    norm that only products read becomes a part of each of them.
+    A pointwise node that is the only reader of a product becomes its epilogue. If the pointwise node is the only reader
+    of several products of the same input, all of them become one node. The remaining products of each input become one
+    node too. An RMS norm that only products read becomes a part of each of them.
 
     Raises:
         ValueError: if the model has no such program.
@@ -41,7 +41,7 @@ def row_linears(programs: Programs) -> Programs:
 
 
 def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
-    """Returns the rewritten graph. `titles` maps the kernel names so far to their epilogues."""
+    """Returns the rewritten graph. `titles` maps each kernel name in use to its epilogue."""
     for name in tuple(graph.by_name):  # the rewrite changes the names of readers, so the nodes are looked up again
         node = graph.by_name.get(name)
         if node is not None and isinstance(node.op, Pointwise) and (products := tuple(_only_read_by(graph, node))):
@@ -60,8 +60,8 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
-    """Yields the products whose epilogue the node can become: they multiply one input and have the shape of the
-    node."""
+    """Yields the products whose epilogue `reader` can become. These products have the same input, the shape of
+    `reader`, and no other reader."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
