@@ -1,5 +1,5 @@
-"""Splits a linear layer in 8-bit floats into the rounding of its factors and the matrix product, so that other nodes of
-a group can compute the codes."""
+"""Splits a linear layer in 8-bit floats into nodes that round its operands to codes and the matrix product of the
+codes. The kernel of another node in the group can then write the codes."""
 
 from collections.abc import Sequence
 

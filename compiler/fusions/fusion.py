@@ -30,12 +30,12 @@ class Fusion:
     """A rewrite that is more than a pointwise epilogue.
 
     The catalogue discovers one module-level instance of each subclass. `ops` are names of ops. A fusion is tried only
-    if the op of a member is one of these. If such a member cannot be fused, the error states why the fusion refused the
-    member.
+    if the op of some member has one of these names. If such a member cannot be fused, the error states why the fusion
+    refused the member.
 
-    `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. If any other
-    field of a member has a value other than the default, the fusion refuses the member. A fusion therefore never drops
-    a setting that it does not know, such as a field of a subclass or a field that was added later.
+    `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. The fusion
+    refuses a member if any other field differs from its default. A fusion therefore never drops a setting that it does
+    not know, such as a field of a subclass or a field that was added later.
 
     Members are in the order of `graph`. Only members of the group read the output of a member other than the last one.
     A node that an earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear
@@ -52,8 +52,8 @@ class Fusion:
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason for `refusal`, which calls this method only if `reads` covers the fields of all members.
-        Subclasses must override it."""
+        """Returns the reason why the fusion does not apply, or None. `refusal` calls this method only if all members
+        have defaults in the fields that `reads` does not list. Subclasses must override it."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:

@@ -20,7 +20,7 @@ class Parts:
     Attributes:
         norm: the norm before or after the rope.
         rope: the rope.
-        gain: the product of the heads and their gain, after norm and rope.
+        gain: the node that multiplies the heads by their gain, after norm and rope.
         scale: the ref of the gain; empty if there is none.
         weight: the node that computes the weight of the norm from a parameter.
     """
@@ -77,7 +77,7 @@ class NormRopeFusion(Fusion):
 
 
 def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
-    """Returns the members by role, or the reason why the fusion does not accept them."""
+    """Returns the members, each in its role, or the reason why the fusion does not accept the members."""
     by_name = {member.name: member for member in members}
     ropes = [member for member in members if isinstance(member.op, Rope)]
     if len(ropes) != 1:
@@ -117,7 +117,7 @@ def _of_parameter(weight: Node) -> bool:
 
 
 def _factor(value: Node, gain: Node) -> str:
-    """Returns the ref of the factor if the node multiplies `value` by a single factor, and "" otherwise."""
+    """Returns the ref of the factor if the node `gain` multiplies `value` by a single factor, otherwise ""."""
     if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != value.types:
         return ""
     operands: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}

@@ -99,8 +99,8 @@ class Builder:
     def origin(self, ref: str) -> str:
         """Returns, for error messages, the name of the node that determines the number of features of a value.
 
-        The search goes back through ops that preserve the number of features, such as norms, and from an input of a
-        function to the caller.
+        Ops that preserve the number of features, such as norms, are skipped. For an input of a function, the node is in
+        the caller.
         """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:

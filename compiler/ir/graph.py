@@ -129,7 +129,8 @@ def node_of(ref: str) -> str:
 
 
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph in which node inputs and graph outputs refer to values by the new `names`."""
+    """Returns the graph with the references in node inputs and graph outputs replaced by `names`, which maps old
+    references to new references."""
 
     def other(ref: str) -> str:
         return names.get(ref, ref)
@@ -146,7 +147,7 @@ def retyped(graph: Graph, change: Callable[[TensorType], TensorType]) -> Graph:
 
 
 def needed(nodes: Sequence[Node], refs: Iterable[str]) -> tuple[Node, ...]:
-    """Returns the nodes, in order, that the values `refs` depend on."""
+    """Returns the nodes on which the values `refs` depend, in order."""
     names, chosen = set(map(node_of, refs)), list[Node]()
     for node in reversed(nodes):
         if node.name in names:

@@ -73,7 +73,7 @@ class Op:
 
     @property
     def arity(self) -> int:
-        """Returns the number of the op's own inputs. The other inputs of a node belong to the epilogue."""
+        """Returns the number of inputs of the op. The inputs of a node after these belong to the epilogue."""
         raise TypeRuleError(f"{self.name} has no fixed arity")
 
     @property
@@ -84,8 +84,8 @@ class Op:
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns the names of the inputs in the code of a group. The result is empty if the default names are
-        clear."""
+        """Returns the names of the inputs in the code of a group. The result is empty if the op has no better names
+        than the defaults."""
         return ()
 
     @property
@@ -106,7 +106,8 @@ class Op:
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Changes random inputs of a test so that they are consistent, for ops whose inputs depend on each other."""
+        """Makes random test inputs consistent with each other, for ops whose inputs depend on each other, and returns
+        them."""
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -123,8 +124,8 @@ class Op:
     def site_type(self, type: TensorType) -> TensorType:
         """Returns the type of an input or output in the node for which a kernel is selected, outside of fused groups.
 
-        By default, the leading dims become B, T, those of a whole sequence, so that programs on sequences and programs
-        on single tokens share a kernel.
+        By default, the dims before the last become B, T, as in a whole sequence. Programs on sequences and programs on
+        single tokens then share a kernel.
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
         return type.with_shape("B", "T", type.width) if leading else type
@@ -135,7 +136,7 @@ class Op:
         return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
-        """Returns the fraction of the op's parameters that one token uses. The parameters are among the inputs."""
+        """Returns the fraction of the op's parameters, which are among the inputs, that one token uses."""
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
@@ -178,15 +179,15 @@ class Op:
         return sum(type.bytes(sizes) for type in (*inputs, *outputs))
 
     def into(self, at: int) -> "Op | None":
-        """Returns an op with an additional last input, a tensor [..., D]. The op writes its first output to the
-        features of that tensor from `at` on, and returns the tensor instead of the first output. None if there is no
-        such op."""
+        """Returns the variant of the op that writes its first output into a wider tensor; None if there is no such
+        variant. The wider tensor [..., D] is an additional last input. The variant writes to the features of this
+        tensor from `at` on, and returns the tensor in place of the first output."""
         return None
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
         """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.
 
-        An entry is None if that input has no gradient. The result is None if the op has no derivative rule. Rules must
+        An entry is None if the input has no gradient. The result is None if the op has no derivative rule. A rule must
         be linear in the gradients of the outputs.
         """
         return None
@@ -205,7 +206,7 @@ class Op:
 class Scaled:
     """A gradient that is stored as two factors: `value`, and the scalar `by`, f32[].
 
-    Because every derivative rule is linear, the multiplication can be deferred until the gradient leaves the group.
+    Because every derivative rule is linear, `by` can be multiplied at the end, when the gradient leaves the group.
     """
 
     value: str

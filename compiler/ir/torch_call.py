@@ -55,7 +55,7 @@ class TorchCall:
 
     @property
     def supports(self) -> Iterator["TorchCall"]:
-        """Yields the calls of support functions: this call and those in its arguments."""
+        """Yields this call, if it calls a support function, and all such calls in its arguments."""
         if self.function.isidentifier():
             yield self
         for arg in self.args:
@@ -82,7 +82,7 @@ class TorchCall:
 
 
 def _source(value: object, inputs: Sequence[str]) -> str:
-    """Returns an argument of a TorchCall as Python source."""
+    """Returns the Python source of `value`, an argument of a TorchCall."""
     match value:
         case Input(index):
             return inputs[index]

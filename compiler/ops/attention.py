@@ -147,7 +147,7 @@ class AttendContext:
 
     @property
     def functional(self) -> bool:
-        """Whether the lines call torch.nn.functional."""
+        """Whether the lines of the score or of the eager attention call torch.nn.functional."""
         return any("F." in line for line in (*self.score, *self.eager))
 
 
@@ -171,12 +171,12 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """A copy that has only the fields of this class, for ops over another kind of cache."""
+        """The values of the fields of this class, which are the first arguments of all subclasses."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property
     def documents(self) -> bool:
-        """Whether the mask reads documents."""
+        """Whether the mask calls `document`, and therefore reads the start positions of documents."""
         return "document" in self.mask
 
     @property
@@ -186,9 +186,9 @@ class ScoreFields(Op):
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The names of the additional inputs, in order. The first is the start position of each query's document,
-        i64[B, T], if the mask reads documents. The sinks of the heads, [H], are next, if there are sinks. The tables
-        come last."""
+        """The names of the additional inputs, in order. `start`, if the mask calls `document`: the start position of
+        each query's document, i64[B, T]. `sinks`, if there are sinks: the sinks of the heads, [H]. Then the learned
+        tables."""
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
     @property
@@ -316,7 +316,8 @@ class ScoredBase(ScoreFields, Attention):
         return torch_text(mask.condition, whole=True)
 
     def _eager(self, scored: bool, tables: str) -> tuple[str, ...]:
-        """Returns the lines that compute y from all scores."""
+        """Returns the lines that compute y without FlexAttention, from all scores. `tables` are the arguments for the
+        tables that the score reads, as text."""
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
         reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
         lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")
@@ -337,12 +338,14 @@ class ScoredBase(ScoreFields, Attention):
         return *lines, f"y = {weights}.to(v.dtype) @ v"
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        """Returns the fields of the template context that differ between whole sequences and caches."""
+        """Returns the fields of the template context that differ between attention over whole sequences and over a
+        cache, by name."""
         raise TypeRuleError(f"{self.name} does not define the template fields of its positions")
 
 
 def _signature(function: str, parameters: Sequence[str]) -> str:
-    """Returns the signature of a function of tensors. A long signature is broken at the brackets."""
+    """Returns the first line of a function whose parameters and result are tensors. A long line is broken at the
+    brackets."""
     items = [f"{name}: Tensor" for name in parameters]
     line = f"def {function}({', '.join(items)}) -> Tensor:"
     if len(line) <= WIDTH:
@@ -361,7 +364,8 @@ def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:
 
 
 def _common(mask: Mask, q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Returns the shape to which the mask broadcasts."""
+    """Returns the shape of the mask: [T, S], or [B or 1, H or 1, T, S] if the mask differs between sequences or
+    heads."""
     names = variables(mask.condition)
     rows, heads = (len(q) if "start" in names else 1), (q.shape[-2] if "h" in names else 1)
     lead = (rows, heads) if "start" in names or "h" in names else ()

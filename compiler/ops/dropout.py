@@ -68,8 +68,8 @@ class Dropout(Op):
 
 
 def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
-    """Returns the mask, bool on the CPU, of the elements that a node with the buffer `draw` keeps in a value of
-    `shape`."""
+    """Returns a bool tensor of `shape` on the CPU. It is False for the elements that dropout with the buffer `draw`
+    sets to 0."""
     import torch
 
     key, first, step, tokens = draw.tolist()
@@ -78,7 +78,7 @@ def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
 
 
 def least_word(p: float) -> int:
-    """Returns the smallest output word of the generator for which an element is kept."""
+    """Returns the threshold for the random words: an element is set to 0 if its word is smaller."""
     return int(p * 2**32)
 
 
@@ -88,8 +88,7 @@ def begin_draw(draw: Tensor, window: int) -> None:
 
 
 def philox(key: int, rows: Sequence[int], columns: int) -> npt.NDArray[np.uint64]:
-    """Returns the first output word of Philox4x32-10, below 2^32, for each pair of a row and a column: [rows,
-    columns]."""
+    """Returns the first output word of Philox4x32-10 for each row and column, below 2^32: [rows, columns]."""
     import numpy as np
 
     low, bits = np.uint64(2**32 - 1), np.uint64(32)

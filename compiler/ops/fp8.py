@@ -18,18 +18,18 @@ SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the la
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear(Op):
-    """Computes y = x w^T for x [..., K] and w [N, K], with factors rounded to 8 bits.
+    """Computes y = x w^T for x [..., K] and w [N, K]. The operands (factors) of the products are rounded to 8 bits.
 
     Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before rounding, they are divided by a
     scale that maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw
     = dy^T x. They are summed in f32 and multiplied by the scales of their factors.
 
     Attributes:
-        by_rows: whether a factor has one scale for each vector along the dim that the product sums over. Otherwise, a
-            factor has one scale.
+        by_rows: whether a factor has one scale for each vector along the summed dim of the product. Otherwise, the
+            whole factor has one scale.
         delayed: whether a third input f32 [2 + H, 3] contains the scales. Its columns stand for x, w and dy. The first
-            row holds the scales. The second row holds the largest magnitudes since the scales were set, which the
-            products update. The last H rows hold the largest magnitudes of the last H steps.
+            row holds the scales. The second row holds the largest magnitudes since the scales were set; the products
+            update this row. The last H rows hold the largest magnitudes of the last H steps.
     """
 
     name: ClassVar[str] = "fp8_linear"
@@ -78,12 +78,13 @@ def begin_scales(state: Tensor) -> None:
 
 
 def _rounded_products() -> Any:
-    """Returns an autograd function of the three products. Factors are rounded to 8 bits, and the products are computed
-    in the precision of the inputs."""
+    """Returns the `apply` of an autograd function with the three products. It rounds the factors to 8 bits, and
+    computes the products in the precision of the inputs."""
     import torch
 
     def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
-        """Returns the value [R, K] after rounding: value / scale is rounded to 8 bits and multiplied by the scale."""
+        """Returns the numbers [R, K] that 8-bit codes of `value` represent: value / scale, rounded to 8 bits, times the
+        scale."""
         if state is not None:
             scale = state[0, factor].to(value.dtype)
         else:

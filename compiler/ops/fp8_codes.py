@@ -39,7 +39,8 @@ class Fp8Codes(Op):
     format are clamped.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
-    magnitude of the factor in the state. The gradient with respect to codes * scale is passed to the factor unchanged.
+    magnitude of the factor in the state. The rounding has no effect on gradients: the factor receives the gradient of
+    codes * scale.
 
     Attributes:
         factor: the factor: 0 for x, 1 for the weight, 2 for the gradient of y.
@@ -90,8 +91,8 @@ class Transposed(Op):
 
 @dataclass(frozen=True, slots=True)
 class CodesLinear(Product):
-    """Computes y = x w^T for codes x [..., K] and w [N, K], without their scales, which a kernel applies in its
-    epilogue."""
+    """Computes y = x w^T for codes x [..., K] and w [N, K]. The product does not include the scales; the epilogue of
+    the kernel applies them."""
 
     name: ClassVar[str] = "fp8"
     layout: ClassVar[Literal["nk", "kn"]] = "nk"
@@ -126,7 +127,7 @@ class Fp8Product(Op):
     summed dim.
 
     Attributes:
-        role: the product.
+        role: which of the three products the op computes.
         dtype: the dtype of the result.
         weight_dtype: the dtype of the gradient of the weight.
     """

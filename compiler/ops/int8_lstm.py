@@ -84,7 +84,8 @@ class Int8LstmStep(Int8Product):
         return LARGEST + 1
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Gives weight codes both signs, with zeros after column H, and chooses scales that bring the sums near 1.
+        """Returns inputs whose weight codes have both signs, and zeros after column H, and whose scales bring the sums
+        near 1.
 
         The inverses are powers of two, so that h has the same codes in every precision.
         """

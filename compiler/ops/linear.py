@@ -90,8 +90,8 @@ class Linear(Product):
 class WideLinear(Op):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
-    The product of two bf16 numbers is exact in f32, and w is the sum of three bf16 matrices. Their three products are
-    one product on tensor cores, and x is never stored in f32.
+    The product of two bf16 numbers is exact in f32. w is split into a sum of three bf16 matrices, and one product on
+    tensor cores multiplies x with all three. x is therefore never stored in f32.
     """
 
     name: ClassVar[str] = "wide_linear"

@@ -21,10 +21,10 @@ class CrossEntropy(Op):
     The output is f32[] with `reduction` "mean", and f32[B, T] with "none". Targets equal to `ignore` are excluded from
     the mean, and their loss is 0 with "none".
 
-    If `per_token` is set, the output is the mean of this expression instead. It reads `nats`, which is the loss of a
-    token, `lse` = log(sum(exp(logits))) and `weights`. For each name `n` in `further`, it may also read `nats_n`: the
-    loss of the same logits for other targets, or 0 where such a target is negative. Inputs after `targets` are the
-    other targets, i64[B, T], then the `weights`, f32[] each.
+    If `per_token` is set, the output is the mean of this expression instead. The expression reads `nats`, the loss
+    above of a token; `lse` = log(sum(exp(logits))); and the names in `weights`. For each name `n` in `further`, it may
+    also read `nats_n`: the loss of the same logits for another target, or 0 where this target is negative. Inputs after
+    `targets` are the other targets, i64[B, T], then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -87,7 +87,8 @@ class CrossEntropy(Op):
 
 
 def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
-    """Returns the type of the targets. Raises TypeRuleError if they or the further targets do not match the logits."""
+    """Returns the type of the targets. Raises TypeRuleError if the type of the targets or of a further target does not
+    match the logits."""
     logits, *targets = inputs[: 2 + further]
     for i, type in enumerate(targets, 1):
         if type.shape != logits.shape[:-1]:
@@ -117,7 +118,8 @@ class IgnoreFirst(Moves):
 
 
 def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
-    """Converts an expression of sums, products and powers to Torch calls."""
+    """Converts an expression of binary operations to Torch calls. `values` maps its variables to arguments of the
+    calls."""
     match expr:
         case Var(name):
             return values[name]
@@ -134,9 +136,9 @@ class SoftmaxLoss(Op):
 
     It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
     the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, so that loss
-    and gradient need only one pass over the logits. It has the type and shape of the logits, and is 0 in the padding.
-    `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` must be linear in the losses of the
-    targets.
+    and gradient need only one pass over the logits. `grad` has the type and shape of the logits, and is 0 in the
+    padding. `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` must be linear in the losses
+    of the targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -199,8 +201,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradient for the rows `some`, and the mean over the rows `every`. Processes ROWS rows at a time,
-        to limit memory."""
+        """Computes the gradient of the rows `some`, and the mean over the rows `every`. To limit memory, processes ROWS
+        rows at a time."""
         import torch
 
         if self.reduction == "none":

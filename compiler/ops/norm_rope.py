@@ -59,8 +59,8 @@ class NormRope(HeadRotation):
 
     The inputs are x [..., T, H, C], the angles cos and sin f32[T, R], w [C] and gain [H, 1].
 
-    The first 2R of C channels are rotated. Kernels compute in f32 or wider and
-    round once. The angles have no gradient.
+    The first 2R of C channels are rotated. Kernels compute in f32 or wider, and round once. The angles have no
+    gradient.
     """
 
     name: ClassVar[str] = "norm_rope"

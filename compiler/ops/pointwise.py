@@ -47,14 +47,14 @@ class Pointwise(Op):
         variables: the names of the inputs in the expressions, in order.
         labels: the names of the outputs in generated code; empty for a single unnamed output.
         dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
-        title: the word that stands for the expression in kernel names, if the spec sets it.
+        title: the word for the expression in kernel names, if the spec sets this word.
         draws: the variables that are dropout masks, each with its probability of 0. The input for such a variable is a
             buffer of type DRAW, which determines the elements of the mask, 0 or 1. Only epilogues have masks.
         scales: the variables that are products of two scales. The input for such a variable is the state of 8-bit
             products, and `scales` states the columns of the two scales. Only epilogues have them.
         codes: the outputs that are rounded to 8 bits. An entry has the index of the output, the variable of the state,
-            the column of the scale, and a dtype to which the value is rounded first. The largest magnitude is recorded
-            in the state. Only epilogues have them.
+            the column of the scale, and a dtype to which the value is rounded first. The kernel writes the largest
+            magnitude to the state. Only epilogues have such outputs.
     """
 
     name: ClassVar[str] = "pointwise"

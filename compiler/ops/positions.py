@@ -63,8 +63,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Op):
-    """Returns cos and sin as `RopeAngles` does. They are read from a table, computed once, of all positions below
-    `context`."""
+    """Returns the same cos and sin as `RopeAngles`, but reads them from a table of all positions below `context`, which
+    is computed once."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False

@@ -41,18 +41,18 @@ def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_of(bits: int) -> float:
-    """Returns the resolution of quantized values, in units of the first code's step. It is 1 for 8 bits, which have one
-    code, and smaller for 16 bits, which have two codes."""
+    """Returns the resolution of quantized values, in units of the first code's step: 1 for 8 bits, which have one code,
+    and 1 / FINE for 16 bits, which have two codes."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
 def wide(bits: int) -> str:
-    """Returns the suffix that names have if inputs have more than 8 bits."""
+    """Returns the suffix of names that states the number of bits of an input; empty for 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
 def check_scales(x: TensorType, inverse: TensorType) -> None:
-    """Raises TypeRuleError if `inverse` are not the inverse scales of the features of x."""
+    """Raises TypeRuleError unless `inverse` has the type of the inverse scales of x: f32, one number per feature."""
     if not x.floating or inverse.dtype != "f32":
         raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
     if inverse.shape != (x.width,):

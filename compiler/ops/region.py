@@ -93,7 +93,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Whether the step function is the training step with dropout."""
+        """Whether the step function applies dropout, which only the step of a training program does."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property

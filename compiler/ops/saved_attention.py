@@ -37,7 +37,7 @@ class SavedAttention(Op):
 
     @property
     def by_rows(self) -> int:
-        """The number of inputs that have rows. The others are parameters."""
+        """The number of inputs that have rows. The inputs after them are parameters."""
         return self.arity
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -51,8 +51,7 @@ class SavedAttention(Op):
         return self.plain.flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Processes the batch in parts of a few sequences each. Scores and lse have the precision of q, but at least
-        f32."""
+        """Computes a few sequences at a time. Scores and lse have the precision of q, but at least f32."""
         import torch
 
         wide = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -64,7 +63,8 @@ class SavedAttention(Op):
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def gradients(self, tape: Tape, grad: Op) -> Gradients:
-        """Adds the node of the gradient `grad`. Additional inputs that have rows, such as a mask, have no gradient."""
+        """Adds the node of the op `grad`, and returns one gradient per input. Additional inputs that have rows, such as
+        a mask, have no gradient."""
         read = (*map(tape.input, range(3)), tape.output(0), tape.output(1), *map(tape.input, range(3, self.arity)))
         dq = tape.add("grad", grad, (tape.grad(), *read))
         learned = (output_ref(dq, i) for i in range(3, 3 + self.arity - self.by_rows))
@@ -76,8 +76,7 @@ class SavedAttentionGrad(Op):
     the additional inputs of `forward`.
 
     Let p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)). Then dv = p^T dy, dq = ds k / sqrt(C), and dk =
-    ds^T q / sqrt(C). If several query heads share a key head, dk and dv are
-    summed over them.
+    ds^T q / sqrt(C). If several query heads share a key head, dk and dv are sums over these query heads.
     """
 
     matrix: ClassVar[bool] = True
@@ -119,7 +118,7 @@ class SavedAttentionGrad(Op):
         return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces y and lse with the outputs of the forward for q, k and v."""
+        """Returns inputs in which y and lse are the outputs of the forward op for q, k and v."""
         dy, q, k, v, _, _, *mask = inputs
         y, lse = self.forward.reference(q.float(), k.float(), v.float(), *mask)
         return dy, q, k, v, y.to(q.dtype), lse, *mask
@@ -203,7 +202,7 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return IDS
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces random ids with start positions of documents."""
+        """Returns inputs in which start positions of documents replace the random ids."""
         return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
 
     def derivative(self, tape: Tape) -> Gradients | None:

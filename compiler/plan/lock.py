@@ -36,10 +36,10 @@ class LockError(SpeccError):
 class Entry(StrictModel):
     """The measured kernel of one node.
 
-    `key` states the node (`Site.key`), so the entry does not apply to a changed node. `ms` is the median time of the
-    kernel over `rows` rows. `floor_ms` is the minimum time in which the machine can move the node's bytes and compute
-    its operations. `others` are the times of the other kernels in ms, each with the best tile of the kernel. Locks of
-    earlier versions have `site`, a digest of the node, instead of `key`.
+    `key` is the text of the node (`Site.key`), so the entry does not apply to a changed node. `ms` is the median time
+    of the kernel over `rows` rows. `floor_ms` is the minimum time in which the machine can move the node's bytes and
+    compute its operations. `others` are the times of the other kernels in ms, each with the best tile of the kernel.
+    Locks of earlier versions have `site`, a digest of the node, instead of `key`.
     """
 
     node: Word
@@ -93,7 +93,7 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
-    """Returns the entry. Raises ValueError unless exactly one of the fields `new` and `old` is set."""
+    """Returns `entry` unchanged. Raises ValueError unless exactly one of its fields `new` and `old` is set."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
         raise ValueError(f"an entry must have exactly one of `{new}` and `{old}`")
     return entry
@@ -262,9 +262,9 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Returns the diagnostics with a hint that applies to locks.
+    """Returns the diagnostics with the hint for lock files.
 
-    The hints for specs do not apply, because locks are not edited by hand.
+    Hints on how to edit a spec do not apply, because locks are not edited by hand.
     """
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(diagnostic, hint=hint) for diagnostic in diagnostics)
@@ -297,7 +297,8 @@ def site_digest(site: Site) -> str:
 
 
 def _earlier_repr(op: Op | None) -> str:
-    """Returns the `repr` of an op, without those fields that earlier versions lacked and that have their defaults."""
+    """Returns the `repr` of an op. Fields that earlier versions did not have are left out if they have their
+    defaults."""
     text = repr(op)
     for field in fields(op) if op is not None else ():
         if field.metadata == ADDED:

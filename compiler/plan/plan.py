@@ -121,9 +121,9 @@ class Plan:
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
     def called(self, choice: Choice) -> str:
-        """Returns the name of a kernel's function in model.py.
+        """Returns the name under which model.py calls the function of a kernel.
 
-        The result is the name of the file if several kernels have the same function name.
+        This is the name of the function or, if several kernels have functions of the same name, the name of the file.
         """
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
@@ -131,7 +131,8 @@ class Plan:
 
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
-    """Returns a node's path with wildcards, e.g. `blocks.*.mlp.up` for a node of functions that several blocks call."""
+    """Returns the path of a node with wildcards, e.g. `blocks.*.mlp.up` for a node of a function that several blocks
+    call. `graphs` are the graphs that contain the node."""
     places = [path.split(".") for graph in graphs for path in programs.call_paths.get(graph, ())]
     if not places:
         return node

@@ -32,7 +32,7 @@ class NodeCost:
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """Returns the cost of every node of a program, with its symbolic dims set to `sizes`.
 
-    A loop over time has one entry for the loop, and one entry per node of its step function. The entry of such a node
+    A loop over time has one entry for the loop, and one entry per node of its step function. The entry of a step's node
     has the cost of all steps. A multiply-add counts as two operations.
     """
     graph = flatten(programs, programs.program(program))
@@ -67,12 +67,13 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns how many numbers the cache holds for a sequence of `tokens` tokens; 0 if no program extends sequences."""
+    """Returns the number of elements of a cache for a sequence of `tokens` tokens; 0 if no program extends
+    sequences."""
     return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
 
 
 def cached_bytes(programs: Programs, tokens: int) -> int:
-    """Returns the bytes of the numbers that `cached_numbers` counts."""
+    """Returns the bytes of a cache for a sequence of `tokens` tokens; 0 if no program extends sequences."""
     return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
 
 

@@ -37,7 +37,7 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
     from torch import arange, fx
 
     class Tracer(fx.Tracer):
-        """A tracer that records a loop over time as one node, because its length depends on the input."""
+        """A tracer that records a loop over time as one node, because the number of iterations depends on the input."""
 
         def is_leaf_module(self, m: "nn.Module", module_qualified_name: str) -> bool:
             return self.traced_func_name != "step" and hasattr(m, "step")
@@ -68,7 +68,8 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _plain_methods(source: ModuleType) -> Iterator[None]:
-    """A context in which the methods that a backward pass recomputes run like other methods."""
+    """A context in which the wrapped methods of model.py, which the backward pass recomputes, are replaced with the
+    plain methods."""
     classes = [value for value in vars(source).values() if isinstance(value, type)]
     wrapped = [(c, n, v) for c in classes for n, v in list(vars(c).items()) if hasattr(v, "__wrapped__")]
     try:
@@ -81,7 +82,7 @@ def _plain_methods(source: ModuleType) -> Iterator[None]:
 
 
 def _recorded(group: Any) -> Callable[..., Any]:
-    """Returns a replacement for `group.apply`, which fx records as one call of a function with the name of the
+    """Returns a replacement for `group.apply`. fx records its call as one call of a function with the name of the
     group."""
     apply = group.apply
 
@@ -117,7 +118,7 @@ def compare(
 
     Args:
         graph: the flattened graph of the plan.
-        scalars: the values of the scalars that calls pass, by `place.name`.
+        scalars: the values of the scalars that calls pass, by `PATH.name`.
         traced: the fx graph.
         groups: the name of the function that runs each fused group, by the group's name.
 
@@ -262,7 +263,7 @@ class _Comparison:
         """Checks a fused group. The trace must contain a function call or, if the group has a gradient, an application
         of an autograd function.
 
-        The rows of an argument may be flattened to one dim. The result is then unflattened.
+        The trace may flatten the rows of an argument to one dim, and then unflatten those of the result.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)
@@ -293,7 +294,7 @@ class _Comparison:
             self.value(ref, have)
 
     def call(self, node: Node, wanted: TorchCall, actual: Any) -> None:
-        """Checks a call. torch.fx records some positional arguments by keyword."""
+        """Checks that `actual` is the call `wanted`. Positional arguments may be recorded as keyword arguments."""
         # An overload of a Torch op has the name of the op as its prefix
         name = self.called(actual).removesuffix(".default")
         self.expect(name == wanted.recorded, node.name, f"is a call of {wanted.recorded}", actual)

@@ -45,7 +45,8 @@ def value_of(value: float | str, **variables: float) -> float:
 
 
 def stated(value: float | str, **variables: float) -> float | str:
-    """Returns a formula as text, with the values of `variables` substituted. Returns a number unchanged."""
+    """Returns the text of a formula with the values of `variables` in place of their names. Returns a number
+    unchanged."""
     if not isinstance(value, str):
         return value
     return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))

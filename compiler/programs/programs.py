@@ -101,12 +101,13 @@ class Group:
 
     @property
     def inlined(self) -> bool:
-        """True if the programs that run the group contain its nodes directly."""
+        """Whether generated code contains the nodes of the group in place of a call, because the group has no backward
+        pass and is not computed in chunks."""
         return not self.backward.outputs and self.chunks == 1
 
     @property
     def takes_rows(self) -> bool:
-        """True if the group accepts rows that are flattened to one dim. Such a group has a matrix product and does not
+        """Whether the group accepts rows that are flattened to one dim. Such a group has a matrix product and does not
         mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
@@ -120,7 +121,7 @@ class Phase:
         until: the fraction of the run at which the phase ends, from 0 to 1.
         train: the name of the program that trains the model.
         score: the name of the program that scores the model.
-        rests: the names of the parameters that neither of the two programs reads.
+        rests: the names of the parameters that neither `train` nor `score` reads.
         rounds: whether `train` fake-quantizes the inputs of products, as the deployed model does. The weights must then
             be fake-quantized too.
         writes: the programs that compute decoder inputs without teacher forcing: the first encodes the source, and the
@@ -185,7 +186,7 @@ class Programs:
         params: the parameters.
         functions: the functions that programs call.
         programs: the programs.
-        places: pairs of a node-name prefix and the path of the part of the spec that created the node.
+        places: pairs of a prefix of node names and the spec path of the part that created these nodes.
         whole: the names of the programs that read whole sequences at once.
         groups: the fused groups.
         phases: the phases of a training run, in order. After the last phase, the run continues with `train` and
@@ -198,7 +199,7 @@ class Programs:
         derived: the functions of blocks that compute matrices only from parameters. Training runs each once per step.
         layers: the value of `layers` in formulas: the number of blocks, in an encoder-decoder that of encoder and
             decoder together; 1 if there are no blocks.
-        rewritings: the effects and the refusals of those passes that select nodes.
+        rewritings: the effects of passes that select nodes, and the reasons for nodes that they did not rewrite.
     """
 
     name: str
@@ -274,8 +275,8 @@ class Programs:
         return next(group for group in self.groups if group.name == name)
 
     def place(self, node: str) -> Path:
-        """Returns the spec path of the longest known prefix of a node's name; the path of the model if no prefix is
-        known."""
+        """Returns the spec path of the part that created a node: the entry of `places` with the longest prefix of the
+        name, or the path of the model if there is no entry."""
         paths = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
         return max(paths)[1] if paths else ("model",)
 
@@ -295,7 +296,7 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "",
     """Returns `graph`, in which every call is replaced with the nodes of its function, under full names. Loops over
     time are not expanded.
 
-    A scalar argument of a call is named `$place.name`. `scalar_values` returns the values of these scalars.
+    The scalar `name` that a call at the path PATH passes becomes `$PATH.name`; `scalar_values` returns its value.
 
     Args:
         programs: the programs that hold the functions and groups.
@@ -319,7 +320,7 @@ def read_by(programs: Programs, name: str) -> frozenset[str]:
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:
-    """Returns the value of each scalar of the program `graph` after flattening, by `place.name`."""
+    """Returns the value of each scalar of the flattened program `graph`, by `PATH.name`."""
     calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 
@@ -423,7 +424,7 @@ def _computation(group: Group) -> object:
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
-    """Returns the graph with each group without a gradient replaced by its nodes. Such a group needs no function."""
+    """Returns the graph with each group without a gradient replaced by the nodes of the group."""
     nodes, outputs = _inlined(programs, graph, groups=False, calls=False)
     return replace(graph, nodes=nodes, outputs=outputs)
 

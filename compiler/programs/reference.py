@@ -43,8 +43,8 @@ def run(
     def outputs_of(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a flattened graph by label.
 
-        The outputs of a node have the precision of its inputs. The floating-point outputs of a node without
-        floating-point inputs, such as sinusoidal positions, are cast to `dtype`.
+        The outputs of a node have the precision of its inputs. Floating-point outputs of a node without floating-point
+        inputs, such as sinusoidal positions, are cast to the dtype of the parameters.
         """
         values = {**inputs, **fixed}
         for node in graph.nodes:

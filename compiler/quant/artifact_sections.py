@@ -108,7 +108,8 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
 
 def _columns(stored: Stored) -> int:
-    """Returns the items per row of an array, or 1 for scalars and for rows too long for a section."""
+    """Returns the number of items per row of an array; 1 for a scalar, and for an array whose rows are too long for a
+    section."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

@@ -21,9 +21,9 @@ class Gptq(PerRow):
     """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
     Pre-trained Transformers", arXiv 2210.17323).
 
-    For each row, the codes are computed once per clip, and also by rounding to nearest. Those with the smallest
-    Hessian-weighted error dw H dw^T are selected. Rows are independent, so the error of no row and no matrix exceeds
-    the error of rounding to nearest.
+    For each row, codes are computed once per clip, and also by rounding to nearest. The codes with the smallest
+    Hessian-weighted error dw H dw^T are selected. The error of a row is therefore never larger than the error of
+    rounding to nearest.
 
     Attributes:
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
@@ -61,7 +61,7 @@ class Gptq(PerRow):
         return self.quantize_seen(weight, Seen(hessian))
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes with the Hessian [columns, columns], which must be symmetric positive semidefinite.
+        """Quantizes with `seen.hessian` [columns, columns], which must be symmetric positive semidefinite.
 
         If the parameter has several uses, each group of `row_groups` is solved with the metric of its rows. In a
         parameter of experts, [experts, rows, columns], each expert has its own Hessian, which is measured on the inputs
@@ -139,7 +139,7 @@ class Gptq(PerRow):
         return magnitude.amax(1) if widest == 1.0 else row_quantile(magnitude.sort(1).values, widest)
 
     def _clips(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the clips for rounding to nearest and the clips for solving, each [rows]."""
+        """Returns two lists of clips, [rows] each: the clips for rounding to nearest, and the clips for GPTQ."""
         if self.clip_stds:
             clips = [factor * _deviation(weight) for factor in self.clip_stds]
             return clips, clips

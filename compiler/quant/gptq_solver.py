@@ -39,8 +39,8 @@ def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
     """Divides the rows of a parameter into groups whose metrics nearly agree up to a factor.
 
     The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group. Rows form a
-    group if their uses have similar weights. For this comparison, the weights of a row are divided by the largest of
-    them and rounded to powers of 2, but not below 2^-10. With two uses, there are at most 21 groups.
+    group if their uses have similar weights rows_ui. For this comparison, the weights of a row are divided by their
+    maximum and rounded to powers of 2, but not below 2^-10. With two uses, there are at most 21 groups.
 
     Args:
         uses: at least one use.

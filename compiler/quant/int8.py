@@ -99,7 +99,7 @@ class Int8(PerRow):
         return {**arrays_of(codes, scale, shape), "input_scale": input_scale}
 
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
-        """Returns the codes that GPTQ computes. For rows whose error GPTQ does not reduce, returns the codes `nearest`.
+        """Returns the codes that GPTQ computes, or `nearest` for the rows whose error GPTQ does not reduce.
 
         `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k, so
         the solver uses the second moments of these values, including the variance of the rounding. The damping is this
@@ -153,7 +153,8 @@ class Int8(PerRow):
         return chosen.float()
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """Rounds weights [P, N, K]. Returns biases [P, N] unchanged, because their steps s_in * s_w are negligible."""
+        """Rounds weights [P, N, K] as `quantize` does. Returns biases [P, N] unchanged, because their steps s_in * s_w
+        are negligible."""
         import torch
 
         if weights.dim() == 2:
@@ -202,8 +203,9 @@ class Int8(PerRow):
         """Estimates the compressed bytes of a weight or bias.
 
         For a weight, the estimate is the entropy of the codes of normal rows (entropy.py) plus the other arrays. With
-        one input scale per tensor, 2 % are added for brotli-11 on the small matrices of int8 models. Scales per feature
-        give the weights heavier tails, so nothing is added. For a bias, the estimate is 5 of the 8 bytes per number.
+        one input scale per tensor, 2 % are added, because brotli-11 is less effective on the small matrices of int8
+        models. With scales per feature, nothing is added, because the scaled weights have heavier tails. For a bias,
+        the estimate is 5 of the 8 bytes per number.
 
         These numbers were measured with poly_attn after 30 steps: 413 kB with one input scale per tensor, and 406 kB
         with scales per feature. For each number of a bias, the code takes 1.7 bytes and the scale 3.1 bytes.
@@ -216,8 +218,8 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` holds the stored arrays of the
-    weight."""
+    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` contains the stored arrays of a
+    weight, by suffix."""
     import torch
 
     return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()

@@ -30,7 +30,7 @@ class PerRow(Scheme):
 
     Attributes:
         bits: the bits of a code.
-        clip_floor: the smallest |w| that maps to the largest code. All rows with only smaller values have the same
+        clip_floor: the smallest |w| that maps to the largest code. All rows whose values are smaller have the same
             step, and therefore compress better. Records of parameter-golf use 1.0, so that a scale is at least 1/31 at
             int6. With 0, each row has a separate step.
         correction_rank: the rank of a low-rank correction of the rounding error, which is stored in 2 and 4 bits.

@@ -145,7 +145,7 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Returns the bits of one stored value, not counting scales. The plan groups parameters by this number."""
+        """Returns the number of bits of one stored value, without scales. The plan groups parameters by this number."""
 
     @abstractmethod
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
@@ -181,8 +181,8 @@ class Scheme(StrictModel):
 
     @property
     def input_by_feature(self) -> bool:
-        """Returns True if `input_scale` has one number per feature, [K]. The result must be equal for all weights that
-        share an input."""
+        """Whether `input_scale` has one number per feature, [K]. This must be equal for all weights that share an
+        input."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
@@ -197,7 +197,7 @@ class Scheme(StrictModel):
         """
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """Quantizes and dequantizes without calibration data, for fake quantization.
+        """Returns `weights` quantized and dequantized without calibration data, for fake quantization.
 
         `weights` is [P, ...]: P parameters of one shape, each rounded separately. The result is f32, with the same
         shape and on the same device. It is computed without synchronizing with the device. Values out of range are

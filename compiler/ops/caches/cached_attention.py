@@ -143,7 +143,8 @@ class CachedBase(ScoredBase):
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Places the queries at the end of the cache, and the starts of documents before them. Codes get both signs."""
+        """Chooses positions of the queries at the end of the cache, and starts of documents before these positions.
+        Random codes get both signs."""
         given = dict(zip(self.names, inputs, strict=True))
         given |= self.placed(given)
         for name in self.names if self.coded else ():
@@ -157,7 +158,8 @@ class CachedBase(ScoredBase):
         return list(given.values())
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns consistent query positions, and the inputs that depend on them, by name."""
+        """Returns test values of the query positions and of the inputs that depend on the positions, by name. `given`
+        are the random inputs."""
         raise TypeRuleError(f"{self.name} does not define `placed`, the query positions of random inputs")
 
 
@@ -202,8 +204,8 @@ class SdpaCached(CachedBase):
 
 
 def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
-    """Returns a sentence that describes the keys of a cache, and the lines that compute their positions `j` from k [B,
-    heads, S, C] and the query `positions`."""
+    """Returns a sentence that describes the keys of a cache, and the Torch lines that compute the key positions `j`
+    from k [B, heads, S, C] and the query `positions`."""
     if ring is None:
         keys = "Row j of the cache is position j. Rows behind a query are masked."
         return keys, ("j = torch.arange(k.shape[2], device=k.device)",)

@@ -42,9 +42,10 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 class ToCodes(Op):
     """Rounds x [..., C] to e4m3, 8-bit floats. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
-    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is computed by multiplication
-    with 1/448, because Torch's division by a constant differs between GPU and CPU. It is rounded to bf16, so that a
-    kernel that multiplies a weight by it rounds no more often than a kernel that reads decoded values.
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. The scale is computed by
+    multiplication with 1/448, because Torch's division by a constant differs between GPU and CPU. The scale is rounded
+    to bf16. A kernel that multiplies a softmax weight by the scale therefore rounds no more often than a kernel that
+    reads decoded values.
     """
 
     name: ClassVar[str] = "to_codes"

@@ -1,10 +1,10 @@
 """The memory layout of a weight's integer codes for kernels with few input rows.
 
-A code has 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. Its bits are divided into parts of 8, 4, 2 and 1 bits, as
-in the binary notation of the number of bits: 5 bits become a part with the lower 4 bits and a part with 1 bit. K is
-padded to a multiple of 128, and a row has L = K / 8 lanes. Lane i holds the codes of the features i, i + L, ..., i + 7
-L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W bits, a lane
-has one word of 8 W bits, in which code j occupies the bits from j W on.
+A code has 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. Its bits are divided into parts of 8, 4, 2 or 1 bits, one
+part per 1 in the binary notation of the number of bits: 5 bits become a part with the lower 4 bits and a part with 1
+bit. K is padded to a multiple of 128, and a row has L = K / 8 lanes. Lane i holds the codes of the features i, i + L,
+..., i + 7 L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W
+bits, a lane has one word of 8 W bits, in which code j occupies the bits from j W on.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,7 @@ STORAGE = "packed"  # marks the buffers of codes and scales
 
 
 def lanes_of(features: int) -> int:
-    """Returns the number of lanes of a row of `features` codes. This is also the number of bytes that one bit of all
-    codes of a row needs."""
+    """Returns the number of lanes of a row of `features` codes. A row takes this many bytes per bit of a code."""
     return -(-features // (CODES * ALIGNMENT)) * ALIGNMENT
 
 
@@ -76,7 +75,8 @@ def unpack(packed: Tensor, features: int) -> Tensor:
 
 
 def dequantized(packed: Tensor, scale: Tensor, features: int) -> Tensor:
-    """Returns the weight [N, features], code times scale, in f32 or in the dtype of `scale` [N] if that is wider."""
+    """Returns the weight [N, features], which is code times scale. Its dtype is f32, or the dtype of `scale` [N] if
+    this is wider."""
     import torch
 
     dtype = torch.promote_types(scale.dtype, torch.float32)

@@ -13,7 +13,7 @@ from specc.compiler.ops.decoding.rope_write import RopeWrite
 
 @dataclass(frozen=True, slots=True)
 class RopeAttention(CachedBase):
-    """A `RopeWrite` of one token per text, and the attention of its queries over the cache that it has written.
+    """A `RopeWrite` of one token per text, followed by the attention of the rotated queries over the cache.
 
     The inputs are `names`: q, and the key and value of the new token before the rotation; the angles; the tensors k and
     v of the cache, with scales if they are codes; the positions, and a page table if the cache is paged; the additional
@@ -69,7 +69,8 @@ class RopeAttention(CachedBase):
         return self.attend.placed(given)
 
     def attended(self, inputs: Sequence[Any], written: Sequence[Any]) -> list[Any]:
-        """Returns the inputs of `attend`, or their types, from the inputs of this op and the outputs of `write`."""
+        """Returns the inputs of the op `attend`, or their types. `inputs` are the inputs of this op, and `written` are
+        the outputs of the op `write`."""
         given, op = dict(zip(self.names, inputs, strict=True)), self.write
         new = dict(zip(op.new, written[1 + len(op.stored) :], strict=True))
         given |= {"q": written[0], "k_scale": None, "v_scale": None}

@@ -17,9 +17,10 @@ class RopeWrite(Op):
     """Rotates q [B, T, H, C] and k [B, T, G, C] by angles cos, sin f32[T, R] as `Rope` does, and writes the rotated k
     and v [B, T, G, V] to a cache at `positions` (i64[T]), in place.
 
-    The inputs are `names`. The outputs are the rotated q, the tensors of the cache and, with a ring, the written rows
-    that are not inputs, which attention reads in addition to the ring. A ring is written before attention reads it.
-    This is valid because each text has a single token, which replaces a position that no later query sees.
+    The inputs are `names`. The outputs are the rotated q and the tensors of the cache. With a ring, the new rows are
+    further outputs, unless they equal inputs, because attention reads them in addition to the ring. The ring is written
+    before attention reads it. This is valid because each text has a single token, which replaces a position that no
+    later query sees.
 
     Attributes:
         neighbors: as in `Rope`.
@@ -50,7 +51,7 @@ class RopeWrite(Op):
 
     @property
     def new(self) -> tuple[str, ...]:
-        """The tensors of a cache whose new rows are outputs."""
+        """The names of the cache tensors whose new rows are outputs."""
         if self.ring is None:
             return ()
         return tuple(name for name in self.stored if self.coded or name != "values")
@@ -88,7 +89,7 @@ class RopeWrite(Op):
         return type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """With pages or with a ring, each text has one token."""
+        """With pages or with a ring, the sizes are those of one token per text."""
         if self.paged:
             texts, pages = sizes["B"], -(-sizes["S"] // 64)
             return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
@@ -98,7 +99,7 @@ class RopeWrite(Op):
         return 1  # `belonging` replaces positions and page tables; the codes in a cache are not read
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Places the tokens at the end of the caches. With a page table, each text has separate pages."""
+        """Chooses positions at the end of the caches. With a page table, each text has separate pages."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -64,7 +64,7 @@ class RowLinear(Op):
         return f"linear of few rows{weights}{norm}"
 
     def each_weight(self, inputs: Sequence[TensorType]) -> Sequence[TensorType]:
-        """Returns the type of each weight, or of its codes."""
+        """Returns the type of each weight; if weights are packed, the types of their codes."""
         return inputs[self.first : self.arity : 1 + self.packed]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:

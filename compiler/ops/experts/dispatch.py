@@ -1,7 +1,7 @@
 """Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
 
-A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K]. Only the product of
-these dims, the number of rows, has a meaning. No size therefore depends on the values of a batch.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], although a sorted row
+[b, t, k] does not belong to token [b, t]. No size therefore depends on the values of a batch.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in 
 class SortByExpert(Moves):
     """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
-    The outputs are `order` i64[B, T, K], which holds for each sorted row its original index; `place` i64[B, T, K],
-    which holds for each original row its sorted index; and `ends` i32[E], the cumulative number of rows per expert.
-    Rows of one expert are in the order of their tokens.
+    The outputs are `order` i64[B, T, K], the original index of each sorted row; `place` i64[B, T, K], the sorted index
+    of each original row; and `ends` i32[E], the cumulative number of rows per expert. Rows of one expert are in the
+    order of their tokens.
     """
 
     name: ClassVar[str] = "sort_by_expert"

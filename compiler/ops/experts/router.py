@@ -85,8 +85,7 @@ class TopExperts(Op):
 
 @dataclass(frozen=True, slots=True)
 class BestGroups(Op):
-    """The scores f32[..., E] of experts in the best `top` of `groups` groups, and -inf for all other experts
-    (DeepSeek-V3).
+    """The scores f32[..., E] with -inf for every expert outside of the best `top` of `groups` groups (DeepSeek-V3).
 
     A group has consecutive experts. Its score is the sum of its `best` largest scores.
     """

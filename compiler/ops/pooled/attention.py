@@ -93,7 +93,8 @@ class PooledBase(PoolFields):
         return f"pool({', '.join((x, *POOLINGS[self.by].reads))})"
 
     def pooled_lines(self) -> tuple[str, ...]:
-        """Returns the lines that prepend the positions of pooled keys to `j`, and mark which keys are pooled."""
+        """Returns the lines that prepend the positions of pooled keys to `j`, and compute `pooled`, which is True for
+        pooled keys."""
         many = f".repeat_interleave({self.tokens})" if self.tokens > 1 else ""
         return (
             f"pooled = torch.arange(k.shape[2], device=k.device) < {self.tokens} * len(number)",
@@ -226,7 +227,7 @@ class WriteContext:
 
     Attributes:
         function: the name of the function.
-        parameters: the parameters after the cache, the rows and the positions.
+        parameters: the parameters of the function that follow the cache, the rows and the positions.
         pool: the settings of the pooling.
         helper: the template of the function `pool`.
         rows: the lines that compute the row of each position `at`, i64[N, P].
@@ -249,8 +250,8 @@ class PoolWrite(Op):
     cache [B, N M, G, C], in place.
 
     The second input holds the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
-    reads the keys of these rows, and the latents. Rows of incomplete blocks have no meaning, and are replaced with each
-    further token of the block.
+    reads the keys of these rows, and the latents. The rows of an incomplete block have no meaning; each further token
+    of the block replaces them.
     """
 
     name: ClassVar[str] = "pool_write"

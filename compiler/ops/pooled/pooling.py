@@ -35,7 +35,7 @@ class Pooling:
             x: the keys or values, [B, G, N, P, C].
             number: the indices of the blocks, i64[N].
             keys: the keys of the same tokens, [B, G, N, P, C].
-            latents: the learned latent tokens, [M, G C]; only `Latent` reads them.
+            latents: the learned latent tokens, [M, G C], which only `Latent` reads.
             tokens: the number M of results per block.
             seed: the seed of a sample.
         """
