@@ -3,8 +3,8 @@
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
 Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is treated as the decimal number
-in its printed form. Terms and factors are ordered by first appearance, so that printed text resembles the input.
-Expressions with equal `key` differ only in the order of terms and factors.
+in its printed form. Terms and factors are ordered by first appearance, so that printed text resembles the input. Two
+expressions have the same `key` if they differ only in the order of terms and factors.
 
 A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c is not rewritten as a *
 c / b, because a * c may overflow although a / b * c does not. Likewise, a / b / b is not rewritten as a / b ** 2.
@@ -106,7 +106,8 @@ def ratio(a: Expr, b: Expr) -> Term:
 
 
 def flat(factors: Iterable[Factor]) -> Iterator[Factor]:
-    """Yields the factors, with each quotient replaced by the factors of its numerator and denominator."""
+    """Yields the factors. In place of a quotient, yields the factors of its numerator and, with negated exponents, of
+    its denominator."""
     for base, exponent in factors:
         if is_quotient(base) and exponent.denominator == 1:
             assert isinstance(base, Binary)
@@ -138,7 +139,8 @@ def monomial_key(factors: Iterable[Factor]) -> Hashable:
 
 @lru_cache(maxsize=1 << 14)
 def key(expr: Expr) -> Hashable:
-    """Returns a key that is independent of the order of terms, factors, and arguments of min and max."""
+    """Returns a key that does not depend on the order of the terms, of the factors, and of the arguments of min and
+    max."""
     if is_sum(expr):
         return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:
@@ -173,8 +175,8 @@ def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
 def rank(factor: Factor) -> int:
     """Returns the sort key of a factor in a product: variables, quotients, functions, sums.
 
-    Factors of equal rank stay in order of first appearance. A quotient comes before factors that may be as large as its
-    divisor, so that intermediate results stay small.
+    Factors of equal rank stay in order of first appearance. A quotient comes before functions and sums, which may be as
+    large as its divisor, so that intermediate results stay small.
     """
     base, _ = factor
     return 0 if isinstance(base, Var) else 1 if is_quotient(base) else 3 if is_sum(base) else 2

@@ -1,17 +1,17 @@
-"""Plans which values the forward of a pointwise epilogue y = f(...) saves, so that its backward is cheap.
+"""Chooses the values that the forward pass of a pointwise epilogue y = f(...) saves, so that the backward pass is
+cheap.
 
 Strategies, in order of preference:
 
-linear      The derivative depends only on constants and operands. Nothing is saved.
-output      The derivative is a function g(y) of the output, which is in memory anyway. f must be a chain of
-            invertible maps (times a constant, or to a power if the base is >= 0) around one function whose
-            derivative is a function of its own value. Because y may be rounded to bf16, g must be homogeneous of degree
-            at most 2: the gradient then has at most twice the relative error of y, and rounding does not change the
-            sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do not:
-            y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
-derivative  The derivatives are saved as extra outputs, so that the backward pass is one multiplication without a
-            branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper.
-inputs      Like derivative, but the saved values are the inputs themselves, as for x * gate.
+linear The derivative depends only on constants and operands. Nothing is saved. output The derivative is a function g(y)
+of the output, which is in memory anyway. f must be a chain of invertible maps (times a constant, or to a power if the
+base is >= 0) around one function whose derivative is a function of its own value. Because y may be rounded to bf16, g
+must be homogeneous of degree at most 2: the gradient then has at most twice the relative error of y, and rounding does
+not change the sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do
+not: y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1. derivative The derivatives are saved as extra outputs,
+so that the backward pass is one multiplication without a branch. A function homogeneous of degree k is computed as
+slope * x / k if that is cheaper. inputs Like derivative, for the case that the derivatives are the inputs themselves,
+as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
 
@@ -78,8 +78,8 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
     Args:
         expr: the expression of y.
-        wrt: the variables to differentiate with respect to. They are the results of matrix products, held in registers;
-            all other variables are in memory.
+        wrt: the variables to differentiate with respect to. They are the results of matrix products, which are in
+            registers. All other variables are in memory.
         keep: what is saved if the backward pass needs saved values: the derivatives, or those variables of `wrt` that
             the derivatives read.
 
@@ -126,7 +126,8 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """Returns the gradients as functions of y; None if no such functions tolerate rounding of y."""
+    """Returns the gradients as functions of y, by variable. None if there are no such functions, or if they do not
+    tolerate a rounded y."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
@@ -186,7 +187,7 @@ def _with_leaky_relu(expr: Expr) -> Expr:
 
 
 def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
-    """Simplifies `expr` for name >= 0 if `positive`, else for name <= 0."""
+    """Simplifies `expr` under the assumption that the variable `name` is >= 0 if `positive`, otherwise <= 0."""
     if expr == Call("relu", (name,)):
         return name if positive else ZERO
     if expr == Call("abs", (name,)):
@@ -195,7 +196,8 @@ def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
 
 
 def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
-    """Returns the cheapest expression of f. It may reuse the saved values, which are computed anyway."""
+    """Returns the cheapest expression of f, which may read the saved values, because the forward pass computes them
+    anyway."""
     by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
 
     def reuse(part: Expr) -> Expr:
@@ -214,7 +216,7 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
 def _singular(slope: Expr, name: str) -> bool:
     """Returns True if `slope` divides by a function of `name` that may be 0.
 
-    slope * x is then not finite at points where f is finite.
+    slope * x is then not finite at some points where f is finite.
     """
     match slope:
         case Binary("/", _, b) if name in variables(b) and not positive(b):

@@ -160,7 +160,8 @@ def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
 
 
 def _condition(expr: Expr) -> Compare | None:
-    """Returns the first condition, in simplified form, that selects between pieces of `expr`, or None."""
+    """Returns, in simplified form, the first condition on which the value of `expr` depends by cases; None if there is
+    none."""
     match expr:
         case Call("where", (Compare() as condition, _, _)):
             return condition

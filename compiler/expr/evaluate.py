@@ -66,9 +66,10 @@ def number(expr: Expr, /, **values: float) -> float:
 def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates an expression with Torch operations. The result is differentiable, with Torch's subgradients.
 
-    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. If no
-    tensor is floating-point, they have the dtype and device of the first tensor. Without tensors, they are float64 on
-    the CPU. With float64 values, the result is therefore a float64 reference, even if some values are integer tensors.
+    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. If no tensor
+    is floating-point, constants have the dtype and device of the first tensor. Without tensors, constants are float64
+    on the CPU. If all floating-point values are float64, the result is therefore a float64 reference, even if other
+    values are integer tensors.
     """
     import torch
     from torch.nn import functional as F

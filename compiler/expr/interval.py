@@ -71,7 +71,7 @@ def _bounds(expr: Expr) -> Interval:
 
 
 def _mod_as_division(expr: Expr) -> Expr:
-    """Writes x % n as x - n * (x // n), which relates it to x."""
+    """Replaces x % n with x - n * (x // n), so that bounds of x apply."""
     expr = rebuild(expr, _mod_as_division)
     match expr:
         case Binary("%", a, n):
@@ -113,8 +113,9 @@ def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
 
 
 def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
-    """Yields pairs of terms a and b with opposite signs, with bounds of a - b. A pair is i and j, whose difference has
-    bounds, or two quotients with the same divisor, whose difference follows from the dividends."""
+    """Yields pairs of terms a and b with opposite signs, with bounds of a - b. A pair is i and j, because the box
+    limits i - j, or two quotients with the same divisor, because the difference of their dividends limits their
+    difference."""
     for a in list(rest):
         for b in list(rest):
             if rest[a] * rest[b] >= 0:
@@ -269,7 +270,8 @@ def _balanced(op: str, difference: Expr) -> Expr:
 def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
     """Returns a Python function of whole numbers, with arguments `names`, that computes an expression or condition.
 
-    Its source is the canonical text of the tree, which consists of numbers, operators and known names only.
+    The function is compiled from the canonical text of the expression, which contains only numbers, operators and known
+    names.
     """
     if unknown := set(variables(expr)) - set(names):
         raise ExprError(f"{min(unknown)} has no value")
@@ -363,8 +365,8 @@ class Search:
         return Search(some, every, tuple(map(Question.of, comparisons)))
 
     def parts(self, box: Box) -> tuple[Box, ...]:
-        """Splits a box, and returns the tight parts in which the condition may hold. A box in which the condition holds
-        everywhere is not split."""
+        """Splits a box in two, and returns the halves in which the condition may hold, as tight boxes. If the condition
+        holds in the whole box, returns the box unsplit."""
         values = box.values
         if self.every(*values):
             return (box,)
@@ -378,7 +380,7 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
     """Returns i, j < `positions` and h < `heads` for which a condition holds; None if the condition never holds.
 
     Raises:
-        Undecided: if `work` boxes do not suffice for either result.
+        Undecided: if the search neither finds a pair nor excludes one within `work` boxes.
     """
     search = Search.of(condition)
     waiting = [box] if (box := Box.all(positions, heads)) and search.some(*box.values) else []

@@ -162,8 +162,8 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
         context: the number of tokens of a sequence.
 
     Raises:
-        ExprError: with a pair of positions. If the mask is an `or`, the column is that of the operand that holds for
-            the pair.
+        ExprError: with a pair of positions. If the mask is an `or`, the error points to the operand that holds for the
+            pair.
     """
     prefix = numbers["prefix"]
     pair = find_pair(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
@@ -202,7 +202,8 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds with some positions of documents; None if there are none."""
+    """Returns i, j and h for which a condition holds for some assignment of the positions to documents; None if there
+    are no such numbers."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -215,7 +216,7 @@ def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int]
 
 
 def with_documents(condition: Expr, same: Expr) -> Expr:
-    """Returns a condition in which `same` replaces the condition that both positions are in the same document."""
+    """Returns `condition` with `same` in place of the comparison that both positions are in the same document."""
     if isinstance(condition, Compare):
         opposite = Compare("!=", SAME.a, SAME.b)
         return same if condition == SAME else negation(same) if condition == opposite else condition
@@ -223,8 +224,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns a condition on two positions that is true if the mask may hold for them, whether they are in the same
-    document or not."""
+    """Returns a condition that is true if the mask holds for some assignment of the positions to documents. The result
+    does not read documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 

@@ -60,7 +60,7 @@ def parse(text: str, variables: Collection[str] | None = None, positions: Positi
     """Parses one expression.
 
     `variables` are the allowed variable names; None allows any identifier that is not a function name. With
-    `positions`, the additional forms are allowed. Raises ExprError, with the column and a hint, if the text is outside
+    `positions`, its additional syntax is allowed. Raises ExprError, with the column and a hint, if the text is outside
     the language, too long or too deeply nested, or if it has a constant that is not finite.
     """
     return _written(text, None if variables is None else frozenset(variables), positions)
@@ -148,7 +148,8 @@ def _tree(text: str, longest: int, deepest: int) -> ast.expr:
 
 
 def _scan(text: str, deepest: int) -> None:
-    """Raises ExprError for text that Python's tokenizer would normalize, drop, or nest without limit."""
+    """Raises ExprError for an empty text, for characters that Python's tokenizer would normalize or drop, and for
+    parentheses that do not match or are nested too deeply."""
     if not text.strip():
         raise ExprError("the expression is empty", hint="write x for the identity")
     opened: list[int] = []
@@ -172,8 +173,8 @@ def _scan(text: str, deepest: int) -> None:
 
 
 class _Reader:
-    """Converts `ast` nodes to expressions. Each result is a pair of the expression and its value; the value is None if
-    the expression has variables."""
+    """Converts `ast` nodes to expressions. A result is a pair of the expression and its constant value, which is None
+    if the expression has variables."""
 
     def __init__(
         self,

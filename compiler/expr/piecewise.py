@@ -26,8 +26,8 @@ def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
 def decided(factor: Factor, condition: Compare, short: bool) -> bool:
     """Returns True if the outcome of the condition simplifies this factor.
 
-    Such a factor is a where with this condition, a relu or leaky_relu of the compared operand or, if `short`, the
-    operand itself.
+    Such a factor is a `where` with this condition, a relu or leaky_relu of the compared operand or, if `short`, the
+    compared operand itself.
     """
     base, exponent = factor
     if exponent.denominator != 1:

@@ -4,9 +4,9 @@ To add a function, add an entry: a `WholeFunction` if it returns whole numbers, 
 number of heads. No other change is needed.
 
 The entries of two functions are incomplete. `slope` depends on the number of heads. It therefore has no value, bounds
-or text; a formula replaces it once the number of heads is known. `document` has only a name, because no document number
-is ever computed: a mask may only compare two of them for equality, and parse.py and mask.py treat this comparison as
-one condition.
+or text; a formula replaces it once the number of heads is known. `document` has only a name, because document numbers
+are never computed: a mask may only compare the documents of two positions for equality, and parse.py and mask.py treat
+this comparison as one condition.
 """
 
 from bisect import bisect_right
@@ -44,11 +44,11 @@ class WholeFunction(Positional):
 
     Attributes:
         value: the function on numbers.
-        bounds: the least and the greatest value, as expressions, for a first argument between two expressions:
-            `bounds(low, high, *constants)`.
+        bounds: `bounds(low, high, *constants)` returns the least and the greatest value, as expressions, for a first
+            argument between the expressions `low` and `high`.
         torch: the values for a tensor of first arguments: `torch(tensor, *constants)`.
-        text: the source text of a call in `torch`, `triton` or `cute`: `text(printer, language, *args)`. The printer
-            writes the arguments and any other expression. The text needs no parentheses.
+        text: `text(printer, language, *args)` returns the source text of a call in the language `torch`, `triton` or
+            `cute`. The printer prints the arguments and any other expression. The text needs no parentheses.
     """
 
     value: Callable[..., int]
@@ -62,8 +62,8 @@ class HeadFunction(Positional):
     """A function that depends on the number of heads. Only scores may call it.
 
     Attributes:
-        expand: the formula that replaces a call: `expand(first, heads, *constants)`, for the first argument and the
-            number of heads.
+        expand: `expand(first, heads, *constants)` returns the formula that replaces a call, for the first argument and
+            the number of heads.
     """
 
     expand: Callable[..., Expr]
@@ -180,7 +180,7 @@ POSITIONAL: dict[str, Positional] = {
 
 
 def function_named(name: str) -> Primitive | Positional:
-    """Returns a function of the language."""
+    """Returns the function with this name. Raises KeyError if there is none."""
     return PRIMITIVES.get(name) or POSITIONAL[name]
 
 

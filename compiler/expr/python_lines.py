@@ -41,7 +41,8 @@ def _tuple(value: str, room: int) -> list[str]:
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """Breaks a long value at its last pair of brackets or, if this pair is too far right, at its longest pair.
+    """Returns the lines of a long value, broken at its last pair of brackets or, if this pair is too far right, at its
+    longest pair.
 
     `before` is the number of columns before the value. Returns None if the value is not a call, attribute, subscript,
     dict, list or tuple with brackets.

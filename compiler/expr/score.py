@@ -133,8 +133,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Replaces the functions of heads with their formulas. If `known` is true, only functions whose head is a constant
-    are replaced."""
+    """Replaces calls of functions that depend on the number of heads with their formulas. If `known` is true, only
+    calls whose first argument is a constant are replaced."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
@@ -197,9 +197,9 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
     """Makes a score finite for pairs that the mask hides. The score of other pairs does not change.
 
     A hidden pair adds 0 times the derivative of its score to gradients. If the derivative is infinite, this product is
-    NaN. Therefore, if the argument of a PARTIAL function, a denominator or the base of a power is an expression of
-    positions, it is bounded below by 1 or 0. The bound must hold for all pairs that are not hidden. With the mask `j <=
-    i`, for example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
+    NaN. Therefore, an expression of positions is bounded below by 1 or 0 if it is the argument of a PARTIAL function, a
+    denominator, or the base of a power. The bound must hold for all pairs that are not hidden. With the mask `j <= i`,
+    for example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
 
     Args:
         score: the score, or a part of it.
@@ -263,7 +263,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
 
 
 def _of_positions(expr: Expr) -> bool:
-    """Returns whether an expression is a whole number of positions and heads."""
+    """Returns whether an expression is a whole number that is computed from positions and heads alone."""
     match expr:
         case Const(value):
             return value.is_integer()
@@ -277,7 +277,7 @@ def _of_positions(expr: Expr) -> bool:
 def _check_index(
     table: str, place: int, index: Expr, size: int, mask: Expr, heads: int, context: int, column: int
 ) -> None:
-    """Raises ExprError if the mask lets through a pair whose index is out of range.
+    """Raises ExprError if the mask admits a pair for which the index is out of range.
 
     Args:
         table: the name of the table.
@@ -290,7 +290,7 @@ def _check_index(
         column: the column of the index in the score.
 
     Raises:
-        ExprError: with such a pair, and the column.
+        ExprError: states the pair, and points to the column.
     """
     outside = Logic("or", (Compare("<", index, Const(0)), Compare(">=", index, Const(size))))
     condition = Logic("and", (in_some_documents(mask), outside))

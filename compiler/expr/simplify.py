@@ -200,7 +200,7 @@ def power(base: Expr, exponent: Fraction) -> Expr:
 
 
 def _exact(value: Fraction, exponent: int) -> Fraction:
-    """Computes an integer power, through floats if the exact result would be long."""
+    """Computes an integer power. If the exact result would be long, computes it in floats."""
     if abs(exponent) <= 8:
         return value**exponent
     return rational(apply("**", float(value), float(exponent)))
@@ -211,8 +211,8 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Moves factors into the arms of a where, if the outcome of its condition simplifies them. Returns None if there
-    are no such factors.
+    """Returns the product with factors moved into the arms of a `where`, if the outcome of its condition simplifies
+    them. Returns None if there are no such factors.
 
     If an arm is 0, all factors are moved, so that nothing is computed only to be multiplied by 0.
     """

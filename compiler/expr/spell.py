@@ -43,7 +43,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
-    """Returns Python source over `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
+    """Returns Python source that calls `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
     `names` maps variables to source text, which is parenthesized if necessary. Variables are tensors that broadcast,
     and the result has their dtype. With `whole`, all variables are tensors of whole numbers, and the expression is a
@@ -53,13 +53,13 @@ def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool =
 
 
 def score_text(expr: Expr, names: Mapping[str, str]) -> str:
-    """Returns the text of `torch_text` for a score or its derivative, whose variables i, j and h are tensors of whole
+    """Returns the result of `torch_text` for a score or its derivative, in which i, j and h are tensors of whole
     numbers."""
     return _TorchScore(names, False).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
-    """Returns Triton source over `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
+    """Returns Triton source that calls `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
 
     The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN is
     preserved, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`,
@@ -81,14 +81,14 @@ def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
 
 
 def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None = None) -> str:
-    """Returns Python source of the CuTe DSL over `cute` and `cutlass`.
+    """Returns Python source of the CuTe DSL that calls `cute` and `cutlass`.
 
     Variables are fp32 vectors (`cute.TensorSSA`); i, j, h and start, in attention, are int32. The text calls `smaller`
     and `larger` for min and max, which ignore a NaN in their second argument.
 
     Args:
         expr: the expression.
-        whole: whether it is a condition or a whole number.
+        whole: whether the expression is a condition or a whole number.
         floats: the source text of whole-number variables as fp32, for the parts that are floats.
     """
     return _Cute({}, whole, floats=floats or {}).text(decided(expr))
@@ -364,5 +364,5 @@ class _Cuda(_Kernel):
 
 
 def _scaled(coefficient: float | Fraction, factors: Factors) -> Expr:
-    """Returns BELL times a product, with the coefficient rounded to the nine digits of a float."""
+    """Returns BELL times a product. The coefficient is rounded to nine digits, the precision of a C++ float."""
     return product_of(rational(float(f"{BELL * float(coefficient):.9g}")), factors)

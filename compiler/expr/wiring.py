@@ -22,7 +22,7 @@ class EarlierValue:
     Attributes:
         function: `output` or `value`.
         index: the formula k, whose value is the index of the run.
-        layer: the title of the layer that computes the value; empty for the output of the run.
+        layer: the title of the attention layer that computes the value; empty for `output`.
     """
 
     function: str
@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value that an expression of the layer `layer` reads. In such an expression, `value(k)` means the
-        value of the layer with the same title in run k."""
+        """Returns this value with `layer` set, as an expression of the layer `layer` reads it. There, `value(k)` means
+        the value that the layer of the same title has in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -47,7 +47,8 @@ class Wiring:
             runs.
         names: for each variable, the name in the spec that it represents.
         earlier: for each variable that represents a value of an earlier run of a block, that value.
-        text: the text of the spec in which variables replace names. The columns of its parts are those in the spec.
+        text: the text of the spec with variables in place of names. A part has the same column in this text and in the
+            spec.
     """
 
     expr: Expr
@@ -97,8 +98,8 @@ def parse_wiring(text: str) -> Wiring:
 
 
 def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:
-    """Yields the dotted names and the values of earlier runs of blocks. Yields nothing if Python cannot parse the
-    text."""
+    """Yields the syntax-tree nodes of dotted names, `output(k)` and `value(k)`. Yields nothing if Python cannot parse
+    the text."""
     try:
         tree = ast.parse(f"({text})", mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -118,8 +119,8 @@ def _is_dotted(node: ast.expr) -> bool:
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns the expression that must replace the variable `name` in `base` for the result to equal `expr`. None if
-    there is no such expression."""
+    """Returns the expression E for which `base` with E in place of the variable `name` equals `expr`. None if there is
+    no such expression."""
     if base == Var(name):
         return expr
     inner, other = children(base), children(expr)
@@ -143,7 +144,7 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
 
 
 def repeated(expr: Expr) -> Expr | None:
-    """Returns the largest repeated subexpression that reads a value; None if there is none."""
+    """Returns the largest subexpression that occurs several times and reads a value; None if there is none."""
     counts: Counter[Expr] = Counter()
     queue = [expr]
     for part in queue:  # the list grows during the loop

@@ -240,11 +240,11 @@ def _method(graph: Graph) -> str:
 
 
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
-    """Returns the flags of a function.
+    """Returns the flags of a function that a block runs.
 
-    A flag is a boolean argument that selects the function. `cache`: the function extends a cache. `training`: the
-    function trains, and another function scores. `rounded`: the function fake-quantizes. For any other function, the
-    flag is the name of the function.
+    A flag is a boolean argument of the block's method that selects this function. `cache`: the function extends a
+    cache. `training`: the function is for training, and the block has another one for scoring. `rounded`: the function
+    fake-quantizes. Any other function has its name as its flag.
     """
     name = _method(graph).removesuffix(FP8_SUFFIX)
     flags = {"training"} if name != _method(graph) else set()
@@ -287,8 +287,8 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
     def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
-        """Ranks a name for a condition. The preferred name is that of a layer that only some blocks have, then that of
-        a node that other blocks lack, then that of a node with weights."""
+        """Returns the sort key of a name for a condition. Preferred names are, in this order, those of layers that only
+        some blocks have, of nodes that the other blocks lack, and of nodes with weights."""
         return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
 
     for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
@@ -317,8 +317,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs other than state, in this order: those of all variants, those of only some blocks, those of
-    only some programs."""
+    """Returns the inputs other than state: first inputs that all variants have, then inputs of only some blocks, then
+    inputs of only some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -360,14 +360,16 @@ def _begin(
 
 
 def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yields each shape of a parameter that differs from the shape of `type`, and the blocks with this shape."""
+    """Yields each shape of the parameter `path` that differs from the shape of `type`, with the blocks that have this
+    shape."""
     for other in dict.fromkeys(dict(graph.params).get(path, type) for graph in uses.functions):
         if other != type:
             yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)
 
 
 def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, ...]]:
-    """Returns the text of the buffers of a block, and the definitions of the tables that it reads."""
+    """Returns the expression for the table of a block's buffers, and the definitions of the constants that the
+    expression reads."""
     groups: dict[frozenset[int], list[Named]] = {}
     for entry in dict.fromkeys(entry for graph in uses.functions for entry in graph.params if entry[1].storage):
         groups.setdefault(uses.having(graph for graph in uses.functions if entry in graph.params), []).append(entry)
@@ -385,7 +387,8 @@ def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, .
 
 
 def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables, table: str) -> tuple[str, ...]:
-    """Returns the lines of a block's constructor: parameters, scalars, and attributes that are true in some blocks."""
+    """Returns the lines of a block's constructor, which set the parameters, the scalars, and the attributes that are
+    true in only some blocks."""
     params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}

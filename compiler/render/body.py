@@ -81,11 +81,12 @@ class Body:
         reserved: the names that locals must not have.
         alive: the inputs that generated code reads after the body, so that their names must not be reassigned.
         scopes: the first words of paths that the names of values omit.
-        wanted: preferred names of some values.
-        unpacks: the assigned names, the text and the variants of each line that unpacks state. A line is inserted
-            before the first read of one of its names.
+        wanted: the preferred names of some values, by ref.
+        unpacks: the lines that unpack state. An entry has the names that the line assigns, the text of the line, and
+            its variants. The line is inserted before the first read of one of these names.
         constants: the names of constants, keyed by the text of their values.
-        regions: a function that adds the lines of a node that is not an expression. Returns False for other nodes.
+        regions: a function that adds the lines of a node that is not an expression, such as a loop. It returns False
+            for all other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.
         held: for each name, all values that were assigned to it.
@@ -158,8 +159,8 @@ class Body:
         self.guarded.insert(at, (guard, text))
 
     def _block(self, lines: Sequence[Guarded], every: Where) -> Iterator[str]:
-        """Yields the text of lines that the variants `every` reach. Lines of fewer variants are inside `if`
-        statements."""
+        """Yields the text of `lines` for code that only the variants `every` reach. Lines of fewer variants are inside
+        `if` statements."""
         for common, group in groupby(lines, lambda line: line[0] == every):
             run = list(group)
             yield from (text for _, text in run) if common else self._branches(run, every)
@@ -198,7 +199,7 @@ class Body:
         return text
 
     def _statements(self, groups: Sequence[Group], every: Where) -> Iterator[Iterator[str]]:
-        """Yields the lines of each statement that can contain all of the groups."""
+        """Yields each statement that can contain all of `groups`, as its lines."""
         (where, lines), *others = groups
         if not others:
             yield self._opposite(where, every, lines, ())
@@ -211,7 +212,8 @@ class Body:
                 yield self._nested(groups, every, first)
 
     def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-        """Yields an `if` statement whose two branches contain no further `if` statement."""
+        """Yields the lines of an `if` statement with the branch `lines` for the variants `where` and the branch
+        `others` for the rest. The branches contain no further `if` statement."""
         condition = self.condition(where, every)
         if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
             condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
@@ -219,8 +221,8 @@ class Body:
         yield from _branched(condition, lines, others) if joined is None else joined
 
     def _nested(self, groups: Sequence[Group], every: Where, side: Where) -> Iterator[str]:
-        """Yields a statement with one branch for the variants `side` and one for the other variants. The branches
-        contain the groups."""
+        """Yields the lines of an `if` statement whose branches contain the groups: one branch for the variants `side`,
+        and one for the other variants."""
         lines = [(where, text) for where, texts in groups for text in texts]
         branches = [
             (branch, list(self._block([line for line in lines if line[0] <= branch], branch)))
@@ -265,7 +267,8 @@ class Body:
         return text
 
     def _tests(self, where: Where, every: Where) -> tuple[set[str], str]:
-        """Returns the names of the facts in the condition that `condition` returns, and its text."""
+        """Returns the names of the facts that a condition for the variants `where` tests, and the text of the
+        condition."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
         options = [
@@ -297,15 +300,15 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Assigns the pending values that read a state before the current node changes this state."""
+        """Assigns, before the current node changes a state, the pending values that read this state."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
         """Returns the expression of the node, the complexity of the expression, and whether it contains a heavy node
         (see `_heavy`).
 
-        If the expression would contain a pending input twice, or if the line would be too complex, the input is
-        assigned to a name first.
+        A pending input is assigned to a name first if the expression would contain it twice, or if the line would be
+        too complex.
         """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
@@ -340,12 +343,13 @@ class Body:
         return operand[0][0] in self.pending
 
     def _repeats(self, slot: Slot, index: int) -> bool:
-        """Returns whether the node's text would contain the input more than once."""
+        """Returns whether the text of the node would contain input `index` more than once."""
         names = [f"argument_{i}" for i in range(len(slot.inputs))]
         return len(re.findall(rf"\b{names[index]}\b", self.spelled(slot, names))) > 1
 
     def _may_wait(self, slot: Slot) -> bool:
-        """Returns whether the value can be inlined into the line of its only reader, or into the return statement."""
+        """Returns whether the value of the node can be inlined into the line of its only reader, or into the return
+        statement."""
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
             return False
@@ -403,8 +407,8 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Records that the variable `name` holds the value `ref`. All values that share a variable with `ref` then have
-        this name."""
+        """Records that the variable `name` contains the value `ref`. All values that share a variable with `ref` then
+        have this name."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
@@ -455,8 +459,8 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns the value itself. If a Move computes the value, returns another value of the same variable that no
-        Move computes."""
+        """Returns the value that determines the name of the node's output: the output itself or, for a Move, a value of
+        the same variable that no Move computes."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -464,7 +468,7 @@ class Body:
     def live(self, ref: str) -> bool:
         """Returns whether a value, or another value of its variable, is read after the current node.
 
-        While a line is inserted before the current node, the reads of the current node also count.
+        While a line is inserted before the current node, the current node also counts as a later reader.
         """
         if ref in self.alive:
             return True
@@ -484,7 +488,7 @@ class Body:
         return ", ".join(map(self._result, dict(self.merged.outputs).values()))
 
     def _result(self, operand: Operand) -> str:
-        """Returns the text of a returned value; None in the variants that do not have it."""
+        """Returns the expression of a returned value. Its value is None in the variants that do not have the value."""
         where = frozenset(variant for _, variants in operand for variant in variants)
         text = self.text(operand)
         return text if where == self.merged.every else f"{text} if {self.condition(where)} else None"
@@ -519,7 +523,7 @@ def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
 
 
 def _independent(guarded: str, text: str, assigned: Sequence[str]) -> bool:
-    """Returns whether a line that assigns `assigned` can be moved before the line `guarded`."""
+    """Returns whether the line `text`, which assigns the names `assigned`, can be moved before the line `guarded`."""
     names, simple, _ = guarded.partition(" = ")
     clashes = [(text, name) for name in names.split(", ")] + [(guarded, name) for name in assigned]
     return bool(simple and assigned) and not any(mentions(line, name) for line, name in clashes)
@@ -537,10 +541,10 @@ def _heavy(node: Node) -> bool:
 
 
 def _cost(node: Node) -> int:
-    """Returns the complexity that a node adds to a line. The node, each of its parameters, and a function call in its
-    text count.
+    """Returns the complexity that a node adds to a line: 1 for the node, 1 for each of its parameters, 1 for a function
+    call in its text, and 1 if the node mixes tokens.
 
-    Ops that only change a shape, and casts, are free.
+    Casts, and ops that only change a shape, add nothing.
     """
     if isinstance(node.op, Section):
         return 2

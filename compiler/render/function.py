@@ -64,7 +64,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
         name: The name of the method.
         doc: The docstring of the method.
         arguments: The arguments other than `self`, with annotations.
-        annotation: The annotation of the result; by default, as many tensors as the body returns.
+        annotation: The type annotation of the result; by default, the tensors that the body returns.
 
     Returns:
         The method.
@@ -74,7 +74,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
 
 
 def tensors(count: int) -> str:
-    """Returns the annotation of `count` tensors."""
+    """Returns the type annotation of a result that consists of `count` tensors."""
     return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
@@ -146,8 +146,8 @@ class Speller:
     Attributes:
         plan: the plan.
         flags: for each program, the flags that are true in it, such as `training`.
-        sections: the flags among the arguments of each method that several programs call.
-        keeper: the name of the argument of programs that holds the state.
+        sections: for each method that several programs call, the names of its flag arguments.
+        keeper: the name of the argument of programs that contains the state.
     """
 
     plan: Plan
@@ -172,7 +172,7 @@ class Speller:
         return f"{kernel}({', '.join(args)})" if kernel else None
 
     def _section(self, graph: Graph, op: Section, args: Sequence[str]) -> str:
-        """Returns the call of a method that several programs share."""
+        """Returns the text of a call of a method that several programs share."""
         pairs = list(zip(op.names, args, strict=True))
         arguments = [text for name, text in pairs if name not in op.optional]
         arguments += [f"{name}={text}" for name, text in pairs if name in op.optional and text != NONE]

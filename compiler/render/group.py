@@ -26,9 +26,9 @@ ADD_SHARE = TorchCall(
 class GroupContext:
     """A fused group as an autograd.Function, without a backward if no gradient flows through it.
 
-    `saved` lists the values that the forward saves. `restored` lists their names in the backward; it is empty if the
-    backward only passes them on. `calls` lists the support functions that the forward calls in addition to those of the
-    group's nodes.
+    `saved` lists the values that the forward saves. `restored` lists the names to which the backward assigns these
+    values; it is empty if the backward only passes them on. `calls` lists the support functions that the forward calls
+    in addition to those of the group's nodes.
     """
 
     name: str
@@ -126,8 +126,8 @@ def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
 
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
-    """Splits a graph in two: the nodes that do not depend on rows, and all others, which read the values of the first
-    part as inputs."""
+    """Splits a graph in two: the nodes that do not depend on the inputs `rows`, and all other nodes. The second graph
+    reads the values of the first graph as inputs."""
     first: list[Node] = []
     known = {name for name, _ in graph.inputs if name not in rows}
     for node in graph.nodes:
@@ -144,7 +144,7 @@ def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
 
 
 def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the assignments of texts to names. Assignments of a name to itself are omitted."""
+    """Returns the lines `name = text` of the pairs (name, text). A pair of equal texts is omitted."""
     return [f"{name} = {text}" for name, text in pairs if name != text]
 
 
@@ -233,7 +233,7 @@ def _body(
 
 
 def _written_before(graph: Graph, ref: str) -> Iterator[str]:
-    """Yields the earlier values of a tensor that nodes write to in place."""
+    """Yields the earlier values of the tensor `ref`, to which nodes write in place, the latest first."""
     while (node := graph.by_name.get(ref)) is not None and node.op.written is not None:
         ref = node.inputs[node.op.written]
         yield ref
@@ -245,7 +245,7 @@ def _group_doc(plan: Plan, group: Group) -> str:
 
 
 def _replaced(lines: Sequence[str], returns: str, pattern: str, text: str) -> tuple[tuple[str, ...], str]:
-    """Returns the lines and the returned expression with a pattern replaced."""
+    """Returns `lines` and `returns` with each match of `pattern` replaced by `text`."""
     return tuple(re.sub(pattern, text, line) for line in lines), re.sub(pattern, text, returns)
 
 

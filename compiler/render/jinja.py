@@ -87,8 +87,8 @@ def render(template: str, context: object, source: str, key: str, known: Collect
         context: the typed context, which the template reads as `c`.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: the names that the text may read without defining them, because the module that contains the text defines
-            them elsewhere.
+        known: the names that the text may read without a definition, because the module into which the text is inserted
+            defines them.
 
     Raises:
         TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse or
@@ -108,7 +108,7 @@ def render(template: str, context: object, source: str, key: str, known: Collect
 
 
 def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
-    """Returns the template and line of a rendering error, which are those of Jinja's innermost frame."""
+    """Returns the template and the line at which rendering failed."""
     place = template, 1
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename).endswith(".jinja"):
@@ -145,7 +145,7 @@ def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
 
 
 def _renders(written: str, line: str) -> bool:
-    """Returns whether a line of a template could have rendered a line of the text."""
+    """Returns whether the template line `written` could have rendered `line`."""
     literals = re.split(r"\{\{.*?\}\}", written)
     return any(map(str.strip, literals)) and re.fullmatch(".*".join(map(re.escape, literals)), line) is not None
 

@@ -53,8 +53,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the possible values of each argument of a block. A value is a pair: the name of a loop input, and the
-    blocks that read it. In the last pair, None stands for all other blocks."""
+    """Returns, for each argument of a block, the loop inputs that can be its value. An entry is a pair: the name of a
+    loop input, and the blocks that receive it. In the last pair, None stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -136,8 +136,9 @@ class LoopText:
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
 
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
-        """Returns the name of the table that holds the values, or the text `plain` if there is no table. If variants
-        have different tables, adds a line that assigns the variant's table to `name`, and returns `name`."""
+        """Returns the expression of a table that may differ between variants. `plain` is the text for each variant, and
+        `values` are the values. If variants have different tables, adds a line that assigns the table of the variant to
+        `name`, and returns `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -166,7 +167,8 @@ class LoopText:
         )
 
     def _arguments(self, index: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Returns the lines before a block's call, and the arguments of the call after the residual stream."""
+        """Returns the lines that precede the call of a block, and the arguments of the call after the residual
+        stream."""
         body, loop, block = self.body, self.loop, self.block
         texts = {key: body.text(operand) for key, operand in zip(loop.names, self.slot.inputs[1:], strict=True)}
         values: dict[str, str] = {}
@@ -215,7 +217,7 @@ def _assign_pending(body: Body, operands: Sequence[Operand]) -> None:
 
 
 def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping[str, Where]) -> Iterator[str]:
-    """Yields the flags that the loop passes to its blocks, as arguments."""
+    """Yields the keyword arguments that the loop passes to its blocks for those flags `names` that can be true."""
     for flag in names:
         where = flags.get(flag, frozenset()) & slot.where
         if where == slot.where:

@@ -130,13 +130,13 @@ def model_context(plan: Plan) -> ModelContext:
 
 
 def _imported(module: str, function: str) -> str:
-    """Returns an import, broken at a bracket if it is long."""
+    """Returns the import statement of a function. A long statement is broken at a bracket."""
     line = f"from .{module} import {function}"
     return line if len(line) <= WIDTH else f"from .{module} import (\n    {function},\n)"
 
 
 def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
-    """Yields the lines that define sizes, eight per line."""
+    """Yields the lines that assign the sizes to their names, eight per line."""
     for start in range(0, len(sizes), 8):
         row = sizes[start : start + 8]
         yield f"{', '.join(name for name, _, _ in row)} = {', '.join(str(int(value)) for _, value, _ in row)}"
@@ -195,7 +195,7 @@ def op_file(name: str, generated: tuple[str, Any] | None, package: str) -> tuple
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
-    """Returns the classes of blocks and of loops over time, and the class of the model."""
+    """Returns the classes of module lists and of loops over time, and then the class of the model."""
     programs = plan.programs
     keeper = keeper_of(programs)
     speller = Speller(plan, flags_of(programs), {}, keeper)
@@ -239,7 +239,8 @@ def _reads_cache(programs: Programs, graph: Graph) -> bool:
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
-    """Returns the programs with distinct code, and an alias for each program with the same code as an earlier one."""
+    """Returns the programs with distinct code, and a line `NAME = EARLIER` for each program with the code of an earlier
+    program."""
     known: dict[object, Graph] = {}
     aliases: list[str] = []
     for graph in rolled:

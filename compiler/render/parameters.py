@@ -42,11 +42,11 @@ def parameter_lines(
 
     Args:
         params: the paths and types of the parameters. Those whose type has `storage` become buffers.
-        where: the condition under which an instance of the class has a parameter, for each parameter that not all
-            instances have.
+        where: for each parameter that only some instances of the class have, the condition under which an instance has
+            it.
         modules: paths of modules that other lines create. The returned lines create the parents of these modules.
         table: the table of buffers, by name or as an expression.
-        shapes: the shape, as text, of each parameter whose shape depends on the instance.
+        shapes: for each parameter whose shape depends on the instance, the shape as an expression.
 
     Returns:
         The lines of the constructor.

@@ -63,7 +63,8 @@ class Methods:
     outer_state: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
-        """Returns whether the arguments of a method that several programs call distinguish these programs."""
+        """Returns whether the method `name`, which several programs call, can tell these programs apart by its
+        arguments."""
         try:
             self.shared(name, merged)
         except Indistinguishable:
@@ -115,7 +116,7 @@ class Methods:
         return flag_variants([self.speller.flags[graph.name] for graph in merged.variants])
 
     def _keeping(self, merged: Merged) -> Where:
-        """Returns the variants that read state."""
+        """Returns the variants that receive the state as an argument."""
         return frozenset(
             v
             for v, graph in enumerate(merged.variants)
@@ -153,7 +154,7 @@ class Methods:
     def _unpacked(
         self, merged: Merged, state: Mapping[str, Where]
     ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
-        """Returns the local names of the state outside of blocks, and the lines that unpack this state."""
+        """Returns the local names of the state outside of blocks, and the entries of `Body.unpacks` for this state."""
         taken = {name for name, _, _ in merged.inputs()}
         words = {name: name.split(".")[1:] for name in state}
         last = [path[-1] for path in words.values()]
@@ -177,9 +178,9 @@ class Methods:
 
 
 def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Returns state names grouped by path.
+    """Groups the names of state by their paths.
 
-    `state.decoder.lstm.h` has the path `decoder.lstm`. State in a block has the path of the block.
+    `state.decoder.lstm.h` has the path `decoder.lstm`. The state of a layer in a block has the path of the block.
     """
     places: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
@@ -200,10 +201,10 @@ def _new_state(body: Body) -> str:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """Returns preferred names.
+    """Returns the preferred names of values that a loop over blocks reads or returns, by ref.
 
-    The result of a loop over blocks is `x`. If all blocks also receive the initial value as an argument, the initial
-    value has the name of this argument.
+    The result of the loop is named `x`. If the blocks also receive the initial value as an argument, the initial value
+    has the name of this argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:

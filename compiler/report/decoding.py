@@ -49,7 +49,7 @@ def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
 
 
 def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
-    """Returns the contents of `decoding_lines` as JSON data."""
+    """Returns the facts that `decoding_lines` prints as JSON data."""
     if decoding is None:
         return None
     floats = [{"nodes": list(rewriting.nodes), "reason": rewriting.refusal} for rewriting in decoding.refused]

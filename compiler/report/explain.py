@@ -19,7 +19,7 @@ class Explained:
 
     `target` is the name of the folder with the generated files, which belongs to a target or to a deployed plan.
     `rejected` are the other kernels, each with the reason why it was not chosen. `passes` lists the passes that rewrote
-    the node or refused to, each with its effect or its reason.
+    the node, each with its effect, and the passes that refused to, each with the reason.
     """
 
     target: str
@@ -34,14 +34,14 @@ class Explained:
     passes: tuple[tuple[str, str], ...] = ()
 
     def data(self) -> dict[str, Any]:
-        """Returns the row as JSON data."""
+        """Returns this object as JSON data."""
         rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
         passes = [{"pass": name, "effect": effect} for name, effect in self.passes]
         return {**asdict(self), "rejected": rejected, "passes": passes}
 
 
 def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
-    """Yields a row for each node that matches `node`.
+    """Yields the explanation of each node that matches `node`.
 
     Args:
         plan: the plan.
@@ -82,7 +82,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
 
 def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
-    """Yields each pass that rewrote a node, or refused to, with the effect or the reason."""
+    """Yields a pair for each pass that rewrote the node `path` or refused to: the name of the pass, and the effect or
+    the reason."""
     for rewriting in programs.rewritings:
         if any(_covers(path, other) for other in rewriting.nodes):
             effect = rewriting.text or f"not applied: {rewriting.refusal}"
@@ -90,7 +91,8 @@ def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _computed_again(programs: Programs) -> frozenset[str]:
-    """Returns the names of the graphs that the backward pass recomputes: functions, and forwards of groups."""
+    """Returns the names of the graphs that the backward pass recomputes: functions, and the forward graphs of
+    groups."""
     again = set(programs.recomputed)
     groups = (group for group in programs.groups if again.intersection(programs.callers[group.name]))
     return frozenset({*again, *(group.forward.name for group in groups)})
@@ -119,7 +121,7 @@ def _covers(node: str, path: str) -> bool:
 
 
 def text_of(row: Explained) -> str:
-    """Returns the row as text for display."""
+    """Returns an explanation as text for the terminal."""
     lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
     lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
     lines += ["  the backward pass computes it again: train.recompute"] if row.recomputed else []

@@ -14,8 +14,8 @@ from specc.compiler.plan.plan import Choice, Plan
 class ProductRow:
     """One matrix product [M, K] x [N, K]^T.
 
-    `m` is an expression over the sizes of the programs. `model_n` and `model_k` are the extents in the model. `n` and
-    `k` are the extents in the kernel, padded with zeros.
+    `m` is an expression of the symbolic dims, such as `B * T`. `model_n` and `model_k` are the extents in the model.
+    `n` and `k` are the extents in the kernel, padded with zeros.
     """
 
     node: str

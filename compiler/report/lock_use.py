@@ -15,7 +15,7 @@ SHOWN = 4  # the most entries that a note names
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """The number of entries of a lock, and the unused entries as pairs of target and name."""
+    """The number of entries of a lock, and the names of the entries that no plan uses."""
 
     entries: int = 0
     idle: tuple[str, ...] = ()
@@ -31,14 +31,15 @@ class LockUse:
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
-    """Returns which entries of a lock the plans use. Targets of the spec without a plan in `plans` are ignored."""
+    """Returns which entries of a lock the plans do not use. Entries for targets of the spec that have no plan in
+    `plans` are ignored."""
     targets = [target for target in lock.targets if target in plans or target not in spec.targets]
     entries = [entry for target in targets for entry in _of(lock, target, plans, spec)]
     return LockUse(len(entries), tuple(sorted(name for name, used in entries if not used)))
 
 
 def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Iterator[tuple[str, bool]]:
-    """Yields each entry of one target, and whether it applies."""
+    """Yields a pair for each entry of one target: its name, and whether the entry applies."""
     locked, plan = lock.targets[target], plans.get(target)
     choices = plan.every_choice if plan is not None else ()
     taken = [lock.entry(target, choice.site) for choice in choices]

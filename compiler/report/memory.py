@@ -84,8 +84,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
 
 
 def _update_bytes(train: TrainSpec, plan: Plan) -> int:
-    """Returns the most bytes that an update of the parameters allocates at once: the allocations of the most demanding
-    optimizer and, for bf16 master weights, their f32 values and random bits."""
+    """Returns the most bytes that an update of the parameters allocates at once: the largest allocation of an optimizer
+    and, for bf16 master weights, the f32 copies and the random bits."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for param in plan.programs.params:
         if param.optimizer is not None:
@@ -97,7 +97,8 @@ def _update_bytes(train: TrainSpec, plan: Plan) -> int:
 
 
 class _Peak:
-    """Computes the most bytes of activations, gradients and temporary values that are in use at once in a pass."""
+    """Computes the peak memory of a pass: the most bytes of activations, gradients and temporary values that are in use
+    at once."""
 
     def __init__(self, simulated: Pass, plan: Plan) -> None:
         self._pass, self._plan, self._graph = simulated, plan, simulated.graph
@@ -110,7 +111,8 @@ class _Peak:
         return max(self._forward(), self._backward())
 
     def _forward(self) -> int:
-        """Returns the peak of the forward pass. At its end, only the saved values are left."""
+        """Returns the peak of the forward pass in bytes. After the forward pass, only the saved values are in
+        memory."""
         saved, sizes = self._pass.saved, self._pass.sizes
         last = {self._root(ref): i for i, node in enumerate(self._graph.nodes) for ref in node.inputs}
         ends: Counter[int] = Counter()
@@ -127,7 +129,8 @@ class _Peak:
         return peak
 
     def _backward(self) -> int:
-        """Returns the peak of the backward pass, which begins with the saved values."""
+        """Returns the peak of the backward pass in bytes. Before the backward pass, only the saved values are in
+        memory."""
         saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
         # The first node that reads each saved value; the value is freed after the backward of this node
         first: dict[str, str] = {}
@@ -167,7 +170,8 @@ class _Peak:
         return self._graph.types[ref].bytes(self._pass.sizes) if ref[0] == "@" or self._is_stored(ref) else 0
 
     def _inside(self, node: Node, forward: bool) -> int:
-        """Returns the most bytes that a group allocates at once in its forward or its backward, results included."""
+        """Returns the most bytes that a fused group allocates at once, including its results: in its forward graph if
+        `forward`, otherwise in its backward graph."""
         if not isinstance(node.op, Fused):
             return 0
         group = self._plan.programs.group(node.op.group)

@@ -92,7 +92,7 @@ def _facts(summary: Summary) -> Iterator[str]:
 
 
 def rewritten(programs: Programs) -> Iterator[str]:
-    """Yields one sentence for each effect and each refusal of the passes that select nodes."""
+    """Yields a sentence for each effect of a pass that selects nodes, and for each refusal."""
     alike: dict[tuple[str, str, str], dict[str, None]] = {}
     for rewriting in programs.rewritings:
         key = rewriting.step, rewriting.text, rewriting.refusal
@@ -102,8 +102,8 @@ def rewritten(programs: Programs) -> Iterator[str]:
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:
-    """Yields a phrase for each kind of scale: the linear layers that multiply 8-bit floats with such scales in
-    training."""
+    """Yields a phrase for each kind of scale. The phrase names the linear layers that multiply 8-bit floats with this
+    kind of scale in training."""
     forms: dict[str, dict[str, None]] = {}
     for graph in plan.programs.graphs:
         for node in graph.nodes:
@@ -119,8 +119,8 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
 
 
 def joined(plan: Plan) -> Iterator[str]:
-    """Yields sentences that state where the kernels of matrix products compute dropout or round to 8 bits, and where
-    Torch does."""
+    """Yields sentences that state which dropouts and roundings to 8 bits the kernels of matrix products compute, and
+    which ones Torch computes."""
     kernels: dict[str, dict[str, None]] = {}
     torch: dict[str, dict[str, None]] = {}
     for group in plan.programs.groups:
@@ -148,7 +148,7 @@ def _ceilings(target: Target) -> str:
 def _rows(step: Step, plan: Plan) -> list[str]:
     """Returns the table of a target's nodes.
 
-    The nodes of a training step come first, then the nodes that only other programs have, then nodes that pad or crop.
+    The nodes of a training step are first, then nodes that only other programs have, then nodes that pad or crop.
     """
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
@@ -200,8 +200,8 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields lines about kernels that were not chosen: kernels that were measured to be slower, and kernels of packages
-    that are not installed."""
+    """Yields lines about kernels that were not chosen: slower kernels, kernels of packages that were not measured, and
+    fusions that refuse a node."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
@@ -215,7 +215,7 @@ def _slower(plan: Plan) -> Iterator[str]:
 
 
 def _packages(plan: Plan) -> Iterator[str]:
-    """Yields lines about unmeasured kernels, which need optional packages."""
+    """Yields lines about kernels that need optional packages and were not measured."""
     waiting: dict[str, dict[str, None]] = {}
     for choice in plan.choices:
         known = choice.measured.others if choice.measured is not None else {}
@@ -243,7 +243,7 @@ def _refused(programs: Programs) -> Iterator[str]:
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
-    """Yields lines about the differences between a further target and the main target."""
+    """Yields lines about the differences between `plan`, the plan of another target, and the main plan."""
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return

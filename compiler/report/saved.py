@@ -1,7 +1,8 @@
 """The values that the forward pass of a training program saves for its backward pass.
 
-On the CPU, code is not compiled, and the forward saves what the derivative of each of Torch's operations reads. On a
-GPU, Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes others.
+On the CPU, code is not compiled, and the forward saves what the derivative of each Torch operation reads. On a GPU,
+Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all other
+values.
 """
 
 from collections import Counter
@@ -24,8 +25,8 @@ _F32 = BYTES["f32"]
 def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
     """Maps each view to the value whose memory it shares.
 
-    A node returns views if it has one input, computes nothing, and preserves the dtype and, over all of its outputs,
-    the number of elements. If `parts` is false, a node with several outputs returns no views.
+    The outputs of a node are views if the node has one input, computes nothing, preserves the dtype, and has as many
+    elements in all outputs together as in the input. If `parts` is false, a node with several outputs returns no views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
@@ -104,7 +105,7 @@ class Pass:
 
     @cached_property
     def saved(self) -> Mapping[str, int]:
-        """The bytes of each value that the forward saves for the backward. The keys are those of `_read`.
+        """The bytes of each value that the forward saves for the backward, under the same keys as in `_read`.
 
         For a recomputed region, only its inputs and some of its results are saved.
         """
@@ -128,9 +129,9 @@ class Pass:
         return node.region if node is not None else ""
 
     def _leaves(self, ref: str) -> bool:
-        """Returns whether a value of a region is saved, because the caller or another region reads it. Without
-        compilation, a value that nodes outside of all regions read is also saved; Torch's compiler recomputes such a
-        value."""
+        """Returns whether a value of a recomputed region is saved, because the program returns it or another region
+        reads it. A value that nodes outside of all regions read is also saved in code that is not compiled; Torch's
+        compiler recomputes it."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -154,8 +155,8 @@ class Pass:
     def _read(self) -> Mapping[str, int]:
         """The bytes of the values that the backward reads.
 
-        An entry `value#` holds values without a name in the graph: intermediate values of an expression that is not
-        compiled, and those inside a recurrence or a group.
+        An entry `REF#` stands for values without a name in the graph: the intermediate values of an expression that is
+        not compiled, of a recurrence, or of a group.
         """
         refs, inside = (self._saved_by_compiler(), Counter[str]()) if self.compiled else self._saved_by_autograd()
         values = (self.views.get(ref, ref) for ref in refs)
@@ -184,8 +185,8 @@ class Pass:
         }
 
     def _saved_by(self, node: Node) -> SavedByGroup:
-        """Returns the values that a group saves. If Torch's compiler moves nodes of the backward to the forward, their
-        results are saved instead of their inputs."""
+        """Returns the values that a group saves. If Torch's compiler moves nodes of the backward pass to the forward
+        pass, the results of these nodes are saved instead of their inputs."""
         assert isinstance(node.op, Fused)
         group, sizes = self.programs.group(node.op.group), self.sizes
         outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
@@ -210,9 +211,9 @@ class Pass:
     def _saved_by_compiler(self) -> set[str]:
         """Returns the values of the graph that compiled code saves.
 
-        The forward saves the values that the backward passes of products, attention and groups read. Torch's compiler
-        recomputes the values that other derivatives read. It starts from the nearest values that are saved anyway, that
-        a barrier returns, or that it never recomputes.
+        The forward pass saves the values that the backward passes of products, attention and groups read. Torch's
+        compiler recomputes the values that other derivatives read, from the nearest values that are saved anyway, that
+        a barrier returns, or that the compiler never recomputes.
         """
         saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
@@ -245,8 +246,8 @@ class Pass:
     def _never_recomputed(self) -> frozenset[str]:
         """Returns the values that compiled code saves, and does not recompute, if the backward needs them.
 
-        They are the results of barriers, of nodes that concatenate, and of nodes that read a value which a barrier has
-        read before. Torch's compiler assumes that recomputing such a node in the backward would need a separate kernel.
+        They are the results of barriers, of nodes that concatenate, and of nodes that read a value after a barrier has
+        read it. Torch's compiler assumes that the recomputation of such a node would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it
@@ -268,8 +269,8 @@ class Pass:
     # Code that is not compiled
 
     def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
-        """Returns the values that Torch saves without compilation. Also returns the bytes of saved values that have no
-        name, by the named value that is computed from them."""
+        """Returns the values that Torch saves without compilation, and the bytes of saved values without a name, by the
+        named value that is computed from them."""
         saved: set[str] = set()
         inside: Counter[str] = Counter()
         for node in self.graph.nodes:
@@ -342,7 +343,7 @@ def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
     read: set[Expr] = set()
 
     def visit(part: Expr) -> bool:
-        """Returns whether a part needs a gradient."""
+        """Records what the derivatives of `part` read, and returns whether `part` needs a gradient."""
         needs = [visit(inner) for inner in children(part)]
         match part:
             case Var(name):

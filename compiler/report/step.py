@@ -72,7 +72,7 @@ class Work:
 
     @property
     def ms(self) -> float | None:
-        """The time in a step; None unless all rows were measured."""
+        """The time in a step in ms; None if a row was not measured."""
         times = [row.ms * row.calls for row in self.rows if row.ms is not None]
         return sum(times) if len(times) == len(self.rows) else None
 
@@ -119,8 +119,8 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step. If the step was not measured, the sum over its work, with floors in
-        place of missing times."""
+        """The measured time of the whole step in ms. If the step was not measured, the sum of the times of its rows,
+        with floors in place of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:
@@ -209,7 +209,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
 
 
 class _Rule(Tape):
-    """A tape that records the nodes that a derivative rule adds: suffix, op and input types."""
+    """A tape that records the suffix, the op and the input types of each node that a derivative rule adds."""
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
@@ -256,13 +256,14 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns the row for work without a kernel. `op` determines which of the target's peak rates applies."""
+    """Returns the row for work without a kernel of the plan. The floor uses the peak rate of the target for `op`."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
-    """Returns the locked time of a node in ms, scaled to a call over `rows` rows; None if it was not measured."""
+    """Returns the time of a node in the lock, in ms, scaled to a call over `rows` rows. None if the node was not
+    measured."""
     entry = choice.measured if choice is not None else None
     timings = plan.locked.timings if plan.locked is not None else {}
     alike = (timing for key, timing in timings.items() if without_storage(key) == site.key)
@@ -277,7 +278,7 @@ def _as_computed(type: TensorType) -> TensorType:
 
 
 def without_storage(key: str) -> str:
-    """Returns the key of a node without the storage of its matrices. Keys in locks may contain it, as in
+    """Returns the key of a node without the storage of its matrices, which keys in locks may contain, as in
     `int5:bf16[512,512]`."""
     return re.sub(r"[\w()]+:(?=\w+\[)", "", key)
 

@@ -67,7 +67,7 @@ def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
     Args:
         spec: the spec.
         programs: the programs of the spec, which hold the parameters.
-        target: the target for which the spec is lowered to compute the warnings.
+        target: the target on which the warnings are computed.
     """
     schemes = allocation(spec.quant, programs.stored)
     rows = tuple(_rows(spec, schemes, programs))
@@ -95,8 +95,8 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Returns the estimated bytes of an artifact in addition to its arrays. The spec in an artifact has one rule per
-    tensor."""
+    """Returns the estimated bytes of an artifact in addition to its arrays. They include the spec in the artifact,
+    which has one rule per tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
@@ -128,8 +128,8 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """Yields two lines if possibly no choice of `quant.allocate` fits the budget: the fewest bytes, and the largest
-    parameters with fixed bits."""
+    """Yields two lines if the smallest choice of `quant.allocate` may exceed the budget: the bytes of this choice, and
+    the largest parameters whose bits are fixed."""
     if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()

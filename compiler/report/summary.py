@@ -70,7 +70,7 @@ class Summary:
 
     @cached_property
     def cached_numbers(self) -> int:
-        """How many numbers the cache of a sequence as long as the context holds; 0 for a model without such a cache."""
+        """The number of elements of the cache of a sequence that fills the context; 0 for a model without a cache."""
         return cached_numbers(self.main.programs, self.spec.model.window)
 
     @property
@@ -134,8 +134,8 @@ class Summary:
 
     @property
     def gap(self) -> str:
-        """A phrase that names the class of work whose measured time exceeds its floor by the most; empty if nothing was
-        measured."""
+        """A phrase that names the class of work whose measured time exceeds its floor by the most; empty if no class
+        was measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
         return f"{largest[1]}, {milliseconds(largest[0])} ms above the floor" if largest is not None else ""
@@ -246,7 +246,7 @@ def _kernels(plan: Plan) -> str:
 
 
 def data(summary: Summary) -> dict[str, Any]:
-    """Returns the contents of `lines` as JSON data."""
+    """Returns the facts that `lines` prints as JSON data."""
     step, storage = summary.step, summary.storage
     return {
         "name": summary.spec.name,

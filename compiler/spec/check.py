@@ -93,9 +93,9 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _diagnostics(model: type[StrictModel], source: Source, error: ValidationError | None) -> Iterator[Diagnostic]:
     """Yields the diagnostics of an invalid source.
 
-    If the kind of a value is missing or unknown, the value is also checked as the kind that is likely meant, if there
-    is one. The kind therefore hides no other errors. Problems of the parts around the value may follow from the kind,
-    so they are reported only if the kind is misspelled.
+    If the kind of a value is missing or unknown, the value is also checked as the kind that was probably meant, so that
+    its other errors are reported too. Problems of the parts around the value may be consequences of the kind, so they
+    are reported only if the kind is misspelled.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds
@@ -143,7 +143,7 @@ def _with(data: Any, values: Mapping[Path, object]) -> Any:
 def _problems_of_sound_parts(
     source: Source, models: Mapping[Path, type[StrictModel]], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, for the parts of a spec without Pydantic errors."""
+    """Yields the problems that involve several fields, for those parts of a spec that have no Pydantic errors."""
     sound: list[Path] = []
     for path, model in models.items():
         broken = any(fault[: len(path)] == path for fault in faulty)

@@ -67,7 +67,7 @@ def schema_text() -> str:
 def _cleared(schema: Any, named: bool = False) -> Any:
     """Returns the schema without `title` and `discriminator` entries.
 
-    `named` is true if the keys are those of a spec, so that a key called `title` is not removed.
+    `named` is true if the keys of `schema` are names of fields, so that a field called `title` is not removed.
     """
     if isinstance(schema, list):
         return [_cleared(item) for item in schema]

@@ -71,7 +71,7 @@ class ScheduleSpec(StrictModel):
         return low
 
     def lowest(self, steps: int | None, last: int = 1) -> float:
-        """Returns the learning-rate multiplier of an update near the end of a run.
+        """Returns the learning-rate multiplier of one of the last updates of a run.
 
         Args:
             steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier

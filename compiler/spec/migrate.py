@@ -78,7 +78,8 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def with_all_comments(old: str, new: str) -> str:
-    """Returns the text `new` with the comments of `old` that were lost because the migration removed their keys.
+    """Returns the text `new` with those comments of `old` inserted that are lost because the migration removed their
+    keys.
 
     Each comment is inserted before the next line of `old` that occurs exactly once in `new`.
     """
@@ -148,7 +149,7 @@ def _turn_backward(part: Any) -> None:
 
 
 def _migrate_masks(part: Any) -> None:
-    """Rewrites the windows and documents of attention as masks."""
+    """Rewrites the old fields of attention for windows and documents as masks."""
     for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
         _migrate_masks(inner)
     if not isinstance(part, MutableMapping) or part.get("kind") != "attention" or part.get("of") == "encoder":
@@ -259,7 +260,7 @@ def _migrate_blocks(blocks: Data, dim: Any) -> None:
 
 
 def _migrate_train(train: Data) -> None:
-    """Rewrites ramps, tapers, teacher forcing and row lengths as schedules."""
+    """Rewrites the old fields for ramps, tapers, teacher forcing and row lengths as schedules."""
     for optimizer in train.get("optimizers") or ():
         if isinstance(optimizer, MutableMapping):
             for key, schedule in (("momentum", _ramp), ("weight_decay", _taper)):
@@ -380,7 +381,7 @@ def _lane_fields(
     mixes: bool,
     skip: Callable[[str], str] | None,
 ) -> dict[str, Any]:
-    """Returns the fields of a block with a residual lane per layer."""
+    """Returns the fields of a block in which each layer has its own residual stream (lane)."""
     titles = list(branches)
     names = [f"{title}_lane" for title in titles]
     learn = dict(change.get("learn", {}))

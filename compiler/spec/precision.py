@@ -85,7 +85,7 @@ class PrecisionSpec(StrictModel):
             number, or a mapping for a factor that changes. If unset, the factor changes with `compute: f16`, and is 1
             otherwise.
         tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
-            mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+            mantissa. If false, they are computed in f32, without tensor cores. Evaluation always computes in f32.
         fp8: the linear layers that multiply 8-bit floats in training steps. The first rule that matches a layer
             applies. Evaluation and artifacts keep the compute dtype.
     """

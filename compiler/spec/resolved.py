@@ -44,7 +44,7 @@ def _mapping(data: Mapping[str, Any], source: Source, path: Path, depth: int) ->
 
 
 def _entry(head: str, value: Any, source: Source, path: Path, depth: int) -> Iterator[Line]:
-    """Yields the lines of a key or a dash with its value."""
+    """Yields the lines of an entry. `head` is the key or the dash before the value."""
     inner = list(_mapping(value, source, path, depth + 1)) if isinstance(value, dict) else []
     if inner:
         yield head, ""
@@ -84,7 +84,7 @@ def _scalar(value: Any) -> str:
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
     """Returns whether the source states a value, and the longest prefix of the value's path that exists in the source.
 
-    A value also counts as stated if it was derived from a shorter form, such as a text in place of a mapping.
+    A value also counts as stated if the source states a shorter form, such as a text in place of a mapping.
     """
     value = source.data
     for depth, part in enumerate(path):

@@ -95,7 +95,7 @@ class Allocate(StrictModel):
         bits: the bits to choose from. The list may include fewer bits than the rule for a tensor states, so that larger
             models fit the budget.
         clip_stds: clips to try with each number of bits, in standard deviations of a row, for tensors whose scheme
-            supports clips. A wider clip gives coarser steps, and the codes compress to fewer bytes.
+            supports clips. A wider clip has coarser steps, and codes that compress to fewer bytes.
         match: the pattern of the names of the tensors.
     """
 

@@ -50,7 +50,7 @@ def _tagged(key: str, default: str) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns data with a tuple for each list."""
+    """Returns data with tuples in place of lists."""
     if isinstance(value, dict):
         return {key: _frozen(part) for key, part in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
@@ -308,7 +308,7 @@ class TrainSpec(StrictModel):
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
-        """Yields a problem for each of `qat` and `average` whose threshold the warm-down never reaches."""
+        """Yields a problem for `qat`, and for `average`, if the warm-down never falls below its threshold."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
         if isinstance(self.average, SwaSpec):  # the last sample may be taken up to `every` steps before the end
             every = self.average.every

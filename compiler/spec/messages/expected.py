@@ -35,8 +35,8 @@ def models_in(annotation: Any) -> list[Model]:
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
     """Yields every path of `data` at which the spec expects a model, with that model, outer paths first.
 
-    For a union, yields the member whose tag is in the data. If the data has no tag, yields the member that needs none.
-    If no member applies, yields nothing for the path.
+    For a union, yields the member whose tag is in the data. If the data has no tag, yields the member that needs no
+    tag. If there is no such member, yields nothing for the path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -157,7 +157,7 @@ def dotted(path: Path) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice that `word` is most likely a misspelling of, or None.
+    """Returns the member of `choices` of which `word` is most likely a misspelling; None if all differ too much.
 
     A choice matches if it differs by a few edits, is similar as a whole, is a prefix of `word`, or begins with `word`.
     """
@@ -179,7 +179,7 @@ def _likeness(word: str, other: str) -> float:
 
 
 def _slips(word: str, other: str) -> int:
-    """Returns the edit distance, in which swapping two neighbors is one edit (Damerau, 1964).
+    """Returns the edit distance of two words, in which a swap of two neighboring letters is one edit (Damerau, 1964).
 
     Returns 99 if the lengths differ by more than 3 or a word is longer than 64 characters.
     """

@@ -103,7 +103,7 @@ class Words:
         yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
-        """Yields every model in the data, and every model that an absent key could contain."""
+        """Yields the path and the model of every part of the data, and of every part that an absent key could add."""
         for path, model in self.models.items():
             yield path, model
             for key, info in keys_of(model).items():
@@ -143,7 +143,7 @@ class Words:
     # kinds
 
     def _is_tag(self, error: FieldError) -> bool:
-        """Returns whether the error is about the tag of the only member of a union."""
+        """Returns whether the error is about the tag of a union with a single member."""
         model = self.models.get(error.path[:-1])
         return model is not None and bool(error.choices) and tag_of(model, str(error.path[-1])) is not None
 
@@ -155,9 +155,9 @@ class Words:
         """Returns the path of a missing or unknown kind, the kind that the value is likely meant to have, and whether
         it has a similar name.
 
-        This is the kind with the most similar name. If there is none, it is the kind that has all keys of the value
-        which any kind has, and needs no others; if there are several, the kind whose keys all others have. Returns None
-        if there is no such kind.
+        This is the kind with the most similar name. If no name is similar, it is the kind that accepts the keys of the
+        value (keys that no kind accepts are ignored) and requires no further keys; among several such kinds, the one
+        whose keys all others have. Returns None if there is no such kind.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):
@@ -225,7 +225,7 @@ def _models_with(key: str) -> frozenset[Model]:
 
 @cache
 def _scheduled() -> tuple[str, ...]:
-    """Returns the names of the fields of the spec language that take a schedule."""
+    """Returns the names of the fields of the spec language that accept a schedule."""
     return tuple(sorted({name for model in _models() for name, info in keys_of(model).items() if _takes(info)}))
 
 

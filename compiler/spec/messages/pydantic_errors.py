@@ -19,7 +19,7 @@ from specc.compiler.text.source import Source, step
 def diagnostics_of(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Diagnostic, ...], frozenset[Path]]:
-    """Converts all Pydantic errors to diagnostics. Returns these and the data paths of the invalid values.
+    """Converts all Pydantic errors to diagnostics. Returns the diagnostics, and the data paths of the invalid values.
 
     Args:
         error: the errors.

@@ -47,9 +47,9 @@ class MuonSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """How many f32 numbers an update allocates per element of matrices of one shape: for the momentum, and for the
-        matrix and its next iterate, first in f32 and then in bf16. With a second moment, the direction is also rescaled
-        twice."""
+        """The number of f32 numbers that an update allocates per element of matrices of one shape: for the momentum,
+        and for the matrix and its next iterate, first in f32 and then in bf16. With a second moment, the direction is
+        also rescaled twice."""
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:

@@ -52,16 +52,16 @@ class OptimizerSpec(StrictModel):
         return ""
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
-        """Returns how many f32 numbers the optimizer stores between steps for a parameter of this shape."""
+        """Returns the number of f32 numbers that the optimizer stores between steps for a parameter of this shape."""
         return prod(shape) * (self.slots + (self.every > 1))
 
     @property
     def of_shape(self) -> float:
-        """How many f32 numbers an update allocates per element of parameters of one shape."""
+        """The number of f32 numbers that an update allocates per element of parameters of one shape."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Returns how many f32 numbers an update of parameters of these shapes allocates at once, at most."""
+        """Returns the largest number of f32 numbers that an update of parameters of these shapes allocates at once."""
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)

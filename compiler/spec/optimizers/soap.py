@@ -30,8 +30,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """How many f32 numbers an update allocates per matrix element: for the gradient and the direction in the
-        eigenbases, their next rotations, and two terms of the denominator."""
+        """The number of f32 numbers that an update allocates per matrix element: for the gradient and the direction in
+        the eigenbases, their next rotations, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
