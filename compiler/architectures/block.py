@@ -96,7 +96,7 @@ class Block(StrictModel):
         if self.norm is not None:
             yield from number_problem(self.norm.scale, ("norm", "scale"), layer, layers)
             if "stream" in self.norm.places and len(self.circuit.streams_after((STREAM,))) > 1:
-                message = "`stream` is the place of a norm of one residual stream, but the block writes several"
+                message = "a norm with the place `stream` needs a single residual stream, but the block writes several"
                 yield Problem(("norm", "places"), "S285", message, "use `before` or `after`")
         if not self.layers:
             yield Problem(("layers",), "S254", f"block {layer} has no layers", NO_LAYERS)

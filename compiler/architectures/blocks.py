@@ -172,7 +172,8 @@ class Blocks(Block):
             for block in filter(lambda block: block.reads_value(name), self.every):
                 yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
             if value.reads is not None and value.reads.earlier:
-                yield Problem(("learn", name, "of"), "S220", "no output exists before the first block", "read `x0`")
+                message = "this value is computed before the first block, when no output exists yet"
+                yield Problem(("learn", name, "of"), "S220", message, "read `x0`")
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")
@@ -223,8 +224,8 @@ class Blocks(Block):
                 hint = "read the values of another layer"
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
             elif sizes != (wanted := layer.head_values(dim)):
-                (heads, size), have = wanted or (0, 0), f"{sizes[0]} heads of {sizes[1]}"
-                message = f"layer {order[run]} has values of {heads} heads of {size}, but {value} is {have}"
+                (heads, size), have = wanted or (0, 0), f"{sizes[0]} heads of {sizes[1]} channels"
+                message = f"layer {order[run]} has values of {heads} heads of {size} channels, but {value} has {have}"
                 hint = "make `kv_heads` and `head_dim` of the two layers equal"
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
 

@@ -129,7 +129,7 @@ class Circuit:
                     hint = "read the output of an earlier stage by its name"
                     yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
-                    message = f"{where}`{value}` has heads, which this expression cannot read"
+                    message = f"{where}`{value}` has one vector per head, which this expression cannot read"
                     hint = "read it in the expression `v` of an attention layer"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)

@@ -124,7 +124,7 @@ class ScoreAndMask(Layer):
             message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"
             yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
         if self.bos is not None and not documents and not self.reads_source:
-            message = f"bos is {self.bos}, but the mask does not call `document`, which alone needs bos"
+            message = f"bos is {self.bos}, but only a mask that calls `document` needs it"
             hint = f"add a condition to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}

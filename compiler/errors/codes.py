@@ -72,7 +72,7 @@ CODES: Mapping[str, str] = {
     "S240": "a condition without a value, or one that holds in no layer",
     "S241": "a learned value without a shape, or with `features` but without a value to read them from",
     "S242": "RoPE over two dims with a trained length",
-    "S243": "an order of blocks that does not exist, or that omits a block",
+    "S243": "an order that lists a block that does not exist, or omits a block",
     "S244": "quantization-aware training of a model that is not quantized",
     "S245": "promotion together with allocation, or an allocation without a byte budget",
     "S246": "an expression that reads an unknown name",

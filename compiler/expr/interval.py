@@ -392,7 +392,7 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
         if parts == (box,):
             return box.i0, max(box.j0, box.i0 - box.d1), box.h0
         waiting += reversed(parts)
-    raise Undecided(f"the proof needs more than {work:,} boxes of positions")
+    raise Undecided(f"the expression is too complex: a proof about it needs more than {work:,} boxes of positions")
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
@@ -414,7 +414,7 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | N
             return box.d1
         for place, part in enumerate(parts):
             heappush(waiting, (-part.d1, -2 * count - place, part))
-    raise Undecided(f"the proof needs more than {WORK:,} boxes of positions")
+    raise Undecided(f"the expression is too complex: a proof about it needs more than {WORK:,} boxes of positions")
 
 
 def atoms(expr: Expr) -> Iterator[Expr]:

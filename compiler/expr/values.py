@@ -250,7 +250,7 @@ class Printer:
             written = self.written[expr] = self.write(expr)
         text, strength = written
         if len(text) > LONGEST:
-            raise ExprError(f"the expression prints as more than {LONGEST} characters", hint="split it")
+            raise ExprError(f"the text of the expression has more than {LONGEST} characters", hint="split it")
         return text if strength >= place else f"({text})"
 
     def write(self, expr: Expr) -> tuple[str, int]:

@@ -17,8 +17,8 @@ class Fp8ProductsFusion(Fusion):
             if not isinstance(member.op, Fp8Linear) or member.op.delayed:
                 continue
             if member.op.by_rows:
-                return f"needs scales of tensors, because the products of {member.name} sum over rows and over columns"
-            return f"needs `scaling: delayed`, because a scale of {member.name} is known only after its whole factor"
+                return f"needs `scale: tensor`, because the products of {member.name} sum over rows and over columns"
+            return f"needs `scaling: delayed`, because a scale of {member.name} is known only after the whole tensor"
         return None
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:

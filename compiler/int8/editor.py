@@ -201,7 +201,10 @@ class Editor:
         names = [name for name, source in self.sources.items() if source.leader in leaders]
         widths = {self.schemes[name].input_bits for name in names}
         if len(widths) > 1:
-            message = f"{names[0]} and others with the same input or code must all have 8 bits, or all 16 bits"
+            message = (
+                f"{names[0]} and the weights that share its input or its code must all have 8-bit inputs, or all "
+                "16-bit inputs"
+            )
             raise Unfit(message, names, at_once=True)
         return widths.pop()
 

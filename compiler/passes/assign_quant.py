@@ -118,7 +118,7 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
     """Returns the problem of the parameters `names`, whose schemes need inputs that calibration does not observe. In a
     model of lines, calibration observes no inputs for such schemes."""
     needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
-    message = f"{names[0]}: {needs}, but it observes none{and_more(names)}"
+    message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs no calibration, e.g. by a rule {rule}")
 

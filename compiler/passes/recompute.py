@@ -43,7 +43,7 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
         having = [name for name in trained if any(_is_in(part, node) for node in functions[name].nodes)]
         if not having:
             parts_or_none = ", ".join(recomputable_parts(programs)) or "none"
-            hint = f"the parts of blocks are {parts_or_none}; {BLOCK} is all of them"
+            hint = f"the parts of blocks are {parts_or_none}; {BLOCK} stands for whole blocks"
             problems.append(Problem(_path(i), "S295", f"no block has a part {part}", hint))
         for name in having:
             try:
@@ -118,7 +118,9 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
     for node in graph.nodes:
         if node in inside:
             if cyclic := late.intersection(node.inputs):
-                raise ValueError(f"{node.name} reads {min(cyclic)}, which is computed from its earlier values")
+                raise ValueError(
+                    f"{node.name} reads {min(cyclic)}, which is computed outside of the part from values of the part"
+                )
         elif (late | computed).intersection(node.inputs):
             late.update(node.outputs)
     read_outside = {ref for node in others for ref in node.inputs} | {ref for _, ref in graph.outputs}

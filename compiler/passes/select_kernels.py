@@ -197,7 +197,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # the kernel also checks the measured tile
     if reason is not None:
-        message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
+        message = f"the lock chose {kernel.name} for {entry.node}, but this kernel {reason}"
         raise LockError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
     return kernel
 

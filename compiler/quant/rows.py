@@ -62,7 +62,7 @@ class PerRow(Scheme):
         return (*codes, *correction_arrays(shape[0], math.prod(shape[1:]), self.correction_rank))
 
     def row_codes(self, shape: tuple[int, ...]) -> int | str:
-        return f"{self.label()} is not in the codes" if self.correction_rank else self.bits
+        return f"{self.label()} is not a part of the codes" if self.correction_rank else self.bits
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:

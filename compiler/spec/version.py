@@ -31,5 +31,5 @@ def refuse_old(source: Source) -> None:
         place = source.value(("spec_version",) if old else ("train", "tf32"))
         message = "train.tf32 is now tf32 in train.precision"
         if old:
-            message = f"the spec is of version 1; this specc reads version {VERSION}"
+            message = f"the spec has version 1, but specc reads only version {VERSION}"
         raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)

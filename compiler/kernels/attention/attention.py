@@ -165,7 +165,7 @@ class OrderedBackward(AttentionKernel):
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
-            return f"adds up in a fixed order on H100, H200 and B200, and not on {site.target.title}"
+            return f"supports sums in a fixed order only on H100, H200 and B200, not on {site.target.title}"
         return AttentionKernel.rejects(self, site)
 
 

@@ -49,7 +49,7 @@ class CachedAttention(Kernel):
         if max(first, values, channels - first) > WIDEST:
             return f"takes heads of at most {WIDEST} channels; these have {channels} for keys and {values} for values"
         if op.coded and "fp8_mma" not in site.target.features:
-            return f"converts e4m3 from sm89 on, and not on {site.target.name}"
+            return f"needs a GPU that converts e4m3, which is sm89 or later, not {site.target.name}"
         if site.context is not None and site.context <= SHORTEST:
             return f"reads caches of more than {SHORTEST} positions; this one has at most {site.context}"
         tile = self.tile or cached_tile(site)

@@ -98,9 +98,9 @@ class FlashScored(AttentionKernel):
             return f"has hooks for scores and masks on H100, H200 and B200, and not on {site.target.title}"
         op = op_of(site)
         if is_gradient(site) and op.tables:
-            return f"returns no gradient of what a score reads; this one reads {', '.join(op.tables)}"
+            return f"returns no gradient of tables that a score reads; this score reads {', '.join(op.tables)}"
         if is_gradient(site) and (read := _misread(site)):
-            return f"gives hooks of the gradient a wrong {read} where heads share keys (4.0.0b36)"
+            return f"passes a wrong {read} to the hooks of the gradient if query heads share keys (4.0.0b36)"
         return prefix_reason(site) or AttentionKernel.rejects(self, site)
 
     def render(self, site: Site) -> Rendered:

@@ -196,9 +196,9 @@ class GemmEvt(Kernel):
         if reason := refusal(site):
             return reason
         if site.epilogue is not None and site.epilogue.draws:
-            return "has an epilogue of fragments, which do not know their row and column, by which dropout draws"
+            return "cannot compute dropout, because its epilogue does not know the row and column of an element"
         if site.epilogue is not None and (site.epilogue.codes or site.epilogue.scales):
-            return "has an epilogue of fragments, which read no scales of 8-bit factors and record no magnitudes"
+            return "cannot round to 8 bits, because its epilogue neither reads scales nor records magnitudes"
         dtype = site.inputs[0].dtype
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"

@@ -342,7 +342,7 @@ class RopeWriteTriton(Kernel):
                 f"{' and '.join(map(str, caches))}"
             )
         if op.coded and (q.dtype == "f32" or "fp8_mma" not in site.target.features):
-            return f"rounds bf16 or f16 to e4m3 from sm89 on, and not {q.dtype} on {site.target.name}"
+            return f"rounds bf16 or f16 to e4m3, on sm89 or later, not {q.dtype} on {site.target.name}"
         if cos.dtype != "f32" or sin.dtype != "f32":
             return f"rotates by angles in f32, not {cos}"
         if (widest := max(number_of(q.width), number_of(v.width))) > WIDEST:

@@ -147,7 +147,8 @@ class GroupedLinear(Op):
     name: ClassVar[str] = GROUPED_LINEAR
     matrix: ClassVar[bool] = True
     unexportable: ClassVar[str] = (
-        "a product per expert: the numbers of rows are values, but an exported program can only depend on sizes"
+        "a product per expert: its number of rows depends on the values of a batch, and an exported program may depend "
+        "only on sizes"
     )
     work: ClassVar[str] = "products"
     arity: ClassVar[int] = 3

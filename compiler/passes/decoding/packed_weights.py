@@ -97,7 +97,8 @@ class _Packing:
         if not isinstance(node.op, RowLinear):
             return f"{node.op.name} has no kernel that decodes codes"
         for ref in node.inputs[node.op.first : node.op.arity]:
-            codes = self.codes.get(f"{at}{ref[1:]}", "a node computes it") if ref[0] == "@" else "a node computes it"
+            computed = "not a stored parameter"
+            codes = self.codes.get(f"{at}{ref[1:]}", computed) if ref[0] == "@" else computed
             if isinstance(codes, str):
                 return f"{_pattern(f'{at}{ref[1:]}')}: {codes}"
         return ""

@@ -149,7 +149,7 @@ def test_refusals_say_why_with_numbers() -> None:
         assert reason(name, shape=(4, 4, widest)) is None
     assert reason("attention_torch") == "is Torch's kernel for the CPU, and not for sm90"
     ordered = reason("flash_attention_4_grad_ordered", target="sm120")
-    assert ordered == "adds up in a fixed order on H100, H200 and B200, and not on RTX 50"
+    assert ordered == "supports sums in a fixed order only on H100, H200 and B200, not on RTX 50"
     assert missing(GPU["flash_attention_4"], TARGETS["sm80"]) == "sm80 has no tma"
 
 

@@ -48,8 +48,8 @@ def test_refusals_say_why() -> None:
         return missing(kernel_of(site), site.target) or kernel_of(site).rejects(site) or ""
 
     assert reason(CASES["buckets"]) == "" and reason(CASES["documents"], True) == ""
-    assert reason(CASES["buckets"], True) == "returns no gradient of what a score reads; this one reads bias"
-    misread = "gives hooks of the gradient a wrong i where heads share keys (4.0.0b36)"
+    assert reason(CASES["buckets"], True) == "returns no gradient of tables that a score reads; this score reads bias"
+    misread = "passes a wrong i to the hooks of the gradient if query heads share keys (4.0.0b36)"
     assert reason(CASES["alibi"], True) == misread
     assert reason(CASES["alibi"], True, shape=(4, 4, 64)) == reason(CASES["alibi"]) == ""
     assert reason(Attention("s * (1 + h)"), True) == misread.replace("wrong i", "wrong h")

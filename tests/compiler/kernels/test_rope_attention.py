@@ -159,7 +159,7 @@ def test_one_node_rotates_writes_and_attends(layer: dict[str, Any], cache: dict[
         (ATTENTION, {"context": 128}, "reads caches of more than 128 positions; this one has at most 128"),
         (ATTENTION, {"target": "cpu"}, "cpu has no triton"),
         ({**ATTENTION, "head_dim": 520}, {}, "takes heads of at most 512 channels; these have 520 for keys and 520"),
-        (ATTENTION, {"target": "sm86", "cache": {"page": None, "dtype": "e4m3"}}, "converts e4m3 from sm89 on"),
+        (ATTENTION, {"target": "sm86", "cache": {"page": None, "dtype": "e4m3"}}, "needs a GPU that converts e4m3"),
     ],
 )
 def test_other_nodes_stay_apart_with_a_reason(layer: dict[str, Any], words: dict[str, Any], reason: str) -> None:

@@ -85,7 +85,7 @@ def test_refusals_say_why() -> None:
     reason = "reads logits in bf16 or f32; in f16 the gradient of a mean underflows"
     assert SOFTMAX_LOSS_TRITON.rejects(loss_site(1000, dtype="f16")) == reason
     nested = "silu(" * 12 + "z" + ")" * 12
-    reason = f"cannot print {nested}: the expression prints as more than 20000 characters"
+    reason = f"cannot print {nested}: the text of the expression has more than 20000 characters"
     assert SOFTMAX_LOSS_TRITON.rejects(loss_site(1000, f=nested)) == reason
 
 

@@ -172,7 +172,7 @@ def test_a_key_states_the_node_and_no_class() -> None:
     [
         ({"kernel": "gone"}, "blocks.*.mlp.up + act: gone is not a kernel of this compiler"),
         ({"kernel": "torch", "tile": {"m": 1}}, "the entry has a tile; torch takes none"),
-        ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, which has an epilogue"),
+        ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, but this kernel has an epilogue"),
         ({"tile": None}, "blocks.*.mlp.up + act: the entry has no tile; gemm_evt needs one"),
         (
             {"tile": {**GIVEN, "m": 256, "n": 256, "k": 256, "schedule": "Cooperative"}},

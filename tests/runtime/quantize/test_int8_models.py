@@ -81,7 +81,10 @@ def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
     with pytest.raises(LoweringError) as raised:
         pipeline.deployed(spec_of(data_of(LSTM, quant)), "cpu")
     (problem,) = raised.value.problems
-    wanted = "decoder.cross.k and others with the same input or code must all have 8 bits, or all 16 bits"
+    wanted = (
+        "decoder.cross.k and the weights that share its input or its code must all have 8-bit inputs, or all 16-bit "
+        "inputs"
+    )
     assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith("give them the same scheme")
 
 
