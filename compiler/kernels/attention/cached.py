@@ -53,9 +53,9 @@ class CachedAttention(Kernel):
         if site.context is not None and site.context <= SHORTEST:
             return f"reads caches of more than {SHORTEST} positions; this one has at most {site.context}"
         tile = self.tile or cached_tile(site)
-        if tile.loaded_bytes(row_bytes(site)) > site.target.shared_memory:
-            needed = f"{tile.loaded_bytes(row_bytes(site)):,} bytes for {tile}"
-            return f"has {site.target.shared_memory:,} bytes of shared memory on {site.target.name}, and loads {needed}"
+        if (needed := tile.loaded_bytes(row_bytes(site))) > site.target.shared_memory:
+            known = f"{site.target.name} has {site.target.shared_memory:,}"
+            return f"needs {needed:,} bytes of shared memory for the loads of {tile}; {known}"
         return None
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:

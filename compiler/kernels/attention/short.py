@@ -119,8 +119,8 @@ class ShortAttention(Kernel):
         # Bytes for the gradient, which needs more than the forward
         held = 2 * ((4 + grouped) * rows * width + rows * rows)
         if is_gradient(site) and held > site.target.shared_memory:
-            memory = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
-            return f"needs for {rows} tokens of {width} channels {memory}"
+            known = f"{site.target.name} has {site.target.shared_memory:,}"
+            return f"needs {held:,} bytes of shared memory for {rows} tokens of {width} channels; {known}"
         return None
 
     def rank(self, site: Site) -> int:

@@ -204,8 +204,8 @@ class GemmEvt(Kernel):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
         # Producer and consumer need at least two stages. A value has 2 bytes.
         if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
-            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
-            return f"has {known}; two stages of {self.tile} take {needed:,}"
+            known = f"{site.target.name} has {site.target.shared_memory:,}"
+            return f"needs {needed:,} bytes of shared memory for two stages of {self.tile}; {known}"
         for value in epilogue_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"

@@ -80,8 +80,8 @@ class LinearTriton(Kernel):
             return f"addresses weights with 32-bit offsets; {epilogue.n} x {epilogue.k} elements need more"
         needed = loaded_bytes(epilogue, self.tile) if self.tile is not None else 0
         if needed > site.target.shared_memory:
-            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
-            return f"has {known}; loads for {self.tile} take {needed:,}"
+            known = f"{site.target.name} has {site.target.shared_memory:,}"
+            return f"needs {needed:,} bytes of shared memory for the loads of {self.tile}; {known}"
         return None
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:

@@ -43,8 +43,8 @@ class Int8LstmTriton(Kernel):
         if tile.k < NARROWEST_K:
             return f"multiplies at least {NARROWEST_K} codes at a time; a tile of {tile} has {tile.k}"
         if (needed := _loaded_bytes(tile)) > site.target.shared_memory:
-            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
-            return f"has {known}; loads for {tile} take {needed:,}"
+            known = f"{site.target.name} has {site.target.shared_memory:,}"
+            return f"needs {needed:,} bytes of shared memory for the loads of {tile}; {known}"
         return step_refusal(site)
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:

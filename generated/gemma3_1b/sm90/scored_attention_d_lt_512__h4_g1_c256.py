@@ -32,11 +32,11 @@ def tiles_kernel(
     counts_ptr, order_ptr, T, N, QUERIES: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Lists the tiles of row r of tiles: first those of which all pairs are seen, then the others
-    with such a pair.
+    """Lists the tiles in row r of tiles: first the tiles without masked pairs, then the tiles with
+    masked and other pairs.
 
-    A row holds QUERIES queries, or KEYS keys if BY_KEYS, and N tiles of the other. `counts` is how
-    many are first, and how many there are.
+    The row belongs to QUERIES queries or, if BY_KEYS, to KEYS keys, and has N tiles. `counts` holds
+    the number of tiles without masked pairs, and the number of all listed tiles.
     """
     r, b, other = tl.program_id(0), tl.program_id(1), tl.arange(0, MOST)
     i0, j0 = (other if BY_KEYS else r) * QUERIES, (r if BY_KEYS else other) * KEYS
@@ -57,8 +57,8 @@ def tiles_kernel(
 def list_tiles(
     q: Tensor, b: int, t: int, queries: int, keys: int, by_keys: bool,
 ) -> tuple[Tensor, Tensor]:
-    """For each row of tiles, how many are whole and how many there are, i32 [rows, 2], and which,
-    i32 [rows, tiles]."""
+    """Returns, for each row of tiles, the numbers of tiles without masked pairs and of all listed
+    tiles, i32 [B, rows, 2], and the indices of these tiles, i32 [B, rows, tiles]."""
     rows, others = triton.cdiv(t, queries), triton.cdiv(t, keys)
     if by_keys:
         rows, others = others, rows

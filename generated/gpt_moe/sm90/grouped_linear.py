@@ -65,6 +65,6 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Returns x w_e^T for the rows x [B, T, K, In] of each expert e, sorted by expert, and weight
     [E, Out, In].
 
-    `ends` i32[E] is the number of rows of the experts up to each.
+    `ends` i32[E] is the cumulative number of rows per expert.
     """
     return products(x.flatten(0, -2), weight, ends).unflatten(0, x.shape[:-1])

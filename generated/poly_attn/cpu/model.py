@@ -22,7 +22,7 @@ def weights(**shapes: tuple[int, ...] | None) -> Any:
     return holder
 
 
-@torch.compiler.disable  # the library has kernels for it, which the compiler would take apart
+@torch.compiler.disable  # the library has kernels for an LSTM; the compiler would decompose it
 def lstm_one_bias(
     x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,7 +34,7 @@ def lstm_cell(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor
     return torch.lstm_cell(x[:, 0], (h, c), *weights)
 
 
-@torch.compiler.disable  # the library has kernels for it, which the compiler would take apart
+@torch.compiler.disable  # the library has kernels for an LSTM; the compiler would decompose it
 def lstm(
     x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,7 +46,7 @@ def join(
     CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
     """Adds the parts of rows in order, weighted by their shares of the denominators, and stores the results.
-    Other programs wrote the parts: they are read from the L2 cache."""
+    The parts are read from the L2 cache, because other programs wrote them."""
     most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     y = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(0, PARTS, BLOCK_P):
@@ -71,7 +71,8 @@ def cached_attention_kernel(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     PARTIAL: tl.constexpr, JOINED: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Attention of ROWS pairs of a token and a query head, which share a key head, to one part of their keys."""
+    """Computes attention of ROWS queries to one part of their keys. A query is a pair of a token and a query head;
+    all query heads share a key head."""
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -134,7 +135,7 @@ def join_kernel(
     y_ptr, parts_ptr, sums_ptr, PARTS, H: tl.constexpr, D: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Joins the parts of one row, if they are too many bytes for the last program of a block of rows."""
+    """Joins the parts of one row. It runs only if the parts are too many bytes for one program."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -144,7 +145,8 @@ def join_kernel(
 
 
 def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
-    """The positions from one text or page to the next, and the tensors: copied if their positions have gaps."""
+    """Returns the number of positions from one text or page to the next, and the tensors with flattened heads.
+    Tensors whose positions have gaps are copied."""
     flat = [tensor.flatten(2) for tensor in tensors]
     apart = {x.stride(0) // x.shape[2] for x in flat if x.stride(1) == x.shape[2] and x.stride(0) % x.shape[2] == 0}
     if len(apart) == 1 and all(x.stride()[1:] == (x.shape[2], 1) for x in flat):
@@ -153,11 +155,11 @@ def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
 
 
 def counts(q: Tensor, room: int) -> Tensor:
-    """For each block of queries, the number of programs that have stored their parts, i32. All are 0 between
-    launches. At least two programs share a number, so that `room` programs need half as many.
+    """Returns the counters, i32: for each block of queries, the number of programs that have stored their parts.
+    All counters are 0 between launches. At least two programs share a counter, so `room` programs need `room // 2`.
 
-    A program counts after the kernels before it have ended. One tensor is therefore enough for all launches of
-    a stream. Launches on several streams must not overlap.
+    A program increments its counter only after the preceding kernels have ended. One tensor is therefore enough for
+    all launches of a stream. Launches on several streams must not overlap.
     """
     if q.device not in COUNTS:
         if torch.cuda.is_current_stream_capturing():
@@ -167,8 +169,8 @@ def counts(q: Tensor, room: int) -> Tensor:
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> None:
-    """Launches the kernels on the current stream. The grid depends on shapes alone: a CUDA graph of it is valid for
-    texts of all lengths. Requires at least one query."""
+    """Launches the kernels on the current stream. The grid depends only on shapes, so a CUDA graph of the launch is
+    valid for texts of all lengths. Requires at least one query."""
     (b, t), s = q.shape[:2], k.shape[1]
     q, positions = q.contiguous(), positions.contiguous()
     apart, (k, v) = rows(k, v)

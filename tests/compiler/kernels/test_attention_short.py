@@ -73,9 +73,9 @@ def test_refusals_say_why_with_numbers(kind: str, backward: bool) -> None:
     assert reason(context=129) == "accepts at most 128 tokens; there may be 129"
     assert reason(context=None) == "accepts at most 128 tokens; the number of tokens is unknown"
     narrow = reason((8, 8, 128), 128, target="sm86")
-    room = "needs for 128 tokens of 128 channels 163,840 bytes of shared memory; sm86 has 101,376"
+    room = "needs 163,840 bytes of shared memory for 128 tokens of 128 channels; sm86 has 101,376"
     assert narrow == (room if backward else None)
-    room = "needs for 128 tokens of 64 channels 114,688 bytes of shared memory; sm86 has 101,376"
+    room = "needs 114,688 bytes of shared memory for 128 tokens of 64 channels; sm86 has 101,376"
     assert reason((8, 2, 64), 128, target="sm86") == (room if backward else None)
     assert reason((8, 8, 64), 128, target="sm86") is None
 

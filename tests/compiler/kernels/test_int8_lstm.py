@@ -142,7 +142,7 @@ def test_refusals_say_why_with_numbers() -> None:
     shallow = replace(INT8_LSTM_TRITON, tile=Tile(32, 16, 16, 4, 1))
     assert "multiplies at least 32 codes at a time" in str(shallow.rejects(site))
     deep = replace(INT8_LSTM_TRITON, tile=Tile(128, 64, 256, 8, 2))
-    reason = "has 101,376 bytes of shared memory on sm86; loads for 128x64x256, 8 warps, 2 stages take 393,216"
+    reason = "needs 393,216 bytes of shared memory for the loads of 128x64x256, 8 warps, 2 stages; sm86 has 101,376"
     assert deep.rejects(site) == reason
     state = TensorType(("B", 64), "f64")
     odd = replace(site, inputs=(state, state, *site.inputs[2:]))

@@ -176,7 +176,7 @@ def test_a_key_states_the_node_and_no_class() -> None:
         ({"tile": None}, "blocks.*.mlp.up + act: the entry has no tile; gemm_evt needs one"),
         (
             {"tile": {**GIVEN, "m": 256, "n": 256, "k": 256, "schedule": "Cooperative"}},
-            "which has 232,448 bytes of shared memory on sm90; two stages of 256x256x256, cooperative",
+            "bytes of shared memory for two stages of 256x256x256, cooperative",
         ),
         ({"tile": {"m": 64, "warmth": 3}}, "warmth is not a valid key of a tile of gemm_evt"),
         ({"tile": {"m": 64}}, "the tile is not valid for gemm_evt"),
@@ -202,7 +202,7 @@ def test_a_key_states_the_node_and_no_class() -> None:
         ({"kernel": "linear_triton", "tile": {**TRITON, "stages": 0}}, "stages is 0, but must be from 1 to 16"),
         (
             {"kernel": "linear_triton", "tile": {**TRITON, "m": 256, "stages": 9}},
-            "which has 232,448 bytes of shared memory on sm90; loads for 256x128x64, 8 warps",
+            "needs 442,368 bytes of shared memory for the loads of 256x128x64, 8 warps, 9 stages; sm90 has 232,448",
         ),
     ],
 )
