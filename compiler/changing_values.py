@@ -26,7 +26,7 @@ class Schedule(StrictModel):
         at: [time, value] pairs. The first time is 0, and times increase.
         by: the unit of the times. `share`: the completed share of the run, from 0 to 1, in steps or, with
             `budget_seconds`, in seconds. `step`: the number of updates. `epoch`: the passes over the training data.
-        between: the value between two points: that of the earlier point (`step`), or interpolated (`linear`).
+        between: the value between two points. `step`: the value of the earlier point. `linear`: interpolated.
     """
 
     at: tuple[tuple[float, Any], ...]

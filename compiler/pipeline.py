@@ -232,9 +232,9 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
 
 
 def reads_codes(spec: Spec, target: str) -> bool:
-    """Returns whether steps that append one token to each text can read the codes of an artifact. They can on a GPU,
-    for a quantized model of text whose products are not computed in integers. Raises LoweringError if the spec cannot
-    be lowered."""
+    """Returns whether the programs that append one token to each text can read the weights of an artifact as codes.
+    This requires a GPU target and a quantized model of text whose products are not computed in integers. Raises
+    LoweringError if the spec cannot be lowered."""
     if spec.quant is None or not TARGETS[target].arch:
         return False
     programs = lower(spec, target)

@@ -1,4 +1,4 @@
-"""Modules after the last block that predict later tokens. Only training has them."""
+"""Modules after the last block that predict later tokens. Only training programs contain these modules."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace

@@ -28,7 +28,7 @@ class Architecture(StrictModel):
         Args:
             name: the name of the model.
             halves: whether to add the two programs into which `score` can be split, if the model kind supports it.
-            losses: the terms of the training loss. If there are none, the loss is that of the next token.
+            losses: the terms of the training loss. If empty, the loss is the cross-entropy of the next token.
 
         Raises:
             LoweringError: if the spec does not describe a valid model.
@@ -51,8 +51,7 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """Returns the model after the fraction `done` of a training run. Each schedule is replaced by its value at this
-        point."""
+        """Returns the model with each schedule replaced by its value after the fraction `done` of a training run."""
         return settled(self, done)
 
     @property
@@ -77,7 +76,7 @@ class Architecture(StrictModel):
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
-        """The ids with which documents start, each with the spec path that sets it."""
+        """The ids with which documents start, each with the spec path that sets the id."""
         return ()
 
     @property
@@ -102,5 +101,5 @@ class Architecture(StrictModel):
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype that the spec itself sets; None if it is the target's."""
+        """The compute dtype that the spec itself sets; None if the target determines the dtype."""
         return None

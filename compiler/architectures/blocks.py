@@ -57,11 +57,12 @@ class Between(StrictModel):
 
 
 class Blocks(Block):
-    """A stack of blocks: the fields of one block, and the changes to them in some layers. Layers are counted from 0.
+    """A stack of blocks: the fields of one block, and the changes to these fields in some layers. Layers are counted
+    from 0.
 
     Attributes:
         count: the number of blocks.
-        common: learned values that all blocks share. They may read `ids`, `x0` and each other.
+        common: learned values that all blocks share. A learned value may read `ids`, `x0` and other learned values.
         changes: the fields that differ in some layers.
     """
 

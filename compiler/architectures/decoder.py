@@ -106,9 +106,9 @@ class CacheSpec(StrictModel):
     """The cache of keys, values and latents for generation.
 
     Attributes:
-        page: the number of positions of a page. A paged cache can store texts of different lengths, which are added to
-            a batch and removed from it at different times; a table lists the pages of each text. If null, the cache has
-            one row per text, and all texts of a batch have the same length.
+        page: the number of positions of a page. A paged cache can store texts of different lengths, and texts can join
+            and leave a batch at any time; a table lists the pages of each text. If null, the cache has one row per
+            text, and all texts of a batch have the same length.
         dtype: the dtype of cached values; if unset, the dtype of activations. `e4m3`: 8-bit floats, with one f32 scale
             per token and head.
     """
@@ -132,8 +132,8 @@ class Decoder(Architecture):
         blocks: the blocks.
         norm: the norm after the last block; null for none.
         head: the computation of logits.
-        cache: the cache for generation. If unset, it has one row per text, in the dtype of activations, and all texts
-            of a batch have the same length.
+        cache: the cache for generation. If unset, the cache has one row per text, in the dtype of activations, and all
+            texts of a batch have the same length.
     """
 
     kind: Literal["decoder"]
@@ -288,10 +288,10 @@ class _Lowering:
         model: the decoder.
         shape: the sizes of the model.
         losses: the terms of the training loss.
-        title: the name of the softcap in this phase of training, if the softcap of the last phase differs; otherwise
-            empty.
-        phase: the name of the functions of blocks in this phase of training, if they differ from the functions of the
-            last phase; otherwise empty.
+        title: the name of this phase's softcap in generated code; empty if the last phase of training has the same
+            softcap.
+        phase: the method name of this phase's block functions; empty if the last phase of training has the same
+            functions.
     """
 
     model: Decoder
@@ -327,8 +327,8 @@ class _Lowering:
         """Returns `score`, split into two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head, so that it is not
-        fused: a fused loss that returns one value per token has no gradient.
+        cross-entropy of each token in nats, f32. The loss node of `nats` is outside the scope of the head, so it is not
+        fused. A fused loss that returns one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
@@ -383,9 +383,9 @@ class _Lowering:
         return {**blocks.state(self.shape), **others}
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
-        """Returns the program that extends cached sequences, and the program that extends them by a single token. The
-        inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
-        f32[B, V] of the last token, and the new caches."""
+        """Returns two programs that extend cached sequences: the first by any number of tokens, the second by a single
+        token. The inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the
+        logits f32[B, V] of the last token, and the new caches."""
         b = Builder("prefill")
         ids, start = b.input("ids", TOKENS), b.input("start", TOKENS.with_shape())
         trunk = self.trunk(b, LoweringContext(ids, start, extends=True))

@@ -124,9 +124,10 @@ class Scope:
             name: the name of the node, for a single expression; else nodes are named after their streams.
             prefix: the name of scalars that depend on the layer, such as `mlp_residual`.
             base: the expression that `value` replaces. If `value` is `base` with an expression E in place of the
-                stream, E becomes a separate node. Blocks with and without the change then share the other nodes.
+                stream, E becomes a separate node. Blocks with `value` and blocks with `base` then share all other
+                nodes.
             title: the title of a part. The expression reads the learned values of this part by their short names.
-            replaced: values that are read instead of those of the scope.
+            replaced: values that override values of the scope, by name.
         """
         if isinstance(value, str) and isinstance(base, str) and base != value:
             outside, wiring = parse_wiring(base), parse_wiring(value)
@@ -157,8 +158,9 @@ class Scope:
         heads: int = 0,
         known: dict[tuple[object, ...], str] | None = None,
     ) -> str:
-        """Adds an expression as the node `name`. `replaced` are values that the expression reads instead of those of
-        the scope. If `known` has an equal expression of the same values, the node of that expression is used again."""
+        """Adds an expression as the node `name`, and returns its value. `replaced` overrides values of the scope, by
+        name. `known` maps added expressions to their values; an equal expression of the same values is not added
+        again."""
         named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
         named |= replaced or {}
         values: dict[str, tuple[str, str]] = {}

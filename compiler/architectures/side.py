@@ -58,7 +58,7 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def shape_of_learned(self, path: str) -> Shape:
-        """Returns the sizes that a learned value may read: those of the stage that declares the value."""
+        """Returns the sizes of the stage that declares the learned value `path`. The value may read these sizes."""
         return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
 
     def shape_of(self, stage: Part) -> Shape:

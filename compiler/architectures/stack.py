@@ -283,8 +283,8 @@ class BlockCall:
         """Yields two mappings from input names to the values that the block reads: first the values that all blocks
         read, then the values that only some blocks read.
 
-        In decoding, the output of the encoder is left out, because the state of the blocks contains what they need from
-        it.
+        In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and values
+        of the source.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]

@@ -75,7 +75,7 @@ class Loop:
         """Adds the loop over whole sequences, or one step if the context extends a sequence.
 
         Args:
-            scope: the values of the program. The outputs of the stages are added to them.
+            scope: the values of the program, to which the outputs of the stages are added.
             context: the values that the stages can read, with the state of the side.
 
         Returns:

@@ -33,9 +33,9 @@ class QkNorm(StrictModel):
         kind: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
         bias: whether to add a learned number per feature, which starts at 0.
-        over: the features that are normalized together. `head`: those of one head; all heads share the weights. `all`:
-            those of all heads.
-        after_rope: whether the norm follows the rotary positions. If false, the norm precedes them.
+        over: the features that are normalized together. `head`: the features of one head; all heads share the weights.
+            `all`: the features of all heads.
+        after_rope: whether the norm follows the rotation of the heads. If false, the norm precedes the rotation.
         gain: the initial value of one learned factor per head, which scales q; no factor if unset.
         eps: the epsilon added to the mean square or variance.
     """

@@ -66,9 +66,9 @@ class Moe(FeedForward):
 
     Attributes:
         experts: the number of experts.
-        top_k: the number of experts per token. With 1, the layer is that of Switch Transformers.
+        top_k: the number of experts per token. With 1, the layer is the one of Switch Transformers.
         shared_experts: the number of additional experts that every token uses, with weight 1. They are computed as one
-            MLP whose hidden width is `shared_experts` times that of an expert.
+            MLP whose hidden width is `shared_experts` times the hidden width of an expert.
         router: the choice of experts.
         router_input: an expression for the value that the router reads; if unset, the input of the layer. `x0` is the
             embedding of the token.

@@ -71,7 +71,7 @@ class Pool(StrictModel):
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the mask that applies to blocks, as canonical text, given the `mask` that applies to single tokens.
-        Raises the same errors as `bound_blocks`."""
+        Raises ExprError as `bound_blocks` does."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
@@ -91,8 +91,8 @@ class Pool(StrictModel):
         return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
-        """Returns the attention op for a cache. Its inputs are those of `op`, with the positions and the state after
-        v."""
+        """Returns the attention op for a cache. Its inputs are the inputs of `op`, with the positions and the state
+        inserted after v."""
         return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(
@@ -107,7 +107,8 @@ class Pool(StrictModel):
 
         Args:
             b: the builder of the function.
-            rows: the keys `k` and values `v` to attend to, [B, S, G, C], which include those of the input tokens.
+            rows: the keys `k` and values `v` to attend to, [B, S, G, C], including the keys and values of the input
+                tokens.
             latents: the latent tokens, if the pooling reads them.
             context: the context, which contains the positions of the input tokens and the state of the layer.
             ring: the ring buffer that stores single tokens.

@@ -109,8 +109,8 @@ class RopeSpec(StrictModel):
 
     With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The rotation
     of the slowest pair over the whole context then equals its rotation over `trained` tokens with `base` (NTK-aware
-    scaling). The context is always that of the model, not the length of the input, so cached keys stay valid when a
-    text grows.
+    scaling). In this formula, the context is the maximum context of the model, not the length of the input, so cached
+    keys stay valid when a text grows.
 
     Attributes:
         dims: how many of the first channels of each head are rotated; all if unset.

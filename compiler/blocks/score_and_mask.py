@@ -94,11 +94,12 @@ class ScoreAndMask(Layer):
         return any(sees_later(self.bound_mask(mask, shape), self.heads) for mask in self.masks)
 
     def bound_mask(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if it is invalid there."""
+        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if the mask is invalid in
+        this model."""
         return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
     def bound_score(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of the score, given a canonical mask. Raises ExprError if it is invalid."""
+        """Returns the canonical text of the score, given a canonical mask. Raises ExprError if the score is invalid."""
         sizes, visible = self._sizes(shape), self.visible(mask, shape)
         tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
         settings = (self.heads, shape.context, shape.prefix, tuple(sizes.items()))
@@ -207,18 +208,19 @@ class ScoreAndMask(Layer):
 
     @property
     def _layered(self) -> bool:
-        """Whether the scale depends on the layer. If it does, q is multiplied by the scale before attention, so that
-        layers can share one function."""
+        """Whether the scale depends on the layer. If so, q is multiplied by the scale before attention, so that layers
+        can share one function."""
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
     def _scale(self, shape: Shape) -> float | None:
-        """Returns the factor of the product of q and k; None if it is unset. Raises ExprError if it has no value."""
+        """Returns the factor of the product of q and k; None if `scale` is unset. Raises ExprError if the formula has
+        no value."""
         values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns the number of first positions, and of last positions, that the cache stores. None if it stores all
-        positions."""
+        """Returns the number of first positions, and of last positions, that the cache stores. None if the cache stores
+        all positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)
@@ -276,8 +278,8 @@ class ScoreAndMask(Layer):
         values: int | None = None,
     ) -> tuple[str, Mapping[str, str]]:
         """Adds the attention op of a program: without a cache, with a cache, or with a paged cache. The rows of the
-        input tokens are written to the cache before the op. In a ring they are written after the op, because they
-        replace older rows that the op reads.
+        input tokens are written to the cache before the op. In a ring, these rows are written after the op, because
+        they replace older rows that the op reads.
 
         Args:
             b: The graph, to which the op is added.

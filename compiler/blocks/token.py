@@ -20,7 +20,7 @@ class Token(Embed):
     """Looks up a learned row of features for each id in a table [V, dim].
 
     Attributes:
-        dim: the number of features of the table; if unset, that of the model.
+        dim: the number of features of the table; if unset, the features of the model.
         init: the initialization of the table; if unset, the model's `init`.
     """
 

@@ -206,7 +206,8 @@ def _body(text: str) -> list[str]:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Returns the text of kernel `old` with its name replaced by that of `new`, so that a diff omits the renaming."""
+    """Returns the text of the kernel file `old` with the kernel's name replaced by the name in `new`, so that a diff
+    omits the renaming."""
     before, after = Path(old).stem, Path(new).stem
     if before == after:
         return text

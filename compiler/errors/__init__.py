@@ -61,8 +61,8 @@ class Coded(Protocol):
 
 
 class SpeccError(Exception):
-    """The base class of errors that the user can fix. They are shown without a traceback, and the command exits with
-    `exit_code`."""
+    """The base class of errors that the user can fix. The command shows such an error without a traceback, and exits
+    with `exit_code`."""
 
     exit_code: ClassVar[int] = EXIT_USAGE
     code: ClassVar[str] = "U002"

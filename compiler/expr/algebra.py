@@ -34,7 +34,8 @@ def rational(value: float) -> Fraction:
 
 
 def settle(value: Fraction) -> Fraction:
-    """Rounds a fraction with a numerator or denominator above LARGEST to a double. Raises ExprError if it overflows."""
+    """Rounds a fraction with a numerator or denominator above LARGEST to a double. Raises ExprError if the double
+    overflows."""
     if max(abs(value.numerator), value.denominator) <= LARGEST:
         return value
     try:

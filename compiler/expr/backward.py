@@ -15,8 +15,8 @@ as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
 
-recomputed  The inputs of f are saved, and the backward computes the derivatives. This moves arithmetic from the
-            epilogue of the forward product to that of the backward product. Measurements decide which is faster.
+recomputed The inputs of f are saved, and the backward computes the derivatives. This strategy moves arithmetic from the
+epilogue of the forward product to the epilogue of the backward product. Measurements decide which is faster.
 """
 
 from collections.abc import Iterable

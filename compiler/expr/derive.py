@@ -36,7 +36,8 @@ TERMS = 64  # maximum number of terms of an expanded product
 def derive(expr: Expr, var: str) -> Expr:
     """Returns the simplified derivative with respect to `var`.
 
-    At ties, min and max give each argument half of the gradient. The gradient of `where` is that of the selected arm.
+    At ties, min and max give each argument half of the gradient. The derivative of `where` is the derivative of the
+    selected arm.
     """
     return simplify(_derive(expr, var))
 
@@ -132,7 +133,7 @@ def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
 
 
 def _as_where(expr: Expr) -> Expr:
-    """Rewrites abs, min and max as where. relu and leaky_relu are not rewritten, because `assume` handles them."""
+    """Rewrites abs, min and max as `where`. Does not rewrite relu and leaky_relu, which `assume` handles."""
     expr = rebuild(expr, _as_where)
     match expr:
         case Call("abs", (u,)):
@@ -143,7 +144,7 @@ def _as_where(expr: Expr) -> Expr:
 
 
 def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
-    """Returns `exprs` for every combination of outcomes of the conditions in them.
+    """Returns one version of `exprs` for every combination of outcomes of their conditions.
 
     The results have no conditions, unless there are more than CASES combinations.
     """

@@ -3,7 +3,8 @@
 A box is a set of pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i -
 j <= d1, for the heads h0 <= h <= h1. The documents of the queries start at positions from start0 to start1. The
 analysis is symbolic: bounds are expressions over these variables. Kernels use the compiled expressions to classify
-tiles. A search over boxes uses them to prove that a condition never holds, or to give a pair for which it holds.
+tiles. A search over boxes uses the compiled expressions to prove that a condition never holds, or to find a pair for
+which the condition holds.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class Undecided(ExprError):
 def bounds(expr: Expr) -> Interval:
     """Returns expressions for a lower and an upper bound of a whole-number expression over a box.
 
-    The bounds of a linear expression are exact, unless it depends on i + j and the box limits i - j.
+    The bounds of a linear expression are exact, unless the expression depends on i + j and the box limits i - j.
     """
     low, high = _bounds(simplify(expr))
     return simplify(low), simplify(high)
@@ -318,8 +319,8 @@ class Box:
         return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
 
     def halves(self, sides: Collection[str]) -> "tuple[Box, Box]":
-        """Splits the box along the longest of the given sides. The side i - j is split at 0 if it has both signs. The
-        half with the smaller numbers comes first."""
+        """Splits the box along the longest of the given sides. The side i - j is split at 0 if the box contains both
+        signs of i - j. The half with the smaller numbers comes first."""
         signs = "d" in sides and self.d0 < 0 <= self.d1
         side = "d" if signs else max(sides, key=lambda name: (self.length(name), name))
         low, high = f"{side}0", f"{side}1"
@@ -396,8 +397,8 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
-    """Returns the largest i - j for which a condition holds, for positions and heads as in `example`; None if it never
-    holds.
+    """Returns the largest i - j for which a condition holds, for positions and heads as in `example`. None if the
+    condition never holds.
 
     Raises:
         Undecided: if WORK boxes do not suffice.

@@ -63,7 +63,7 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
 
     Raises:
         ExprError: if the text is not a mask, if the mask lets a query attend to a later key outside of the prefix, or
-            if it cannot be proved that the mask does not do so. The message states the query and the key.
+            if that cannot be excluded by a proof. The message states the query and the key.
     """
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
@@ -103,8 +103,8 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
         prefix: the number of tokens at the start of a sequence that may attend to each other.
 
     Raises:
-        ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, or to no
-            block, or if it cannot be proved that the mask does neither. The message states the query and the token.
+        ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, if no query
+            attends to a block, or if a proof fails. The message states the query and the token.
     """
     whole = Compare("<=", Var("j") + (block - 1), Var("i"))
     condition: Expr = NEVER

@@ -123,8 +123,7 @@ FLAG = {"torch": "{}.long()", "triton": "{}.to(tl.int32)", "cute": "{}.to(cutlas
 
 
 def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> str:
-    """Prints the bucket of a distance. Below `exact` it is the distance itself; otherwise it is the floor of a
-    logarithm.
+    """Prints the bucket of a distance: the distance itself if it is below `exact`, otherwise the floor of a logarithm.
 
     The offset of the logarithm is chosen so that rounding in fp32 never changes the bucket. If there is no such offset,
     the bucket is printed as a sum of comparisons.
@@ -148,8 +147,8 @@ def slope(h: Expr, heads: int) -> Expr:
     """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
 
     If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For any other number of
-    heads, let n be the largest power of 2 below it. The slopes are those of n heads, followed by every second slope of
-    2 n heads.
+    heads, let n be the next smaller power of 2. The slopes are then the slopes for n heads, followed by every second
+    slope for 2 n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = Call("exp2", (Const(-8 / n) * (h + 1),))

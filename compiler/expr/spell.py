@@ -182,8 +182,8 @@ class _Torch(_Target):
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns source text for a tensor that contains the number `value`. Its dtype is that of the first variable of
-        `like`."""
+        """Returns source text for a tensor that contains the number `value`. The tensor has the dtype of the first
+        variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)})"
 
 
@@ -313,8 +313,8 @@ class _Cute(_Triton):
         return super().call(function, args)
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns source text for a vector that is filled with a number. Its length is that of the first variable of
-        `like`."""
+        """Returns source text for a vector that is filled with a number. The vector has the length of the first
+        variable of `like`."""
         dtype = "cutlass.Int32" if self.whole else "cutlass.Float32"
         return f"cute.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)}, {dtype})"
 

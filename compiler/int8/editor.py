@@ -105,12 +105,12 @@ class Factor:
 class Editor:
     """A graph whose matrix products are being replaced with int8 products.
 
-    Names and refs are those of the original graph, except where an attribute states that it holds new nodes.
+    Names and refs are names and refs of the original graph, except in attributes that are said to hold new nodes.
 
     Attributes:
         graph: The original graph.
-        places: The path of each call of the graph, such as `blocks.0.`. It precedes the names of the graph's parameters
-            in full names: `@mlp.up` is then the parameter `blocks.0.mlp.up`.
+        places: The path of each call of the graph, such as `blocks.0.`. The path is the prefix of the full names of the
+            graph's parameters: `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
         functions: New functions, shared by all graphs.
@@ -141,8 +141,8 @@ class Editor:
     def result(self) -> Graph:
         """Returns the graph with all replacements. New nodes whose outputs are not read are removed.
 
-        They occur because an int8 form computes all outputs of the replaced op, while the graph may read only some
-        outputs of a recurrence.
+        An int8 form computes all outputs of the replaced op, while the graph may read only some outputs of a
+        recurrence.
         """
         remaining = [node.name for node in self.graph.nodes if node.name not in self.gone]
         nodes = [

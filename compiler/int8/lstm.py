@@ -36,7 +36,8 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
 
 
 def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
-    """Returns the hidden size. Raises TypeRuleError if it is not a multiple of 4, or if a bias is not int8."""
+    """Returns the hidden size. Raises TypeRuleError if the hidden size is not a multiple of 4, or if a bias is not
+    int8."""
     _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:

@@ -46,7 +46,7 @@ class Builder:
         """Declares a parameter in the scope, with an initialization, and returns a reference to it.
 
         A second declaration of a name refers to the same parameter. Raises TypeRuleError if the two declarations differ
-        in type, or if the name is that of a learned value.
+        in type, or if a learned value has the name.
         """
         path = self.path(name)
         if path in self.learned:

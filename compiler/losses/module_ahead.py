@@ -13,10 +13,10 @@ class ModuleAhead(LossTerm):
     """The mean cross-entropy over `modules` later tokens, each predicted by a module. Module k predicts the token k
     positions after the next token.
 
-    A module is a block like the last one, with a norm after it and the head of the model. The parameters of the modules
-    have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints contain these parameters; scoring, generation and
-    artifacts do not use them. Targets beyond the end of a row or of a document contribute 0, and each mean is over all
-    tokens.
+    A module consists of a block like the last block of the model, a norm, and the head of the model. The parameters of
+    the modules have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints contain these parameters; scoring,
+    generation and artifacts do not use them. Targets beyond the end of a row or of a document contribute 0, and each
+    mean is over all tokens.
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv

@@ -41,7 +41,7 @@ class LossTerm(StrictModel):
 
     @property
     def title(self) -> str:
-        """The name of the term. It is unique among the terms of a spec."""
+        """The name of the term, which is unique in a spec."""
         return self.states or self.kind
 
     @property
@@ -70,8 +70,8 @@ def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
 def add_loss(
     b: Builder, terms: Sequence[LossTerm], logits: str, targets: str, mean: bool, ignore: int | None = None
 ) -> str:
-    """Adds the node `loss`. In training, it is the weighted sum of all terms that are computed for each token;
-    otherwise, it is the cross-entropy of the next token.
+    """Adds the node `loss`, and returns its value. In training, the value is the weighted sum of all terms that are
+    computed for each token; otherwise, it is the cross-entropy of the next token.
 
     Args:
         b: the builder of the program. In training, the program has the inputs that `declare_weights` adds.

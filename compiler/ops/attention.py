@@ -226,8 +226,8 @@ class ScoreFields(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBase(ScoreFields, Attention):
-    """The base class of causal attention with a score and a mask. The inputs are those of the subclass, followed by the
-    additional inputs of `ScoreFields`."""
+    """The base class of causal attention with a score and a mask. The inputs are the inputs of the subclass, followed
+    by the additional inputs of `ScoreFields`."""
 
     template: ClassVar[str] = "torch/ops/attend_scored_cached.py.jinja"
     context: ClassVar[type[AttendContext]] = AttendContext

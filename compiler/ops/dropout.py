@@ -26,10 +26,11 @@ class Dropout(Op):
     """Sets each element of x to 0 with probability `p`, and divides the other elements by 1 - p. The op occurs only in
     training programs.
 
-    The random numbers come from Torch's generator for the device, in program order. This also holds for the reference.
-    With `counted`, a second input of type DRAW, which holds a key and the rows of the batch, determines the numbers
-    instead. The random number of an element is then the output of Philox4x32-10 (Salmon et al., 2011) for the key, the
-    element's row in the whole step, and its column. The gradient recomputes the numbers, so that no mask is stored.
+    The random numbers come from Torch's generator for the device, in program order. The reference uses the same
+    generator. With `counted`, a second input of type DRAW, which holds a key and the rows of the batch, determines the
+    numbers instead. The random number of an element is then the output of Philox4x32-10 (Salmon et al., 2011) for the
+    key, the element's row in the whole step, and its column. The gradient recomputes the numbers, so that no mask is
+    stored.
     """
 
     name: ClassVar[str] = "dropout"

@@ -22,7 +22,7 @@ class Fp8Linear(Op):
 
     Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before rounding, they are divided by a
     scale that maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw
-    = dy^T x. They are summed in f32 and multiplied by the scales of their factors.
+    = dy^T x. Each product is summed in f32 and multiplied by the scales of its factors.
 
     Attributes:
         by_rows: whether a factor has one scale for each vector along the summed dim of the product. Otherwise, the

@@ -23,8 +23,8 @@ class CrossEntropy(Op):
 
     If `per_token` is set, the output is the mean of this expression instead. The expression reads `nats`, the loss
     above of a token; `lse` = log(sum(exp(logits))); and the names in `weights`. For each name `n` in `further`, it may
-    also read `nats_n`: the loss of the same logits for another target, or 0 where this target is negative. Inputs after
-    `targets` are the other targets, i64[B, T], then the `weights`, f32[] each.
+    also read `nats_n`: the loss of the same logits for another target, or 0 where this target is negative. The inputs
+    after the targets are the targets of each name in `further`, i64[B, T], then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"

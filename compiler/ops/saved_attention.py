@@ -37,7 +37,7 @@ class SavedAttention(Op):
 
     @property
     def by_rows(self) -> int:
-        """The number of inputs that have rows. The inputs after them are parameters."""
+        """The number of inputs that have rows. The remaining inputs, at the end, are parameters."""
         return self.arity
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:

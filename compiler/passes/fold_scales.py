@@ -1,9 +1,9 @@
 """Multiplies factors of the outputs of linear layers into the layers' matrices.
 
 In `x + scale * linear(h)`, the gradient of `scale` reads the product for all tokens, and the gradient of the product is
-a separate tensor. If the layer multiplies with the matrix `scale * w` instead, the gradient of the product equals that
-of the sum. The gradients of `w` and `scale` follow from that of the scaled matrix: d w = scale * d(scale * w), and d
-scale is the sum of d(scale * w) * w over each row.
+a separate tensor. If the layer multiplies with the matrix `scale * w` instead, the gradient of the product equals the
+gradient of the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale *
+d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping

@@ -36,7 +36,7 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
         chunks: The number of chunks of rows that are computed one after another.
 
     Returns:
-        The group with the default choice of saved values. Its field `others` holds the same group with each of the
+        The group with the default choice of saved values. Its field `others` contains the same group with each of the
         other save choices.
 
     Raises:
@@ -90,8 +90,8 @@ def _composed(
     names: Mapping[str, str],
     chunks: int,
 ) -> Group:
-    """Returns the group with the default save choice. Its `others` hold the group with the other choices. `names` maps
-    the refs of its inputs to their names."""
+    """Returns the group with the default save choice. Its field `others` contains the group with each of the other save
+    choices. `names` maps the refs of its inputs to their names."""
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
         forward = _forward(graph, f"{name}.forward", names, rewrite, keep, results)

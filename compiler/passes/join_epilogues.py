@@ -20,8 +20,8 @@ def join_epilogues(graph: Graph) -> Graph:
     small tensor, and without it the product can remain a library call.
 
     Dropout whose random numbers are determined by a buffer is treated as a pointwise node that reads a mask. A node
-    after an epilogue also joins the epilogue if it is such a dropout, or if the epilogue already has a mask. Dropout
-    between a product or an activation and a sum then needs no separate pass over memory.
+    after an epilogue also joins the epilogue if the node is such a dropout, or if the epilogue already has a mask.
+    Dropout between a product or an activation and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)

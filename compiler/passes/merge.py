@@ -127,8 +127,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. In this
             comparison, a dim of 1 token equals a dim of T tokens.
         labels: The outputs to return, or None for all. A variant may lack some of them.
-        kind: A function that returns an additional key of a node, e.g. its kernel. Only nodes with equal keys are
-            merged.
+        kind: A function that returns an additional key of a node, e.g. the node's kernel. Only nodes with equal keys
+            are merged.
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:

@@ -4,9 +4,9 @@ The forward pass is one product with the concatenated matrices. The gradient of 
 concatenated gradients of the outputs, and the gradient of the matrices is one product that has the rows of all
 matrices. Each matrix remains a separate parameter.
 
-Some gradients are written directly into the tensor of concatenated gradients: those that Torch's compiler computes, and
-those of fused groups that the pass `join_groups` can join. The gradients of all other kernels, attention and fused
-groups are copied into it.
+Gradients that Torch's compiler computes are written directly into the tensor of concatenated gradients, and so are the
+gradients of fused groups that the pass `join_groups` can join. The gradients of all other kernels, attention and fused
+groups are copied into this tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,8 @@ class _Moved:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why the merged product would move more numbers; None if it would not."""
+        """The reason to refuse a merge whose product would move more numbers than the separate products; None if the
+        product moves fewer."""
         if self.costs <= self.saves:
             return None
         return (

@@ -25,8 +25,8 @@ class Loop(Op):
             blocks read different values under one name, there is one entry per value: the name, a space, and the value.
         some: A pair for each input that only some blocks read: the name of the input, and the indices of these blocks.
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
-            output (empty for the residual stream), and pairs of a run that reads the input and the earlier run whose
-            output it reads.
+            output (empty for the residual stream), and pairs of run indices: the run that reads the input, and the
+            earlier run that computes the output.
         returns: The labels of the blocks' outputs other than the residual stream and the state.
         joined: The path of the list of join modules. A join module joins the output of an earlier run to the stream.
         join_methods: Pairs of the block after a join and the method of the join module, if this is not `forward`.

@@ -84,8 +84,8 @@ class Group:
         chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
             gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
             exist at a time.
-        results: the number of results. They are the first outputs of `forward`, and their gradients are the first
-            inputs of `backward`.
+        results: the number of results. The results are the first outputs of `forward`, and their gradients are the
+            first inputs of `backward`.
     """
 
     name: str
@@ -197,8 +197,8 @@ class Programs:
         sizes: the named dims: triples of the name, the size, and a description.
         recomputed: the functions whose values the backward pass recomputes instead of reading them from memory.
         derived: the functions of blocks that compute matrices only from parameters. Training runs each once per step.
-        layers: the value of `layers` in formulas: the number of blocks, in an encoder-decoder that of encoder and
-            decoder together; 1 if there are no blocks.
+        layers: the value of `layers` in formulas: the number of blocks (in an encoder-decoder, of both sides together);
+            1 if there are no blocks.
         rewritings: the effects of passes that select nodes, and the reasons for nodes that they did not rewrite.
     """
 

@@ -148,7 +148,7 @@ class Body:
             self.unpacks = [other for other in self.unpacks if other is not unpack]
 
     def line(self, text: str, where: Where | None = None) -> None:
-        """Adds a line for the variants `where`, by default those of the current node."""
+        """Adds a line for the variants `where`; by default, for the variants of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
         if guard == self.merged.every:  # a line of all variants moves before guarded lines that are independent of it

@@ -85,8 +85,8 @@ def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
 def product_lines(deployed: Mapping[str, Plan]) -> list[str]:
     """Returns the lines about int8 products that `specc plan` prints.
 
-    There is one line for each combination of kernel and extents. The lines are those of the first target, because
-    targets differ only in the languages of their kernels.
+    There is one line for each combination of kernel and extents. Only the products of the first target are listed,
+    because targets differ only in the languages of their kernels.
     """
     if not deployed:
         return []

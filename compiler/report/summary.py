@@ -40,8 +40,8 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The main facts about the plans of a spec. `deployed` holds the plans that run from an artifact, if they differ
-    from the others."""
+    """The main facts about the plans of a spec. `deployed` contains the plans of the model that runs from an artifact,
+    for targets where they differ from `plans`."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -49,8 +49,8 @@ class Summary:
 
     @cached_property
     def main(self) -> Plan:
-        """The plan that the summary describes: that of a target with measurements or, if there is none, of a target
-        with known peak rates."""
+        """The plan that the summary describes. This is the plan of a target with measurements or, if no target has any,
+        of a target with known peak rates."""
         return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
 
     @cached_property
@@ -146,8 +146,8 @@ class Summary:
 
     @property
     def stored(self) -> str:
-        """The bytes of an artifact in words, with a remark if quantization may choose other bits than those of the
-        rules."""
+        """The bytes of an artifact in words, with a remark if quantization may choose other bits than the rules
+        state."""
         storage = self.storage
         against = f", {100 * storage.bytes / storage.budget:.1f} % of {storage.budget:,}" if storage.budget else ""
         rules = ", with the bits of the rules" if storage.chosen else ""

@@ -147,8 +147,8 @@ class TrainSpec(StrictModel):
         losses: the terms of the training loss, each with a weight. If unset, only the loss of the next token.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient, over all parameters except those of `sign` optimizers. If unset,
-            gradients are not clipped.
+        clip_norm: the largest norm of the gradient, over all parameters except the parameters of `sign` optimizers. If
+            unset, gradients are not clipped.
         precision: the dtypes of training.
         recompute: the parts of each block whose values the backward pass recomputes, so that they are not kept in
             memory: the names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and

@@ -95,7 +95,7 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def row_bytes(site: Site) -> int:
-    """Returns the bytes that a program instance loads per position: the bytes of the padded key, plus those of the
+    """Returns the bytes that a program instance loads per position: the bytes of the padded key, plus the bytes of the
     value unless the value is a part of the loaded key."""
     op, inputs = op_of(site), inputs_of(site)
     channels, values = sizes_of(site)

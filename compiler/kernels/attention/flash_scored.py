@@ -112,9 +112,9 @@ def _misread(site: Site) -> str | None:
     """Returns a variable of the score, `i` or `h`, whose value flash-attn-4 passes wrongly to the hooks of the
     gradient. None if the score reads no such variable.
 
-    flash-attn-4 (4.0.0b36) computes the gradient for each query head. It divides the indices of heads and queries that
-    it passes to `score_mod` and `score_mod_bwd` by the number of query heads per key head, which is only correct for
-    packed heads.
+    flash-attn-4 (4.0.0b36) computes the gradient for each query head. The indices of heads and queries that `score_mod`
+    and `score_mod_bwd` receive are divided by the number of query heads per key head, which is only correct for packed
+    heads.
     """
     inputs = inputs_of(site)
     if inputs["q"].shape[-2] == inputs["k"].shape[-2]:

@@ -28,10 +28,10 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 class Reading:
     """A read of a learned table by a score. Each score reads one element.
 
-    There are three kinds of reads. If the index depends only on the head, the element is loaded once. If it depends on
-    the head and on i - j, the kernel loads elements from a strip: a copy of the table in the order in which a row of
-    tiles reads it. A tile whose scores all read the same element does not use the strip. With any other index, each
-    score loads its own element.
+    There are three kinds of reads. If the index depends only on the head, the element is loaded once. If the index
+    depends on the head and on i - j, the kernel loads elements from a strip: a copy of the table's elements in the
+    order in which a row of tiles reads them. A tile whose scores all read the same element does not use the strip. With
+    any other index, each score loads its own element.
 
     Attributes:
         name: The name of the element in the score.

@@ -22,8 +22,9 @@ HALVES = "pair, other = c % PAIRS, tl.where(c < PAIRS, c + PAIRS, c - PAIRS)"
 class StepWriter(Writer):
     """Writes the context of one `RopeAttention`.
 
-    The program of the last range of keys rotates the new key, attends to it, and writes it with its value. The other
-    programs read only earlier positions. The last range has the fewest tiles of earlier keys, or none.
+    The program instance of the last range of keys rotates the new key, attends to the new token, and writes its key and
+    value. The other program instances read only earlier positions. The last range has the fewest tiles of earlier keys,
+    or none.
     """
 
     def __init__(self, site: Site, tile: CachedTile) -> None:

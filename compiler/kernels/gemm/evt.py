@@ -130,7 +130,7 @@ class GemmContext:
         prelude: Functions that the expressions call.
         functors: The expressions.
         result: The name of the first output.
-        tree: The type of the epilogue tree. It states the operands and the output of each node.
+        tree: The type of the epilogue tree, which states the operands and the output of each node.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
         nulls: The statement that returns the workspace size. It assembles the arguments with null pointers as tensors.

@@ -21,7 +21,7 @@ class StepFunction:
         size: The hidden size H.
         k: The reduction dim K of the product with h, which is H padded.
         dtype: The dtype of h and c.
-        fine: The step size of h's first code divided by that of its second code; None if h has one code.
+        fine: The step size of h's first code divided by the step size of its second code; None if h has one code.
         largest: The largest code.
     """
 

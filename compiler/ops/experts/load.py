@@ -42,7 +42,7 @@ class BalanceLoss(Op):
     """E sum_e load_e p_e, f32[], for the mean probability p_e of each expert; 1 if load or p is equal for all experts.
 
     Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
-    Transformers", equation 4). With `by_sequence`, they are over the tokens of one sequence, and the loss is the mean
+    Transformers", equation 4). With `by_sequence`, means are over the tokens of one sequence, and the loss is the mean
     over sequences (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
     """
 

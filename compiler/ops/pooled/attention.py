@@ -106,7 +106,7 @@ class PooledBase(PoolFields):
         return {"pool": PoolContext(self.tokens, self.block, self.seed), "helper": POOLINGS[self.by].template}
 
     def pooled_keys(self, *inputs: Tensor) -> int:
-        """Returns the number of pooled keys. The inputs are those of `allowed`."""
+        """Returns the number of pooled keys. `inputs` are the inputs of the op."""
         raise TypeRuleError(f"{self.name} does not define `pooled_keys`, the number of pooled keys")
 
     def allowed(self, *inputs: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns a node that reads the angles from a table, if `node` computes the angles of positions. If it computes the
-    angles of other numbers, returns `node`."""
+    """Returns a node that reads the angles from a table, if `node` computes the angles of positions. Returns `node`
+    itself if it computes angles of other numbers."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -117,7 +117,8 @@ def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
     Args:
         graph: the graph.
         row: the ref of the rows, [B, T, G, C].
-        single: whether the graph extends texts by one token, so that a ring may be written before it is read.
+        single: whether the graph extends texts by one token, so that a ring may be written before attention reads the
+            ring.
         only: whether to return None also if other nodes read `row`.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))

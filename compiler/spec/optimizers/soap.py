@@ -35,7 +35,7 @@ class SoapSpec(OptimizerSpec):
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason unless the shape is that of a matrix or of a stack of matrices."""
+        """Returns a reason if the shape is neither a matrix nor a stack of matrices; empty otherwise."""
         return "" if len(shape) in (2, 3) else "soap updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
