@@ -13,7 +13,7 @@ CHOICES = re.compile(r"(\{[^{}]*\})")
 def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Splits a pattern into consecutive parts.
 
-    Each part is a tuple of alternatives. Each alternative is a tuple of the texts between its stars.
+    Each part is a tuple of alternatives. Each alternative is a tuple of the literal texts between its `*`.
     """
     return tuple(
         tuple(tuple(choice.strip().split("*")) for choice in part[1:-1].split(","))

@@ -91,7 +91,7 @@ class Problem:
         code: the code of the error.
         message: the problem.
         hint: how to fix it.
-        related: (note, path) pairs that are shown with it.
+        related: (note, path) pairs that are shown with the problem.
         offset: the index of the character at fault, if the value is a text.
     """
 

@@ -294,8 +294,8 @@ class _Section:
 
 
 def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns whether two parameters can be one: at least one program passes both, and every program that passes both
-    passes the same value."""
+    """Returns whether two parameters can be merged: at least one program passes both, and every program that passes
+    both passes the same value for both."""
     both = refs.keys() & others.keys()
     return bool(both) and all(refs[variant] == others[variant] for variant in both)
 

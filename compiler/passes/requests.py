@@ -54,8 +54,8 @@ class Requests:
         outside of functions run only once per pass and are not rewritten.
 
         Raises:
-            LoweringError: If a pattern matches no node that the pass rewrites, only some of the nodes with the same
-                code, or a node that cannot be rewritten. Lists all problems.
+            LoweringError: If a pattern matches no node that the pass rewrites, only some of the nodes that share
+                generated code, or a node that cannot be rewritten. Lists all problems.
         """
         whole: set[str] = set()
         for graph, at in whole_sequences(self.programs):

@@ -29,7 +29,7 @@ class Gptq(PerRow):
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
         block: the number of columns that are rounded before the error is propagated to the rest. The block size affects
-            the speed. It changes the codes only through rounding in float64.
+            the speed; the codes depend on it only by rounding in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
             instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.
@@ -101,8 +101,8 @@ class Gptq(PerRow):
         return self.mended(arrays_of(codes, scales, tuple(weight.shape)), weight, mean)
 
     def _solved(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes, float64 [rows, columns], and the scales, float16 [rows]. They are computed for one chunk
-        of rows at a time."""
+        """Returns the codes, float64 [rows, columns], and the scales, float16 [rows]. Computes one chunk of rows at a
+        time."""
         import torch
 
         candidates = len(self.clip_stds or self.clip_quantiles)

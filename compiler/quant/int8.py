@@ -81,7 +81,7 @@ class Int8(PerRow):
         """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of the weight of
         the same product.
 
-        Raises SchemeError if these are missing, or if a value cannot be quantized.
+        Raises SchemeError if the required field of `seen` is missing, or if a value cannot be quantized.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)

@@ -35,8 +35,8 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     """Returns the arrays of the correction L R that minimizes the remaining error E - L R.
 
     With H = C C^T, the best L R of a given rank is the truncated singular value decomposition of E C, times C^-1. Here
-    L is rounded first, and R is then fitted to the rounded L. If the stored correction does not reduce the error, it is
-    0.
+    L is rounded first, and R is then fitted to the rounded L. If the rounded correction does not reduce the error, the
+    result is a correction of 0.
 
     Args:
         error: the error E of the codes, float64 [rows, columns].

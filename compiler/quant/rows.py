@@ -145,8 +145,8 @@ class PerRow(Scheme):
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:
-        """Returns, for each of the rows [N, columns], the |w| that gets the largest code. It is selected without a
-        Hessian."""
+        """Returns, for each row of `rows` [N, columns], the |w| that gets the largest code if there is no calibration
+        data."""
 
     def _exact_scales(self, clip: Tensor) -> Tensor:
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)

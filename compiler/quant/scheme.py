@@ -121,7 +121,7 @@ class Seen:
         input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
         weight: for a bias, the stored arrays of the weight of the same product.
         solved: a function that is called with a `Solution` if the Hessian is used.
-        uses: the uses of the parameter, if `hessian` does not describe all of them. If set, they replace `hessian`.
+        uses: all uses of a parameter that is read in several products or lookups. If set, `hessian` is ignored.
     """
 
     hessian: Tensor | None = None
@@ -165,8 +165,8 @@ class Scheme(StrictModel):
         """Converts `weight` (any float dtype and device) to the arrays of `stored`, by suffix.
 
         `hessian` is X^T X [columns, columns], up to a positive factor. Schemes whose `needs_hessian` is False ignore
-        it. Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out
-        of range.
+        `hessian`. Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value
+        is out of range.
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
@@ -200,7 +200,7 @@ class Scheme(StrictModel):
         """Returns `weights` quantized and dequantized without calibration data, for fake quantization.
 
         `weights` is [P, ...]: P parameters of one shape, each rounded separately. The result is f32, with the same
-        shape and on the same device. It is computed without synchronizing with the device. Values out of range are
+        shape and on the same device. The computation does not synchronize with the device. Values out of range are
         clipped. Raises SchemeError if `has_grid` is False.
         """
         raise SchemeError(f"{self.label()} has no grid to round to")
@@ -245,7 +245,7 @@ def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) ->
 
 
 def check_weight(scheme: Scheme, weight: Tensor) -> None:
-    """Raises SchemeError if `scheme` rejects the shape of `weight`, or if it holds NaN or infinity."""
+    """Raises SchemeError if `scheme` rejects the shape of `weight`, or if `weight` holds NaN or infinity."""
     if reason := scheme.rejects(tuple(weight.shape)):
         raise SchemeError(reason)
     if not bool(weight.isfinite().all()):

@@ -28,7 +28,8 @@ Group = tuple[Where, Sequence[str]]  # lines that are run by the same variants
 
 
 class Indistinguishable(LookupError):
-    """Raised if no condition distinguishes the variants of a function. They then cannot be rendered as one function."""
+    """Raised if no condition distinguishes the variants of a function, so that the variants cannot be rendered as one
+    function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class Body:
 
     def condition(self, where: Where, every: Where | None = None) -> str:
         """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`,
-        by default all variants. Raises Indistinguishable if no facts distinguish them."""
+        by default all variants. Raises Indistinguishable if no facts distinguish these variants."""
         key = where, self.merged.every if every is None else every
         if key not in self._condition_texts:
             self._condition_texts[key] = self._tests(*key)

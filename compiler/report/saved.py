@@ -244,7 +244,7 @@ class Pass:
         return {ref} if alone < sources else new
 
     def _never_recomputed(self) -> frozenset[str]:
-        """Returns the values that compiled code saves, and does not recompute, if the backward needs them.
+        """Returns the values that compiled code always saves if the backward pass reads them, and never recomputes.
 
         They are the results of barriers, of nodes that concatenate, and of nodes that read a value after a barrier has
         read it. Torch's compiler assumes that the recomputation of such a node would need a separate kernel.

@@ -80,7 +80,7 @@ class PrecisionSpec(StrictModel):
         masters: the dtype of the weights that optimizers update. With `bf16`, the parameters that the model reads in
             bf16 have no copy in f32. An update computes in f32 and rounds its result stochastically, with a probability
             proportional to the distance, so that updates below the resolution of bf16 add up in expectation (Zamirai et
-            al., 2020, "Revisiting BFloat16 Training", arXiv 2010.06192). It needs `compute: bf16`.
+            al., 2020, "Revisiting BFloat16 Training", arXiv 2010.06192). `bf16` requires `compute: bf16`.
         loss_scale: a factor of the loss during the backward pass, so that small gradients do not vanish: a constant
             number, or a mapping for a factor that changes. If unset, the factor changes with `compute: f16`, and is 1
             otherwise.

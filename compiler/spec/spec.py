@@ -293,7 +293,7 @@ class Spec(StrictModel):
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype that the spec sets; None if it is the target's."""
+        """The compute dtype that the spec sets; None if the target determines the dtype."""
         return self.train.precision.compute or self.model.computes_in
 
     def _problems_of_precision(self) -> Iterator[Problem]:

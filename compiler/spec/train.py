@@ -119,15 +119,15 @@ OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 
 
 class TrainSpec(StrictModel):
-    """One training run. Exactly one of `steps` and `budget_seconds` is set. It also determines the time axis of
-    schedules.
+    """One training run. Exactly one of `steps` and `budget_seconds` is set. The field that is set also determines the
+    time axis of schedules.
 
     The size of a step is set either in tokens or in rows. A row is a window of text or a pair of lines.
 
     Attributes:
         data: the training data.
-        micro_batch: the number of rows per backward pass on each process. If unset, it is 8 if the step size is in
-            tokens, and otherwise all rows of the step.
+        micro_batch: the number of rows per backward pass on each process. If unset: 8 if the step size is in tokens,
+            otherwise all rows of the step.
         tokens_per_step: the size of a step in tokens, over all processes: a number or a schedule.
         batch: the size of a step in rows, over all processes: a number or, for text, a schedule.
         context: the tokens of a row, at most the model's context: a number or a schedule. Each window of text is cut
@@ -137,8 +137,8 @@ class TrainSpec(StrictModel):
         budget_seconds: the training time of the run in seconds.
         seed: the seed of initialization, data order and dropout.
         start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
-            `*.safetensors` or a folder of such files, or a mapping that selects a part of them. If unset, the run
-            starts from initial values.
+            `*.safetensors` or a folder of such files, or a mapping that selects a part of such weights. If unset, the
+            run starts from initial values.
         deterministic: whether two runs with the same seed give the same bits, on the same kind of device and with the
             same number of processes and CPU threads. Kernels that may return other bits in repeated calls are then not
             used.

@@ -19,8 +19,8 @@ class PolynomialData(DataKind):
     Attributes:
         lines: the number of training lines, which are read in a new order each epoch.
         seed: the seed with which the lines are drawn.
-        fresh: if true, no training line is repeated: after the first `lines` lines, new lines are generated. None of
-            them is in a held-out split.
+        fresh: if true, no training line is repeated: after the first `lines` lines, new lines are generated. No new
+            line is in a held-out split.
     """
 
     gives: ClassVar[Form] = "lines"

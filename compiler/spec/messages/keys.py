@@ -157,7 +157,7 @@ class Words:
 
         This is the kind with the most similar name. If no name is similar, it is the kind that accepts the keys of the
         value (keys that no kind accepts are ignored) and requires no further keys; among several such kinds, the one
-        whose keys all others have. Returns None if there is no such kind.
+        whose keys are also keys of all the others. Returns None if there is no such kind.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):

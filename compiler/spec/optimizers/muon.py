@@ -62,7 +62,7 @@ class MuonSpec(OptimizerSpec):
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if `steps` leaves no iteration, if `coefficients` has more entries than iterations, or if
-        they diverge."""
+        the iterations diverge."""
         yield from super().problems()
         least = LEAST_STEPS.get(self.method, 1)
         if self.steps < least:
