@@ -81,7 +81,7 @@ class Architecture(StrictModel):
 
     @property
     def scored_input(self) -> str:
-        """The name of the input of the program `score` that holds the tokens of the scored line, in order."""
+        """The name of the input of the program `score` that contains the tokens of the scored text, in order."""
         return "ids"
 
     @property

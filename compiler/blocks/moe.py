@@ -221,7 +221,7 @@ class Moe(FeedForward):
         return losses, load
 
     def _with_shared(self, b: Builder, x: str, routed: str, shape: Shape, context: LoweringContext) -> str:
-        """Returns the sum of the routed and the shared experts."""
+        """Adds the shared experts, if there are any. Returns the sum of `routed` and their output, [B, T, D]."""
         if not self.shared_experts:
             return routed
         outer = b.scope

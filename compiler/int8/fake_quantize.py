@@ -103,8 +103,8 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with an additional boundary at the fraction `begins` of the run. The phases after it
-    train the rounded programs."""
+    """Yields the phases of a run, with an additional boundary at the fraction `begins` of the run. The phases after
+    this boundary train the rounded programs."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):

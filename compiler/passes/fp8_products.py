@@ -32,8 +32,8 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
         target: The target.
 
     Raises:
-        LoweringError: If a rule matches no product or only some of the products that share code, or if the target
-            cannot compute a product in 8 bits.
+        LoweringError: If a rule matches no product or only some of the products that share generated code, or if the
+            target cannot compute a product in 8 bits.
     """
     rules = train.precision.fp8
     if not rules:

@@ -26,7 +26,7 @@ from specc.compiler.programs.programs import Group, Programs
 
 def join_groups(programs: Programs) -> Programs:
     """Returns the programs, in which groups that read parts of a merged product have become one group. Groups are
-    joined if the kernel of at least one of them can write its gradient into a wider tensor."""
+    joined if the kernel of at least one of these groups can write its gradient into a wider tensor."""
     for name in [graph.name for graph in programs.functions]:
         for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
             programs = _joined(programs, programs.function(name), parts)

@@ -148,7 +148,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Groups the nodes of all variants that can be merged. The groups are as close as possible to the order of each
+    """Groups the nodes of all variants that can be merged. The order of the groups is close to the order of each
     graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}

@@ -181,7 +181,7 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
     """Returns whether the gradient of the value `ref` is an output of a kernel, attention or a fused group, and
-    therefore has to be copied. Otherwise, Torch's compiler computes the gradient in place."""
+    therefore has to be copied. If not, Torch's compiler computes the gradient, and writes it to its place directly."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:

@@ -251,8 +251,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """Returns what distinguishes the functions of two nodes: if the keys differ, the function names must differ. Sizes
-    are not a part of the key, because the file name contains them."""
+    """Returns a key for the function of a node. Nodes with different keys must have different function names. Sizes are
+    not a part of the key, because the file name contains them."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

@@ -179,7 +179,7 @@ class Body:
         return text
 
     def _fewest_tests(self, groups: Sequence[Group], every: Where) -> Sequence[str]:
-        """Returns the text of groups of guarded lines.
+        """Returns the text of groups of guarded lines, with the fewest conditions.
 
         Adjacent lines of the same variants form a group. A statement contains one group, two groups with opposite
         conditions, or several groups that are divided between the two branches of one fact. `best[n]` is the best text

@@ -29,7 +29,7 @@ def upgraded(data: Any) -> Any:
 
 
 def _move_tf32(train: Data) -> None:
-    """Moves `tf32` into a new section `precision`, which takes its position and its comment."""
+    """Moves `tf32` into a new section `precision`. The section takes the position and the comment of the key."""
     if not isinstance(train, CommentedMap):
         train["precision"] = {"tf32": train.pop("tf32")}
         return

@@ -199,7 +199,7 @@ class _FlashWriter:
         return f"{reading.name} = cute.full_like(s, aux_tensors[{self.read.index(table_name(reading.table))}][{text}])"
 
     def _call(self, function: str) -> Iterator[str]:
-        """Yields the lines of the call."""
+        """Yields the lines that call `function` of flash-attn-4 and return its results."""
         settings = [f"softmax_scale={self.op.scale!r}"] if self.op.scale is not None else []
         if self.mask.plain:
             settings.append("causal=True")

@@ -41,12 +41,12 @@ class RopeWrite(Op):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The tensors of a cache that hold rows."""
+        """The names of the cache tensors that contain keys or values, in contrast to scales."""
         return ("keys",) if self.joined else ("keys", "values")
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """All tensors of a cache."""
+        """The names of all cache tensors, including scales."""
         return (*self.rows, *(f"{name}_scale" for name in self.rows if self.coded))
 
     @property

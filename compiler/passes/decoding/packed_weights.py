@@ -68,8 +68,8 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Returns the node with packed weights if they can be read, for a call at the path prefix `at`. Adds the codes
-        and scales that the node reads to `params`."""
+        """Returns the node for a call at the path prefix `at`, with packed weights if a kernel can read them. Adds the
+        codes and scales that the node reads to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
