@@ -173,14 +173,15 @@ class Int8(PerRow):
             raise SchemeError("int8 can store a vector only as the bias of an int8 product")
         scale = steps(weight)
         if scale.shape != bias.shape:
-            raise SchemeError(f"it has {len(bias)} elements, but its weight has {len(scale)} rows")
+            raise SchemeError(f"the bias has {len(bias)} elements, but the weight of its product has {len(scale)} rows")
         codes = (bias.detach().cpu().double() / scale.double()).round()
         if float(codes.abs().max()) > LARGEST_OFFSET:
             worst = int(codes.abs().argmax())
-            message = (
-                f"element {worst} is {float(bias[worst]):.4g}, or {float(codes[worst]):.4g} int32 steps, above 2^30"
+            value, steps_of_value = float(bias[worst]), float(codes[worst])
+            raise SchemeError(
+                f"element {worst} of the bias is {value:.4g}, which is {steps_of_value:.4g} int32 steps; at most 2^30 "
+                "can be stored"
             )
-            raise SchemeError(message)
         return {"codes": codes.to(torch.int32).numpy(), "scale": scale.numpy()}
 
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
