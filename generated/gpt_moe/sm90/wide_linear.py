@@ -37,7 +37,8 @@ def parts(value: Tensor, count: int) -> list[Tensor]:
 
 
 class WideLinear(torch.autograd.Function):
-    """y = x w^T in f32. The gradient of x is rounded to bf16, so two bf16 parts of dy and of w suffice for it."""
+    """y = x w^T in f32. The gradient of x is rounded to bf16, so two bf16 parts of dy and of w suffice
+    for this gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
