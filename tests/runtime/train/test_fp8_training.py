@@ -352,7 +352,7 @@ def test_a_fused_group_compiles_to_one_graph(tmp_path: Path) -> None:
 
 
 def test_a_group_refuses_scales_that_are_known_too_late() -> None:
-    for words, reason in (("scale: row", "sum over rows"), ("scaling: current", "known only after its whole factor")):
+    for words, reason in (("scale: row", "sum over rows"), ("scaling: current", "known only after the whole tensor")):
         sets = f'train.precision.fp8=[{{match: "blocks.*.mlp.*", {words}}}]', FUSED[1]
         with pytest.raises(LoweringError, match=reason):
             pipeline.run(small_spec(*sets), "cpu")
