@@ -87,7 +87,7 @@ def _shorten(train: Any, spec: Spec) -> None:
 
 
 def _read_bytes(data: Any, spec: Spec) -> None:
-    """Changes a model of text, and its data, to tokens that are bytes."""
+    """Changes a model of text and its data to the tokenizer `bytes`."""
     order = {key: data["train"]["data"][key] for key in ("order",) if key in data["train"]["data"]}
     _put(data, ("train", "data"), {"tokenizer": "bytes", **order})
     _put(data, ("model", "vocab"), BYTE_IDS)

@@ -107,7 +107,6 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
 
 
 def _merge_block(base: Data, fields: Data) -> Data:
-    """Returns the data of a block with a change applied."""
     merged = dict(base)
     for key, value in fields.items():
         if key in Block.model_fields:

@@ -120,7 +120,7 @@ class Score:
 
 
 def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
-    """Replaces the elements of tables by variables."""
+    """Returns the expression with a variable in place of each element of a table, and these elements."""
     reads: dict[Expr, TableRead] = {}
 
     def visit(part: Expr) -> Expr:

@@ -82,7 +82,6 @@ class TorchCall:
 
 
 def _source(value: object, inputs: Sequence[str]) -> str:
-    """Returns the Python source of `value`, an argument of a TorchCall."""
     match value:
         case Input(index):
             return inputs[index]

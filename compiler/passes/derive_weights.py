@@ -47,7 +47,7 @@ def _derived(graph: Graph, derived: dict[str, Graph]) -> Graph:
 
 
 def _function(graph: Graph, node: Node) -> Graph:
-    """Returns the function that computes a node from parameters."""
+    """Returns the function that computes the value of `node` from parameters."""
     nodes = needed(graph.nodes, [node.name])
     read = {ref for inner in nodes for ref in inner.inputs}
     return Graph(

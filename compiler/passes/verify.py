@@ -50,7 +50,6 @@ def _parts(programs: Programs) -> Iterator[Graph | Group]:
 
 
 def _called(graph: Graph) -> Iterator[str]:
-    """Yields the names of the functions and groups that a graph calls."""
     for node in graph.nodes:
         if isinstance(node.op, Call):
             yield node.op.callee

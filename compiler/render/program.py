@@ -191,7 +191,7 @@ def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
 
 
 def _new_state(body: Body) -> str:
-    """Returns the text of the dict that holds a new state."""
+    """Returns the dict expression of the new state, by path."""
     operands = dict(body.merged.outputs)
     begins = {slot.name for slot in body.merged.slots if isinstance(slot.node.op, Begin)}
     entries = {label: f"**{body.text(op)}" for label, op in operands.items() if op[0][0] in begins}

@@ -292,7 +292,7 @@ def words_of(site: Site) -> str:
 
 
 def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
-    """Yields one row for each set of rows of equivalent nodes."""
+    """Joins the rows of equivalent nodes. Yields one row for each kind of node."""
     alike: dict[object, list[StepRow]] = {}
     for row in rows:
         key = (row.site.key, row.choice.rendered.module if row.choice else "") if row.site is not None else row.node

@@ -128,7 +128,7 @@ def _error_of(model: type[StrictModel], data: object) -> ValidationError | None:
 
 
 def _with(data: Any, values: Mapping[Path, object]) -> Any:
-    """Returns a copy of the data with other values at some paths."""
+    """Returns a copy of `data` in which `values` replace the values at their paths."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[Path, object]] = {}

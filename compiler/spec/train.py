@@ -50,7 +50,6 @@ def _tagged(key: str, default: str) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns data with tuples in place of lists."""
     if isinstance(value, dict):
         return {key: _frozen(part) for key, part in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -234,7 +234,7 @@ def _takes(info: FieldInfo) -> bool:
 
 
 def _apart(path: Path, other: Path) -> int:
-    """Returns the number of steps between two paths in the tree."""
+    """Returns the number of keys that only one of two paths has, i.e. their distance in the tree of the data."""
     shared = 0
     while shared < min(len(path), len(other)) and path[shared] == other[shared]:
         shared += 1
