@@ -1,4 +1,5 @@
-"""The `specc` command. It imports each subcommand when it is used, and returns the exit codes."""
+"""The `specc` command. The module of a subcommand is imported only when the subcommand runs. Errors become exit
+codes."""
 
 import gc
 import os
@@ -28,7 +29,7 @@ class LazyGroup(click.RichGroup):
     """A group of commands. Each subcommand is the object `command` of a module, which is imported when the command
     runs.
 
-    A subcommand that declares no option `--format` gets one, which selects the format of errors and findings.
+    A subcommand without an option `--format` receives one, which selects the format of errors and findings.
 
     Args:
         name: the name of the group.
@@ -57,7 +58,8 @@ class LazyGroup(click.RichGroup):
         return name, entry and self.loaded(entry), rest
 
     def loaded(self, entry: click.Command) -> click.Command:
-        """Imports and returns the command of an entry."""
+        """Imports and returns the command that `entry`, a placeholder for the help listing, names. Returns a group
+        unchanged."""
         if isinstance(entry, click.Group):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
@@ -172,7 +174,8 @@ def pre_emptible() -> Iterator[None]:
 
 
 def _flushed(code: int) -> int:
-    """Flushes standard output and returns the exit code, which states whether the disk is full."""
+    """Flushes standard output. Returns `code`, or the exit code of a failed write if `code` is 0 and the flush
+    fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -225,7 +228,8 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
 
 
 def _misused(error: click.ClickException, output: Output) -> None:
-    """Shows an error of the command line itself. Click provides the message and, for text, the layout."""
+    """Shows a usage error, such as an unknown option. Click provides the message and, in the text format, the
+    layout."""
     if output.form == "text":
         error.show()
         return
@@ -237,7 +241,7 @@ def _misused(error: click.ClickException, output: Output) -> None:
 
 
 def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
-    """Shows that a signal ended the command."""
+    """Shows that a signal ended the command. Returns `exit_code`."""
     if output.form == "text":
         click.echo(message, err=True)
     else:
@@ -265,7 +269,7 @@ def failed(error: Exception, output: Output) -> int:
 
 
 def _problem(error: Exception) -> Any:
-    """Returns the error that a user can act on; None for a bug."""
+    """Returns `error` in a form that states what the user can do. Returns None if `error` is a bug of specc."""
     from specc.compiler.errors import FULL, DiskProblem, MissingPackage
 
     if getattr(error, "exit_code", None) is not None:

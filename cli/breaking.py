@@ -21,8 +21,8 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     """List the changes of specs that stop old checkpoints and artifacts from loading.
 
     The command compares the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By
-    default, all specs in specs/ are compared, and a spec that was removed since the revision is a finding. A new spec
-    is not a finding. The exit code is 1 if there are findings.
+    default, all specs in specs/ are compared. A spec that exists in the git revision but no longer in the folder is a
+    finding. A new spec is not a finding. The exit code is 1 if there are findings.
     """
     from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic
@@ -31,7 +31,7 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     findings: list[Diagnostic] = []
     if Path(against).is_file():
         if len(chosen) > 1:
-            raise click.UsageError("name exactly one spec to compare with a file")
+            raise click.UsageError("--against names the file of one spec: name exactly one spec to compare with it")
         findings += breaking_changes(interface_of(Path(against), ""), interface_of(chosen[0], ""))
     else:
         for path in chosen:
@@ -56,7 +56,9 @@ def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
     try:
         return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
     except FileNotFoundError:
-        raise EnvironmentProblem("git is not installed", "install git, or compare with the file of a spec") from None
+        raise EnvironmentProblem(
+            "git is not installed", "install git, or name the file of a spec with --against"
+        ) from None
 
 
 def _revision(against: str, folder: Path) -> str:
@@ -77,7 +79,7 @@ def _text_at(against: str, path: Path) -> str | None:
 
 
 def _specs_at(against: str, folder: Path) -> list[Path]:
-    """Returns the specs of a folder in a revision."""
+    """Returns the paths of the specs that `folder` contains in the git revision `against`."""
     listed = _git(folder, "ls-tree", "-z", "--name-only", _revision(against, folder), "./")
     names = (name for name in listed.stdout.decode().split("\0") if name.endswith(".yaml"))
     return [folder / Path(name).name for name in names]

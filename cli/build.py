@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
     """Write the generated code of a spec.
 
-    The code is written to generated/NAME/. With --check or --diff, the spec `-` is read from standard input.
+    The code is written to generated/NAME/. With --check or --diff, SPEC may be `-`, which reads the spec from standard
+    input.
     """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import drift, unified, write
     from specc.compiler.text.source import STDIN
 
     if STDIN in specs and not (check or diff):
-        raise click.UsageError("standard input can only be compared, with --check or --diff")
+        raise click.UsageError("a spec on standard input can only be compared: add --check or --diff")
     if force and (check or diff):
         raise click.UsageError("--force overwrites files, but --check and --diff write nothing")
     chosen = all_specs() if every else list(specs) or [only_spec()]

@@ -141,7 +141,8 @@ def _texts(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> dict[str, str]:
-    """Returns the text that the first run of each group writes, sampled with the same random numbers."""
+    """Returns one sampled text per group, by group name. The first run of each group samples it with the same random
+    numbers."""
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate
     from specc.runtime.open_model import open_model

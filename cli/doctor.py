@@ -15,7 +15,7 @@ def command(import_torch: bool, as_json: bool) -> int:
     """Check the machine: packages, GPUs, compilers, caches, disk and threads.
 
     Each problem is shown with its fix. The exit code is 3 if a problem stops commands that this machine should run. On
-    a machine without a GPU, requirements of GPUs are optional.
+    a machine without a GPU, software that only GPUs need is optional.
     """
     from dataclasses import asdict
 

@@ -72,7 +72,7 @@ def command(
     tasks: tuple[Path, ...],
     **options: Any,
 ) -> int:
-    """Score a run or an artifact on the validation split, or on the tasks of files.
+    """Score a run or an artifact on the validation split, or on tasks that files define.
 
     A model of text is scored in bits per byte, and a model of lines by exact match. Results of tasks are recorded in
     the run.

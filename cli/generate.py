@@ -22,7 +22,8 @@ OF_LINES = ("beam",)
 
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
-    """Raises UsageError if any of these options was given, because it would have no effect."""
+    """Raises UsageError if an option in `names` was given, because it has no effect together with the option
+    `beside`."""
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:

@@ -1,4 +1,5 @@
-"""Arguments, options and classes that several commands share, and the specs and targets that they select."""
+"""Arguments, options and command classes that several commands share. Functions find the specs, targets and tokenizers
+that the options select."""
 
 import gc
 from collections.abc import Callable

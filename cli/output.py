@@ -31,7 +31,7 @@ format_option = click.Option(
 
 
 class _Stream(io.FileIO):
-    """Standard output or standard error, as a file that ignores some errors of writing.
+    """Standard output or standard error, as a file that ignores write errors of one class.
 
     Args:
         descriptor: the number of the file.
@@ -64,8 +64,9 @@ def keep_going() -> None:
     """Makes this process continue if nobody reads its output, so that its exit code states the result of the command.
 
     Standard output ignores a closed pipe. Standard error ignores all errors of writing, such as those of a closed
-    terminal or a full disk. If this process is one of several that train together, its lines begin with its rank,
-    unless the rank is 0. In a locale of ASCII, both are UTF-8, and standard output has the bytes of paths as they are.
+    terminal or a full disk. If this process is one of several that train together and its rank is not 0, each line of
+    standard error begins with the rank. In an ASCII locale, both streams are encoded as UTF-8. Standard output writes
+    the original bytes of a path, even if they are not valid UTF-8.
     """
     if sys.stdout is not None:
         results = _Stream(sys.stdout.fileno(), BrokenPipeError)
@@ -95,9 +96,9 @@ class Output:
     """The errors and findings of one command.
 
     In the text format, errors go to stderr, and findings, which are results, go to stdout. In the format of GitHub
-    annotations, both go to stdout. In the formats of DOCUMENTS, stdout is one document with both, and other results go
-    to stderr. With `--json`, stdout is the JSON result of the command, which contains its findings. If the command
-    fails, stdout is the document of its errors.
+    annotations, errors and findings go to stdout. In the formats in DOCUMENTS, stdout is one document with the errors
+    and findings, and other results go to stderr. With `--json`, stdout is the JSON result of the command, which
+    contains its findings. If a command with `--json` fails, stdout is a JSON document of its errors.
 
     Args:
         arguments: the command line, which may be invalid.

@@ -56,7 +56,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         raise click.UsageError("options of torchrun after `--` need --gpus N, the number of processes on this machine")
     if gpus is None or world is not None:
         if gpus is not None and gpus != (here := started_here(world.size)):
-            raise click.UsageError(f"--gpus {gpus}, but {here} processes were started")
+            raise click.UsageError(f"--gpus is {gpus}, but torchrun started {here} processes on this machine")
         return None
     require_devices(gpus, spec, target)
     if torchrun:

@@ -111,7 +111,8 @@ def command(
 
 
 def _run(sweep_folder: "SweepFolder", slots: Any, tokenizers: tuple[Path, ...], until: float) -> "Outcome":
-    """Trains all runs that are not finished, then quantizes."""
+    """Trains all runs that are not finished, then quantizes the finished runs as the sweep states. Returns the outcome
+    of all these jobs."""
     from specc.runtime.sweep.work import run_jobs
 
     sweep, threads = sweep_folder.sweep, sweep_folder.record.threads

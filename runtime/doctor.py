@@ -135,7 +135,7 @@ def _gpus() -> Iterator[Check]:
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         lines, reason = [], "no NVIDIA driver" if isinstance(error, FileNotFoundError) else "nvidia-smi does not answer"
     if not lines:
-        yield Check("gpu", "note", reason, "the target cpu needs none; for others, install the driver")
+        yield Check("gpu", "note", reason, "the target cpu needs no GPU; for other targets, install the NVIDIA driver")
     for number, line in enumerate(lines):
         name, capability, driver, memory = (part.strip() for part in [*line.split(","), "", "", ""][:4])
         arch = int(capability.replace(".", "") or 0)

@@ -324,8 +324,8 @@ class DataChoice(Protocol):
 
 
 def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
-    """Returns the data, and the folder that caches tokenized text. What `options` does not state is taken from the run,
-    or is the default of the user."""
+    """Returns the data, and the folder that caches tokenized text. If `options` does not state them, returns the data
+    of the run and the default cache folder of the user."""
     return options.data or run.data, options.cache or token_cache()
 
 

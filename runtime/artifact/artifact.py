@@ -42,7 +42,8 @@ CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change bet
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """The total `compressed` and `raw` bytes of all sections of one kind, and their number, `pieces`."""
+    """The size of all sections of one kind: their total bytes, `compressed` and `raw`, and the number of sections,
+    `pieces`."""
 
     kind: str
     compressed: int
@@ -291,8 +292,8 @@ def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
 
 
 def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
-    """Yields the result of `_plan` for format version 1: one stream per kind, in layout order, cut into pieces of
-    CHUNK_BYTES."""
+    """Yields the pairs that `_plan` returns, for format version 1: one stream per kind, in layout order, cut into
+    pieces of CHUNK_BYTES."""
     for kind in Kind:
         members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)
         items, step = sum(layout[i][1].bytes for i in members) // ITEM_BYTES[kind], CHUNK_BYTES // ITEM_BYTES[kind]
@@ -316,9 +317,9 @@ def _check(layout: Layout, tensors: Tensors) -> None:
 
 
 def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:
-    """Reads the array sections and returns the arrays of `layout`.
+    """Reads the array sections and returns the arrays of `layout`, by parameter name and suffix.
 
-    Sections of version 1 hold pieces of a stream that was transformed as a whole.
+    In version 1, a stream was transformed before it was cut into sections. Its sections are therefore joined first.
     """
     pieces: dict[Stream, list[bytes]] = {}
     for i, ((stream, rows), section) in enumerate(zip(_plan(header, layout), header.data, strict=True), header.texts):

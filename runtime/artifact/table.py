@@ -112,7 +112,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
         if key not in table:
             raise IntegrityError(f"{array} is not in the file", AGAIN)
         if key not in expected:
-            raise IntegrityError(f"{array} is in the file, and its spec has no such array", AGAIN)
+            raise IntegrityError(f"{array} is in the file, but its spec has no such array", AGAIN)
         entry, stored = table[key], expected[key]
         form = f"{stored.dtype}[{','.join(map(str, stored.shape))}]"
         if entry.form != form:

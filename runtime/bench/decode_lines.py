@@ -82,7 +82,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, whether the weights are trained, and, for the name of each missing row, the reason."""
+    """All rows, whether the weights are trained, and a mapping from the name of each missing row to the reason."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool

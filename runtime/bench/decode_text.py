@@ -101,8 +101,8 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """All rows, the dtype of the weights, whether they are trained, and, for the name of each missing row, the
-    reason."""
+    """All rows, the dtype of the weights, whether the weights are trained, and a mapping from the name of each missing
+    row to the reason."""
 
     rows: tuple[TextRow, ...]
     dtype: str
@@ -315,7 +315,8 @@ def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> f
 
 
 def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> Any:
-    """Returns the model of Transformers with these weights. Raises RuntimeFailure if there is none."""
+    """Returns the model of Transformers with these weights. Raises RuntimeFailure if Transformers is not installed or
+    does not have the model."""
     if find_spec("transformers") is None:
         raise RunFailure("is not installed: pip install transformers")
     folder = setup.folder / "transformers"

@@ -76,8 +76,8 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Checks `at` before anything is measured. Raises RunFailure if `parts` contains only kernels or groups, and none
-    of their paths contains `at`."""
+    """Checks, before anything is measured, that `at` selects something. Raises RunFailure if `parts` contains only
+    `kernels` or `groups`, and no path of these kernels or groups contains `at`."""
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
         "groups": {place for _, place in labelled(plan.programs)},
@@ -146,7 +146,7 @@ def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns the inputs. Those with an index in `leaves` require a gradient."""
+    """Returns `inputs`, in which the tensors at the indices `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 

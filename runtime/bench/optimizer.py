@@ -169,7 +169,8 @@ def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Paramet
 
 
 def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None]:
-    """Returns the update of one entry. On a GPU, it runs as CUDA graphs, as in the trainer."""
+    """Returns a function that updates the parameters of one entry of `train.optimizers`. On a GPU, the function replays
+    CUDA graphs, as the trainer does."""
     functions: dict[tuple[str, ...], Callable[[], None]] = {}
 
     def update(step: int) -> None:
@@ -215,7 +216,8 @@ def _row(
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:
-    """Returns the ms per update of each sample, for two passes. A warm-up precedes them and captures CUDA graphs."""
+    """Times updates in two passes, after a warm-up that captures CUDA graphs. Returns the ms per update of each sample
+    of the first and of the second pass."""
     step = 0
 
     def sample() -> float:

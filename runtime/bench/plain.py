@@ -64,8 +64,9 @@ def plain_site(site: Site) -> Function:
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
-    """Returns the output of the Torch kernel with the lowest rank that renders a function for the node; None if there
-    is none. With `elsewhere`, considers only kernels that also run on other targets."""
+    """Returns the function for the node that the first suitable Torch kernel renders; None if no kernel is suitable.
+    Kernels are tried in the order of their rank. With `elsewhere`, only kernels that also run on other targets are
+    tried."""
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]

@@ -38,7 +38,7 @@ class Build:
         tokens: the mean number of tokens per step, without padding.
         flops: the operations of the model per step: three times those of its forward pass, without recomputation.
         start_seconds: the seconds from the spec to the end of the warm-up.
-        compile_seconds: `start_seconds` without the time of normal steps.
+        compile_seconds: the seconds by which the warm-up steps exceed normal steps, because code is compiled.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.
         profile: the profile of a step. None on the CPU.
@@ -148,8 +148,8 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer of a loaded spec with initial weights and random data. Schedules of sizes are ignored: windows
-    are full, and a step has the last size of its schedule. On a GPU, the trainer compiles."""
+    """Returns a trainer of a loaded spec with initial weights and random data. Schedules are ignored: windows have the
+    length of the context, and every step has the last batch size of its schedule. On a GPU, the trainer compiles."""
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     torch.manual_seed(spec.train.seed)

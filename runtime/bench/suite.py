@@ -115,8 +115,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Takes part in the benchmark, in any process except the first. The process only helps to measure the table, if the
-    table is requested. Raises the same errors as `bench`."""
+    """Runs in every process except the first. It takes part in the measurement of the training table, and does nothing
+    if the table is not requested. Raises the same errors as `bench`."""
     built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -157,7 +157,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
             _measure(report, parts, setup, built, (world or World.alone()).on(device))
         except torch.OutOfMemoryError as error:
             hint = "lower train.micro_batch: --set train.micro_batch=N"
-            raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
+            raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower train.batch") from error
     measured = (report.kernels, report.groups, report.builds, report.updates, report.products)
     others = (report.table, report.decoding)
     if at and not any((*measured, *others)):

@@ -102,7 +102,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows, and, for the name of each other row, the reason why it was not measured."""
+    """The measured rows, and a mapping from the name of each missing row to the reason."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
@@ -211,7 +211,7 @@ def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
 
 
 def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
-    """Returns a compiled trainer."""
+    """Returns a trainer after its warm-up, which compiles the step and, on a GPU, captures it as a CUDA graph."""
     window, programs = loaded.spec.model.window, loaded.programs
     model = TrainableModel(loaded.model, programs.params, window, "bench", derived=programs.derived_weights)
     trainer = Trainer(model, loaded.spec.train, supply.feed, world, world.device.type == "cuda")

@@ -69,5 +69,7 @@ def added_nats(
     results = {name: tuple((total / (2 * tokens)).tolist()) for name, total in zip(errors, sums, strict=True)}
     for name, total in zip(errors, sums, strict=True):
         if not bool(total.isfinite().all()):
-            raise QuantizeError(f"{name}: the gradient of the loss contains NaN or infinity", "calibrate otherwise")
+            raise QuantizeError(
+                f"{name}: the gradient of the loss contains NaN or infinity", "calibrate from an earlier checkpoint"
+            )
     return results

@@ -138,7 +138,9 @@ class _Terms:
             rows = self._rows[name]
             rows = with_unread(rows, self._reads[name]) if name in self._reads else rows
             if not bool(rows.isfinite().all()):
-                raise QuantizeError(f"{name}: the gradient contains NaN or infinity", "calibrate otherwise")
+                raise QuantizeError(
+                    f"{name}: the gradient contains NaN or infinity", "calibrate from an earlier checkpoint"
+                )
             uses[name] = Use(rows.to(columns.device) / rows.sum().clamp(min=torch.finfo(rows.dtype).tiny), columns)
         return uses
 

@@ -25,8 +25,8 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs; for one run, the standard error over its examples, or None without
-        it."""
+        """The standard deviation over the runs. For a single run, the standard error over its examples; None if the
+        result does not state it."""
         return self.summary.std if self.summary.n > 1 else self.error
 
 

@@ -55,7 +55,8 @@ class BackgroundReader(ABC, Generic[Item]):
         background thread would then keep this object alive."""
 
     def take(self) -> Item:
-        """Returns the next item. If its computation failed, raises the error, and the next call starts again."""
+        """Returns the next item. If its computation failed, raises the error, and the next call computes the item
+        again."""
         if self._pool is None:
             self._pool, self._items = ThreadPoolExecutor(1, "specc-loader"), self.items()
         try:

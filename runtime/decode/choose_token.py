@@ -1,9 +1,10 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
 Several programs find the largest logit of a row, and the last of them to finish writes the token of a greedy choice. If
-the temperature is not 0, one program samples a row. It maps the bits of logits to 32-bit integers in the same order,
-which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights
-of tokens are f64, as in `Sampling.probabilities`, so that both choose the same token for the same random number.
+the temperature is not 0, one program per row samples the token. It maps the bits of logits to 32-bit integers in the
+same order, which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k` and
+`top_p`. Weights of tokens are f64, as in `Sampling.probabilities`, so that the kernel and `Sampling.pick` choose the
+same token for the same random number.
 """
 
 import torch
@@ -171,10 +172,11 @@ def choose_token_kernel(
 
 
 def _counts(logits: Tensor, room: int) -> Tensor:
-    """Returns the counts of a GPU. Each is shared by at least two of `room` programs."""
+    """Returns counters on the device of the logits, i32 [room // 2], which programs increment when they finish. The
+    first call for a device creates the counters; `room` is the number of programs."""
     if logits.device not in COUNTS:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("choose_token: call it once before a CUDA graph of it is captured")
+            raise RuntimeError("choose_token must run once before it is captured in a CUDA graph")
         COUNTS[logits.device] = logits.new_zeros(room // 2, dtype=torch.int32)
     return COUNTS[logits.device]
 

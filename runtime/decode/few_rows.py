@@ -47,8 +47,8 @@ def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunct
 
 
 def few_row_model(loaded: Loaded) -> Any:
-    """Returns a module with the parameters of the model, or its stored codes. Its only program appends one token per
-    text, with kernels for few rows."""
+    """Returns a module that shares the parameters of the model, or reads its stored codes if it is quantized. The
+    module has only one program, which appends one token per text with kernels for few rows."""
     packed = loaded.stored is not None
     files = decoding_files(loaded.spec, loaded.target.name, packed)
     model = sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER))
@@ -59,7 +59,7 @@ def few_row_model(loaded: Loaded) -> Any:
 
 
 def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:
-    """Returns a buffer: packed codes, or scales."""
+    """Returns the value of the buffer `name`: the codes of a weight, packed to the width of `like`, or its scales."""
     weight, _, suffix = name.rpartition("_")
     assert loaded.stored is not None
     array = torch.from_numpy(loaded.stored[weight][suffix].copy()).to(loaded.model.get_parameter(weight).device)

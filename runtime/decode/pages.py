@@ -35,7 +35,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a decoder with the given settings of the cache."""
+    """Returns the spec of a text model, in which `settings` replace the settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)

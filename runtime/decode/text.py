@@ -142,7 +142,8 @@ class Decoder:
         return torch.cat(written, 1)
 
     def _slide(self) -> Tensor:
-        """Prefills the last `window // 2` tokens of each text and its next token again, as if a text began there."""
+        """Restarts each text: prefills its last `window // 2` tokens and its next token at position 0. Returns the
+        logits."""
         return self.prefill(self._tokens[:, self._window - self._window // 2 :].clamp(min=0))
 
     def _choose(self, logits: Tensor, sampling: Sampling, vocab: int) -> None:

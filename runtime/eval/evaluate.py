@@ -62,7 +62,9 @@ def evaluate(
     """
     files = read_tasks(tasks, options) if tasks else []
     if gpus is not None and world is not None and gpus != (here := started_here(world.size)):
-        raise EvaluateError(f"--gpus {gpus}, but {here} processes were started", "leave --gpus out")
+        raise EvaluateError(
+            f"--gpus is {gpus}, but torchrun started {here} processes on this machine", "leave --gpus out"
+        )
     if gpus is not None or (world is not None and world.size > 1):
         spec = spec_at(path)
         target = target_of(spec, target or cpu_target(path, spec), gpus)

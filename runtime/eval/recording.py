@@ -15,7 +15,8 @@ SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that ch
 
 
 def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
-    """Records a result in the run of the model, if any. Raises EnvironmentFailure if it cannot be written."""
+    """Records a result in the run that contains the model. Does nothing if no run contains the model. Raises
+    EnvironmentFailure if the file cannot be written."""
     run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
     if is_run(run):
         model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
@@ -23,8 +24,8 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records the measures of the scored data as the result of a task named `data` and its settings. An earlier result
-    for the same settings and for data with the same name is replaced.
+    """Records the measures of a score in the run of the model. The recorded task is `data`, followed by the settings of
+    `options`. An earlier result with the same settings and the same name of the data is replaced.
 
     Raises EnvironmentFailure if it cannot be written.
     """

@@ -37,7 +37,7 @@ def evaluate_tasks(
         opened: the model.
         files: the tasks, and the files from which they were read.
         options: the window, the stride and the batch.
-        progress: a function that is called with the number of rows that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of rows of this process.
         world: the processes that share the work.
 
     Returns:

@@ -38,7 +38,7 @@ def evaluate_text(
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: a function that is called with the number of targets that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
         world: the processes that share the work.
 
     Returns:
@@ -144,7 +144,7 @@ def evaluate_adapted(
     Args:
         opened: the model, with `eval.adapt` in its spec.
         options: the data and the settings.
-        progress: a function that is called with the number of targets that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
         world: the processes that share the work.
 
     Returns:

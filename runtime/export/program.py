@@ -225,7 +225,8 @@ class _Program(nn.Module):
 
 
 def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[ExportedProgram, int]:
-    """Exports a program with dynamic sizes. Returns it, and the smallest number of tokens that it accepts.
+    """Exports a program with dynamic sizes. Returns the exported program, and the smallest number of tokens that it
+    accepts.
 
     Raises ExportError with the reason of torch.export.
     """

@@ -83,7 +83,7 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
 
 def bias(config: Config, key: str, default: bool = False) -> Data:
-    """Returns `bias: true` if the field is true."""
+    """Returns `bias: true` for a section of a spec if the field of the config is true; otherwise no field."""
     return {"bias": True} if config.flag(key, default) else {}
 
 
@@ -138,7 +138,7 @@ def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
 def eps_of(norm: Norm | None) -> float:
     """Returns the epsilon of a norm."""
     if norm is None:
-        raise NotOfFamily("the model has no norm there")
+        raise NotOfFamily("the model lacks a norm that every model of the family has")
     return float(getattr(norm, "eps", EPS["rms"]))
 
 

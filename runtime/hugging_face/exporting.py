@@ -161,7 +161,8 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether a config still describes the model, which may have changed since the import."""
+    """Returns whether `config`, the config from the import, still describes the model. The spec of the run may have
+    changed since the import."""
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -169,7 +170,8 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the config of a run. Fields that do not change the function have the values from the import."""
+    """Returns the fields of config.json for the model of a run. Fields that do not change the function of the model
+    have the values of `carried`, the config from the import."""
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}

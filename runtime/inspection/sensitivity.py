@@ -78,7 +78,7 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity of each pair. Before each result, the parameters of `model` are restored.
+    """Yields the sensitivity of each pair. The parameters of `model` are restored before a result is yielded.
 
     Args:
         model: the model that `measure` scores.
@@ -119,5 +119,6 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the number of bytes by which the loss of a score is divided."""
+    """Returns the divisor of the loss in bits per byte: the bytes of the documents if they are known, otherwise the
+    bytes that the tokens represent."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

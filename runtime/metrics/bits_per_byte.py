@@ -253,7 +253,7 @@ def evaluate_bits(
         plan: the windows.
         device: the device of ids and targets.
         share: the share of this process.
-        progress: a function that is called with the number of targets that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
 
     Returns:
         The result over all processes.

@@ -21,10 +21,10 @@ class ExactMatch:
 
     Attributes:
         nats: the sum of the teacher-forced loss over all target tokens, including stop tokens but not padding.
-        tokens: the number of these tokens.
+        tokens: the number of target tokens, including stop tokens but not padding.
         lines: the number of scored pairs.
         exact: the number of pairs whose decoded line equals the target.
-        matching: the number of these tokens that the decoded line has at the same position.
+        matching: the number of target tokens that the decoded line has at the same position.
     """
 
     nats: float
@@ -76,8 +76,7 @@ def exact_match(
         batch: the number of pairs per batch.
         device: the device of source and target.
         progress: a function that is called with the number of scored lines and the total.
-        hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch that contains the last
-            of them.
+        hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch in which this is known.
 
     Returns:
         The score of the pairs that were decoded.

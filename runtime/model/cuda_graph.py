@@ -44,9 +44,10 @@ def captured(
 class Captured:
     """Runs `work(*tensors)` on a GPU. The first two calls run it directly; later calls replay a CUDA graph.
 
-    Unlike `captured`, it calls `work` once per call, so `work` may have effects such as an optimizer update. All calls
-    must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python operations,
-    in every call. `pool` and the errors are those of `captured`. If the capture fails, there is no fallback.
+    Unlike the function `captured`, each call runs `work` exactly once, so `work` may have effects such as an optimizer
+    update. All calls must have the same tensor shapes. `work` must write to the same addresses, and execute the same
+    Python operations, in every call. `pool` and the errors are those of `captured`. If the capture fails, there is no
+    fallback.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:

@@ -54,7 +54,7 @@ class Average:
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Sets the mean to `weights`, and the other state to `state`, a result of the method `state`. Names and shapes
-        must be the current ones, except that unknown names in `state` are ignored."""
+        must equal those of the current mean and state. Unknown names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

@@ -79,7 +79,7 @@ class _Matrix(nn.Module):
         return value
 
     def hold(self, leaf: Tensor) -> None:
-        """Sets the value that the block's method returns."""
+        """Replaces the method of the block that computes the matrix, so that it returns `leaf`."""
         setattr(self.block, f"derived_{self._method}", leaf)
 
 

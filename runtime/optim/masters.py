@@ -165,8 +165,8 @@ class Masters:
         """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
         `unclipped` last. Within each part, gradients of one compute dtype are adjacent.
 
-        Only derived weights read the parameters `read_once`, so the gradients of these parameters are computed once per
-        step. They form a separate group, which is skipped after a backward pass.
+        Only derived weights read the parameters `read_once`, so backward passes compute no gradients of these
+        parameters. Their gradients form separate groups, which `collect` skips, and are completed once per step.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
@@ -278,8 +278,8 @@ class Masters:
 
     @property
     def _computed_with(self) -> Mapping[str, Tensor]:
-        """The values from which derived weights are computed. They are the masters, unless the model computes with
-        values other than casts of the masters."""
+        """The tensor of each parameter from which derived weights are computed: the model's parameter if it is
+        quantized or is itself a bf16 master, otherwise the f32 master."""
         names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
         return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 

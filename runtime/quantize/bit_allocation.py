@@ -30,8 +30,8 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
 
     Returns the index of the chosen option for each item, or None if even the smallest options exceed the budget. Sizes
     are rounded up to whole cells of budget / 65536 bytes. The result is optimal up to this rounding, and never exceeds
-    the budget. Among options of equal cost, the one with the fewest cells is chosen, and among these, the one with the
-    lowest index.
+    the budget. Among options of equal cost, an option with the fewest cells is chosen; if several have equally few
+    cells, the option with the lowest index.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:

@@ -226,7 +226,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns the cells of the line of `table` that these rows share, without the name."""
+    """Returns the cells of one line of `table`, which summarizes `rows`, without the name."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]
     nats = [row.added_nats for row in rows if row.added_nats is not None]

@@ -1,6 +1,7 @@
 """Quantizes the weights of a trained model: calibrates, chooses the bits, quantizes.
 
-`specc quantize` calls it for a run, and the script of a submission calls it for the model that it has trained.
+`specc quantize` calls `quantize_weights` for a run. The script of a submission calls it for the model that the script
+has trained.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Pictures of a report as inline SVG: curves and maps, with axes, units and a legend.
 
 Lines differ in color, dashes and marks, so that charts can be read without color. The style sheet of the page defines
-the colors by class, in a dark and a light variant. Every text is escaped by Markup.
+the colors by class, in a dark and a light variant. Markup escapes every string.
 """
 
 import math
@@ -168,7 +168,7 @@ class _Axis:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def labels(self) -> Sequence[tuple[float, str]]:
-        """Returns the values of ticks, with their texts."""
+        """Returns the value and the label of each tick."""
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) < 5 else (1,)
@@ -181,7 +181,7 @@ class _Axis:
 
 
 def _short(value: float, digits: int) -> str:
-    """Returns the text of a tick, with thousands separated. Large values are written as multiples of a million."""
+    """Returns the label of a tick, with thousands separated. Large values are written as multiples of a million."""
     if digits == 0 and abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value + 0.0:,.{digits}f}"

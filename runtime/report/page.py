@@ -193,7 +193,7 @@ def _rates(facts: RunFacts) -> str:
 
 
 def _missing(facts: RunFacts) -> list[str]:
-    """Returns texts that state which records the log lacks."""
+    """Returns one sentence for each kind of record that the log lacks."""
     records = facts.records
     if not records.of("step"):
         return ["The log of the run has no steps, so there are no curves."]

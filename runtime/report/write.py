@@ -62,6 +62,6 @@ def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: 
 
 def _written(path: Path, text: bytes) -> Path:
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise cannot_write(path, IsADirectoryError(21, "it is not a place for a file"))
+        raise cannot_write(path, IsADirectoryError(21, "name a file in a folder that exists"))
     write_atomically(path, [text])
     return path

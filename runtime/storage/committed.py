@@ -51,7 +51,7 @@ class Committed:
         try:
             commit = Commit.model_validate_json((path / COMMIT).read_bytes())
         except FileNotFoundError:
-            what = "has no COMMIT file: it was never completed" if path.is_dir() else "is not there"
+            what = "has no COMMIT file: it was never completed" if path.is_dir() else "does not exist"
             raise IntegrityError(f"{path} {what}", HINT) from None
         except OSError as error:
             raise IntegrityError(f"{path / COMMIT}: {error.strerror}", HINT) from None

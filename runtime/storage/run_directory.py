@@ -234,17 +234,17 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with the data location `data`, a path from `lasting`. Does not compare the data with those
-        of the run. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
+        """Returns the run with the data location `data`, a path from `lasting`. Does not compare the data with those of
+        the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
             hint = f"state the new location: {self.resume_command} --data PATH"
-            raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
+            raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, do not exist", hint)
         return replace(self, data=data)
 
 
 def lasting(data: str) -> str:
-    """Returns the name of the data in a form that is valid in any working directory: an existing path becomes absolute,
-    any other name is unchanged."""
+    """Returns `data` in a form that is valid in any working directory: the absolute path if the path exists, otherwise
+    `data` unchanged."""
     path = Path(data).expanduser()
     return data if data in ("stdlib", *GENERATED) or not path.exists() else str(path.absolute())
 

@@ -41,9 +41,11 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
 
 def _ordered(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Returns statements in an order in which they can be executed: each after those that it needs at once.
+    """Returns statements in an order in which they can be executed: each statement follows the statements that define
+    the names it evaluates.
 
-    If possible, a statement is also after those that the functions in it need, because it may call these functions.
+    If possible, a statement also follows the statements that the functions in it need, because it may call these
+    functions.
     """
     binders: dict[str, list[int]] = {}
     for place, statement in enumerate(body):
@@ -142,7 +144,8 @@ class _Joiner:
 
 
 class _Lookups(ast.NodeTransformer):
-    """Replaces names that are looked up in modules of the package, and removes its imports in functions."""
+    """Replaces `module.name`, for a module of the package, by the name in the joined module. Removes imports of the
+    package inside functions."""
 
     def __init__(self, modules: Mapping[int, str], name: Callable[[Symbol], str], late: Mapping[str, Symbol]) -> None:
         self._modules, self._name, self._late = modules, name, late

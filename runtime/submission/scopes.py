@@ -29,7 +29,8 @@ def global_names(statement: ast.AST, aliases: Collection[str] = ()) -> Iterator[
 def _global_names(
     node: ast.AST, local: frozenset[str], body: frozenset[str], aliases: Collection[str]
 ) -> Iterator[ast.Name]:
-    """`local` contains the variables of the enclosing functions, and `body` those of the class around `node`."""
+    """Yields the names of `global_names` below `node`. `local` contains the variables of the enclosing functions, and
+    `body` the variables of the enclosing class."""
     if isinstance(node, ast.Name):
         if node.id not in local and node.id not in body:
             yield node

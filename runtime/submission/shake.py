@@ -4,7 +4,7 @@ Modules are parsed, never executed. The search starts at the entry function. It 
 bind it, and each import to the statements of other modules. Every statement that it reaches is included. A class is
 included with its special methods. Its other methods are included if their names occur anywhere in the included code, as
 an attribute or a string. Docstrings and annotations are removed, and imports are regenerated. A module that is used
-only in annotations is therefore not included. Local variables and parameters get short names (shorten.py).
+only in annotations is therefore not included. Local variables and parameters get short names (scopes.py).
 """
 
 import ast
@@ -89,7 +89,7 @@ class Shaker:
         """Returns the sources of the new package by file name: the joined module, and the modules from outside.
 
         Args:
-            public: the functions that the joined module is to contain with their names.
+            public: the functions of the joined module whose names must not change.
         """
         unnamed = {id(method) for methods in self._methods.values() for _, method in methods}
         for module in self._modules.values():
@@ -244,9 +244,9 @@ class Shaker:
                 self._reach(symbol)
 
     def _through(self, module: str, attribute: str | None) -> None:
-        """Includes the statements of `module.attribute`.
+        """Includes the statements that bind `attribute` in `module`.
 
-        Raises ShakeError if the module does not bind the name itself, because its imports are regenerated.
+        Raises ShakeError if the module only imports the name, because imports are regenerated.
         """
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} may only be used to look up a name that it defines ({attribute})")
@@ -254,7 +254,8 @@ class Shaker:
 
 
 def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
-    """Returns True for a method of a class that Python does not call by itself."""
+    """Returns True for a method whose name does not begin with two underscores. Python itself calls methods such as
+    `__init__`."""
     return isinstance(statement, ast.FunctionDef) and not (statement.name.startswith("__"))
 
 

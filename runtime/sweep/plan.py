@@ -162,7 +162,9 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
     if points * max(len(file.settings), 1) > MAX_SETTINGS:
         message = f"the sweep has more than {MAX_SETTINGS:,} settings"
         place = source.place(("grid",))
-        raise SpecError([Diagnostic("S003", message, "split it", place.file, place.mark)], source.texts)
+        raise SpecError(
+            [Diagnostic("S003", message, "split the sweep into several files", place.file, place.mark)], source.texts
+        )
     settings = list(_settings(file))
     plan = _Plan(spec, source, target, len(settings))
     runs: list[PlannedRun] = []

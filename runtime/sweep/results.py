@@ -38,7 +38,7 @@ class SettingResult:
     """The result of a setting, over its finished runs.
 
     Attributes:
-        setting: the name of the setting or of the entry.
+        setting: the name of the setting.
         grid: the value of each path of the grid.
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None without a finished run.
@@ -72,7 +72,7 @@ class QuantizedResult:
     """The result of an entry of `quantize`, over its finished runs.
 
     Attributes:
-        setting: the name of the setting or of the entry.
+        setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
         difference: the metric after quantization minus the metric before it, averaged over the runs.

@@ -44,8 +44,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot on a GPU or on the CPU, in which one job runs at a time. `environment` contains the variables that select
-    it."""
+    """A slot on a GPU or on the CPU, in which one job runs at a time. `environment` contains the environment variables
+    that select the GPU."""
 
     name: str
     environment: Mapping[str, str]
@@ -83,7 +83,7 @@ def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
     """
     names = [] if all(device_of(TARGETS[name]) == "cpu" for name in targets) else _visible_gpus()
     if gpus is not None and gpus > len(names):
-        message = f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, not {len(names)}"
+        message = f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}, but the sweep can use {len(names)}"
         raise EnvironmentFailure(message, "without --gpus, all GPUs are used, or else the CPU")
     names = names[:gpus]
     if not names:

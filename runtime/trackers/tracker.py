@@ -28,7 +28,7 @@ class TrackedRun:
 
 class Tracker(ABC):
     """The interface of a tracker, which receives the records of a run. Only the process that writes the log creates and
-    calls it.
+    calls trackers.
 
     Attributes:
         name: the value of `specc train --track`.

@@ -14,8 +14,8 @@ X, WEIGHT, DY = range(len(FACTORS))
 
 
 class Fp8Scales:
-    """The scales of matrix products with delayed scaling. They are computed from the largest magnitudes of the factors
-    in past steps.
+    """The scales of matrix products with delayed scaling. They are computed from the largest magnitudes of the operands
+    of each product in past steps.
 
     A product reads its scales from a buffer f32 [2 + H, 3] of the model, and records magnitudes there; see
     `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates: the gradient
@@ -51,9 +51,9 @@ class Fp8Scales:
     def update(self, loss_scale: float) -> None:
         """Records the magnitudes of a step, and sets the scales of the next step.
 
-        The gradients of this step contain the loss factor of the previous call, and those of the next step contain
-        `loss_scale`. A magnitude that is not finite, for example after an overflow, is replaced with the largest
-        magnitude in the history.
+        The gradients of this step contain the loss factor of the previous call, and the gradients of the next step
+        contain `loss_scale`. A magnitude that is not finite, for example after an overflow, is replaced with the
+        largest magnitude in the history.
         """
         if not self._buffers:
             return

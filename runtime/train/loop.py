@@ -220,9 +220,9 @@ class Loop:
             self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
-        """Returns whether the loop must begin with a validation. It must if the validation at the step from which the
-        run resumes was interrupted. It also must if that validation reached `train.stop_at_loss`, because the run has
-        then ended."""
+        """Returns whether the loop begins with a validation. The reason is that the validation at the step from which
+        the run resumes was interrupted, or that it reached `train.stop_at_loss`. In the second case, the repeated
+        validation ends the run."""
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
             return False

@@ -43,7 +43,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
     """Returns the segments of a run, in order. A new segment begins wherever the phase or a scheduled size changes.
 
     Args:
-        phases: the phases of the run, in order. After them the run continues with LAST.
+        phases: the phases of the run, in order. The phase LAST follows the last of these phases.
         train: the training spec.
         window: the number of tokens per window, and per row if `train.context` is unset.
         world: the number of processes.

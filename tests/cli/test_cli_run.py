@@ -159,7 +159,7 @@ def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     assert run([*again, "--steps", "2"]) == 2
     shown = capsys.readouterr().err
-    assert f"the data of the run, {data}, is not there" in shown and f"{folder} --resume auto --data PATH" in shown
+    assert f"the data of the run, {data}, do not exist" in shown and f"{folder} --resume auto --data PATH" in shown
     other = write_text(tmp_path / "other", seed=1)
     assert run([*again, "--data", str(other)]) == 2
     assert f"the training split of {other} is not the one that the run began with" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Documents of plain text: either separated by certain lines, or continuous text that is divided into blocks."""
+"""Documents of plain text. A file either has separator lines between documents, or is divided into blocks."""
 
 import io
 from collections.abc import Callable, Iterator

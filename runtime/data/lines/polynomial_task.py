@@ -24,8 +24,8 @@ class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
     `apart` returns a number for each line. A line is excluded if a line of the training set has the same number, or if
-    the line was selected before. If `apart` is None, all lines are selected, including repeats. They then have the
-    distribution of the training set.
+    the same line was selected before. If `apart` is None, all lines are selected, including repeats, so that the split
+    has the distribution of the training set.
     """
 
     name: str

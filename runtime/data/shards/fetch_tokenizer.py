@@ -28,7 +28,7 @@ class HubTokenizer:
 
     Attributes:
         repository, path: the repository, and the path of the file in it.
-        kind: the kind of the repository.
+        kind: the kind of the repository on the hub: a model or a data set.
         content: a function that returns the content of the tokenizer's file, given the path of the download.
     """
 

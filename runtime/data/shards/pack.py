@@ -118,7 +118,7 @@ def pack(
                 ),
             )
         if [corpus.listing() for corpus in corpora.values()] != listings:
-            raise DataError(f"{name} changed during packing", "run again when it is complete")
+            raise DataError(f"{name} changed during packing", "run again when its files no longer change")
         record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record

@@ -103,7 +103,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
     try:
         written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS)
         if _key(corpus, tokenizer) != key:
-            raise DataError(f"{corpus.source} changed during tokenization", "run again when it is complete")
+            raise DataError(f"{corpus.source} changed during tokenization", "run again when its files no longer change")
         record = CacheRecord(
             format=FORMAT,
             source=corpus.source,

@@ -118,7 +118,9 @@ def _byte_counts(
     documents = iter([tokenizer.byte_counts(text, ids) for text, ids in zip(texts, encoded, strict=True)])
     counts = np.concatenate([np.zeros(1, np.int64) if mark else next(documents) for mark in marks])
     if counts.size and int(counts.max()) > NARROW.highest:
-        raise DataError(f"{tokenizer.name}: a token stands for {int(counts.max()):,} bytes of a document", "split it")
+        raise DataError(
+            f"{tokenizer.name}: a token stands for {int(counts.max()):,} bytes of a document", "split the document"
+        )
     return counts
 
 

@@ -103,7 +103,7 @@ class JsonTokenizer(Tokenizer):
         return next((identity for identity in named if identity in self._specials), None)
 
     def word(self, identity: int) -> str:
-        """Returns the text of an id in the file."""
+        """Returns the text that the file states for a token id."""
         return str(self._library.id_to_token(identity))
 
     def encode(self, text: bytes) -> TokenArray:
@@ -135,7 +135,8 @@ class JsonTokenizer(Tokenizer):
 
 
 def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder, which may be a single step or a sequence."""
+    """Yields the steps of `part`: a normalizer, a pre-tokenizer or a decoder. `part` is either a single step, or a
+    sequence whose key `members` lists the steps."""
     if part is not None and part["type"] == "Sequence":
         for inner in part[members]:
             yield from _steps(inner, members)

@@ -116,8 +116,8 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 
     Text is tokenized into `cache` on first use. The name of a cache entry is a digest of the files (path, size,
     modification time), the split and the tokenizer, so a changed file has a new entry. An entry is a folder that is
-    renamed into place when it is complete. If two processes open it at once, one builds it and the other waits. An
-    interrupted process leaves only a temporary folder, which the next build removes.
+    renamed into place when it is complete. If two processes open the same entry at once, one process builds it while
+    the other waits. An interrupted process leaves only a temporary folder, which the next build removes.
 
     Shards (see `find_shards`) are opened in place and compared with the record of `specc data`, if there is one. Val
     shards must be scorable, so that a run does not fail at its final validation.

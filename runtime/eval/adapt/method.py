@@ -50,7 +50,7 @@ class Work:
         rows: the number of rows per batch.
         world: the processes that share the work.
         seed: the seed of random initial values.
-        progress: a function that is called with the number of targets that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
     """
 
     account: Account
@@ -101,8 +101,8 @@ class Method:
             possible, because the windows of a batch share no parameters.
         chunk: a function that maps the settings to the number of targets that are scored between changes of the model;
             None if the model does not change.
-        run: a function that scores the whole text, and returns a text that states how many times the model was adapted.
-            All processes of a `world` call it.
+        run: a function that scores the whole text, and returns a message that states how many times the model was
+            adapted. All processes of a `world` call it.
     """
 
     name: str

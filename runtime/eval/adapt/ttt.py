@@ -180,7 +180,8 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _run(how: TestTimeTraining, work: Work) -> str:
-    """Runs test-time training. It is causal: all targets of a chunk are scored before the first step on them."""
+    """Runs test-time training, and returns a message with the numbers of parameters and chunks. The training is causal:
+    all targets of a chunk are scored before the first step on them."""
 
     def nats(batch: Placed) -> Tensor:
         with torch.no_grad():

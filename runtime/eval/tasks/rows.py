@@ -133,7 +133,7 @@ def score_rows(
         share: the part of the work that this process does.
         score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
-        progress: a function that is called with the number of rows that this process has scored and has to score.
+        progress: a function that is called as `progress(scored, total)` with numbers of rows of this process.
 
     Returns:
         One score per row, in order, over all processes.

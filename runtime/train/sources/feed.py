@@ -58,8 +58,8 @@ class Feed(ABC):
         """
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """Returns the loss of a pass, f32 [], for its `arguments`. A CUDA graph may capture the call, with the
-        arguments at fixed addresses."""
+        """Runs the program `train` on the result of the method `arguments`, and returns the loss of the pass, f32 []. A
+        CUDA graph may capture this call, with the arguments at fixed addresses."""
         return train(*arguments)
 
     @abstractmethod

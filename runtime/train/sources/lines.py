@@ -28,7 +28,8 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Lines(Source):
-    """Pairs of lines. A run copies no files: a task needs none, and `--data` names a file of lines."""
+    """Pairs of lines. A run copies no files. A task needs no files, and a file of lines is read from the path that
+    `--data` states."""
 
     name = "lines"
 

@@ -153,7 +153,7 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     ),
     "one more": (
         lambda tensors: tensors.update({"head.more": {"codes": np.zeros((4, 4), np.int8)}}),
-        r"head\.more, codes is in the file, and its spec has no such array",
+        r"head\.more, codes is in the file, but its spec has no such array",
     ),
 }
 for bad in (0.0, -1.0, float("nan"), float("inf"), 1e30, 1e-30):
