@@ -1,7 +1,7 @@
 """The command line, which uses the compiler and the runtime. Each command has a module of the same name.
 
-The module of a command first imports only what its options need. It imports everything else when the command runs.
-`specc --help` imports no command, and a command that needs no torch never imports it.
+When the module of a command is imported, it imports only what its options need. All other imports take place when the
+command runs. `specc --help` imports no command, and only commands that need torch import it.
 """
 
 # Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.

@@ -112,7 +112,7 @@ specc = click.option(
             "train": "Train the model of a spec.",
             "sweep": "Train a spec with many settings and seeds, and compare the results.",
             "compare": "Compare groups of runs: means over seeds, Welch's test, curves and texts.",
-            "eval": "Score a run or an artifact on the validation split, or on the tasks of files.",
+            "eval": "Score a run or an artifact on the validation split, or on tasks that files define.",
             "generate": "Generate text with a run or an artifact, or transform lines.",
             "quantize": "Quantize the final weights of a run into an artifact, as its spec states.",
             "export": "Export a run as an artifact, safetensors, a graph, a folder of Transformers or a submission.",
@@ -133,7 +133,7 @@ specc = click.option(
 
 
 def main() -> NoReturn:
-    """The entry point. A failure ends with its exit code. A traceback is shown only for bugs of specc."""
+    """The entry point, which exits with the exit code of the command. A traceback is shown only for bugs of specc."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_going()

@@ -89,15 +89,15 @@ def command(
 
     Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is the shortest possible time. It is
     computed from the kernel's bytes and operations, and from the memory bandwidth and compute throughput that are
-    measured in the same run. A kernel with wrong values is an error and is not timed.
+    measured in the same run. If a kernel computes wrong values, the command fails and does not time the kernel.
 
     `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It also times
     Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
 
     `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It also
-    measures Transformers, if it is installed and has the model. Here, the floor is the time to read the weights and the
-    cache once. On a GPU, decoding steps with library matrix products are measured too, and both kinds of steps are also
-    measured under torch.compile.
+    measures Transformers, if Transformers is installed and has the model. The floor of a decoding step is the time to
+    read the weights and the cache once. On a GPU, decoding steps whose matrix products are library calls are measured
+    too. All decoding steps are measured with and without torch.compile.
 
     For a model of lines, there are more parts. `table` times training and validation on one and on several GPUs, with
     and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix products of

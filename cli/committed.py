@@ -1,7 +1,7 @@
 """Checks that committed generated code is up to date.
 
-Training, quantization and export run code that is newly generated from the spec. If committed code differs from it,
-because the spec, the compiler or a file has changed, reviewers would read code that is not run.
+Training, quantization and export run code that is newly generated from the spec. If the committed code differs from the
+new code, because the spec, the compiler or a file has changed, reviewers read code that is never run.
 """
 
 import json
@@ -34,7 +34,7 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     """Starts nvcc on the committed CUDA C++ of a spec, and initializes the CUDA driver, in the background, before Torch
     is imported.
 
-    The import of Torch and the tracing of the model also take seconds, and nvcc takes longer than both. Does nothing on
+    nvcc takes longer than the import of Torch and the tracing of the model, which run at the same time. Does nothing on
     a machine without an NVIDIA driver, for a CPU, or if several targets are possible.
 
     Args:

@@ -199,7 +199,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
         directory = newest_run(load(path, (*overrides, *selecting(path, overrides, data)))[0].name)
     elif spec is None and not is_run(directory):
         what = "is not a run, or ended before training began" if directory.exists() else "no such run"
-        raise RunDirectoryError(f"{directory}: {what}", "name another run, or add SPEC to start a new run there")
+        raise RunDirectoryError(f"{directory}: {what}", "name another run, or add SPEC to start a new run in it")
     return Run.open(directory) if directory is not None and is_run(directory) else None
 
 

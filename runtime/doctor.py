@@ -46,7 +46,7 @@ class Check:
         name: what was checked.
         state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should support
             cannot run.
-        detail: the result in words.
+        detail: a description of the result.
         fix: what the user can do; empty if the state is `ok`.
     """
 

@@ -9,7 +9,7 @@ class RuntimeFailure(Exception):
     """The base class of errors that the user can fix.
 
     Attributes:
-        message: the problem and its location, in words.
+        message: a sentence that states the problem and its location.
         hint: a suggested remedy; empty if there is none.
         exit_code: the exit code of a command that ends with this error.
         code: the code of the error, a key of `specc.compiler.errors.codes.CODES`.

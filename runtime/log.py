@@ -105,7 +105,7 @@ class RunLog:
 
 
 class Silence:
-    """A log that discards everything, for processes other than the one that reports."""
+    """A log that discards everything, for processes that do not report."""
 
     def write(self, event: str, **values: Value) -> None: ...
 

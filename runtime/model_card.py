@@ -134,7 +134,7 @@ def _fenced(language: str, text: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns a text as one line of Markdown, in which characters with a special meaning are escaped."""
+    """Returns a string as one line of Markdown, in which characters with a special meaning are escaped."""
     line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_[]|" else letter for letter in line)
 

@@ -226,7 +226,8 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights without those that exist only in training, such as the modules of an auxiliary loss."""
+    """Returns the weights of the model that is scored. Weights that only training uses, such as the modules of an
+    auxiliary loss, are left out."""
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
     trained, deployed = ({param.name for param in lower(form, target).params} for form in (spec, spec.at_rest))

@@ -38,7 +38,7 @@ class Score:
         metric: the name of the metric.
         value: the value of the metric.
         error: the standard error of the value; None if it is not recorded.
-        over: the number and kind of the items in the average, in words.
+        over: a phrase that states the number and the kind of the items over which the value is a mean.
     """
 
     model: str
@@ -61,7 +61,7 @@ class RunFacts:
         parameters: the parameters of the final model.
         quantization: the report of `specc quantize`; None if the run is not quantized.
         evaluations: the results of `specc eval --task`.
-        problems: the files that cannot be read, in words.
+        problems: one sentence for each file that cannot be read.
     """
 
     run: Run
@@ -114,7 +114,7 @@ class RunFacts:
 
     @property
     def machine(self) -> str:
-        """The device on which the run trained last, in words."""
+        """A description of the device on which the run trained last."""
         name, processes = self.records.last("machine").get("name"), self.start.get("processes")
         if not isinstance(name, str):
             device = self.start.get("device")

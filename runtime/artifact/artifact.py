@@ -148,7 +148,7 @@ def read_artifact(
             bytes of the spec.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
         judge: a function that is called with the text of the table of arrays before any array is decompressed. The text
-            is empty if the file has no table. It raises IntegrityError to reject the file.
+            is empty if the file has no table. The function raises IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.

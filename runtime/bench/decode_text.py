@@ -6,8 +6,8 @@ too.
 
 A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
 a time, and only this decoding is timed. Each decoder has one untimed pass, which compiles and captures graphs, and two
-timed passes. Before a decoder is timed, its logits are compared with those of the contiguous cache after the same
-tokens: the logits of all texts, or of one text for Transformers.
+timed passes. Before a decoder is timed, its logits are compared with the logits of the contiguous cache after the same
+tokens. For Transformers, one text is compared; for other decoders, all texts.
 
 Transformers loads the same weights in the same dtype, from a folder in the format of `specc export --format hf`. Its
 `generate` decodes with a dynamic cache, and with a compiled static cache.

@@ -102,7 +102,7 @@ def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, 
         plan: the plan.
         module: the generated model.py with fusion points.
         plain: the generated model.py without fusion points.
-        at: the text that paths must contain.
+        at: a substring of paths. Only groups whose path contains it are measured.
 
     Raises:
         RunFailure: if values or gradients of a group are wrong.

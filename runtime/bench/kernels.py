@@ -68,7 +68,7 @@ def kernel_rows(
         module: the generated model.py.
         ready: a function that waits until the kernel of a choice can be called. This function is called after
             torch.compile has finished.
-        at: the text that paths must contain.
+        at: a substring of paths. Only kernels whose path contains it are measured.
 
     Raises:
         RunFailure: if a kernel returns wrong values.

@@ -34,7 +34,7 @@ def plain_nodes(
         types: the type of each value.
         inputs: the values that the function accepts, in order.
         output: the value that the function returns.
-        module: the model.py of a `fuse: []` build, whose functions the text may call.
+        module: the model.py of a `fuse: []` build. The code of the nodes may call its functions.
 
     Returns:
         The function, from `inputs` to `output`.

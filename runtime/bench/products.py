@@ -81,7 +81,7 @@ def product_rows(
         plan: the deployed plan.
         module: the generated model.py of the plan.
         ready: a function that waits until a choice's kernel can be called.
-        at: the text that paths must contain.
+        at: a substring of paths. Only kernels whose path contains it are measured.
 
     Raises:
         RunFailure: if a kernel returns wrong values.

@@ -1,5 +1,5 @@
-"""Decoding without a cache: for each token, the decoder runs again over all previous tokens. This is the baseline for
-decoding with a cache."""
+"""Decoding without a cache: for each token, the decoder runs again over all previous tokens. Decoding with a cache is
+compared with this baseline."""
 
 from pathlib import Path
 from typing import Any

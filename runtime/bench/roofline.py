@@ -137,7 +137,8 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> N
 
 
 def _label(row: Row) -> str:
-    """Returns the text of a label: name, time, share of the peak rate, and ratio to the best time of torch.compile."""
+    """Returns the label of a row: its name, time, share of the peak rate, and ratio to the best time of
+    torch.compile."""
     label = f"{row['name']}\n{_time(row):.3g} ms, {row['share_of_floor']:.0%} of the roof"
     ratios = ((variant, row["ratio"][variant]) for variant in (MAX_AUTOTUNE, COMPILE))
     best = next(((variant, ratio) for variant, ratio in ratios if ratio is not None), None)

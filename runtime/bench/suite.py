@@ -47,7 +47,7 @@ class BenchOptions:
         parts: the entries of PARTS to run; if empty, all parts that apply to the spec.
         steps: the number of training steps.
         command: the command that a report states.
-        at: a text; only the kernels, groups and int8 products whose path contains it are measured.
+        at: a substring of paths. Only the kernels, groups and int8 products whose path contains it are measured.
         weights: a run or an artifact whose weights are used for decoding.
         batches: the numbers of texts in a decoding batch; empty for the default numbers.
         contexts: the numbers of tokens of a completed text; empty for the default numbers.

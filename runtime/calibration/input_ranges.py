@@ -44,7 +44,7 @@ def input_ranges(
         The ranges by weight name, in f64.
 
     Raises:
-        QuantizeError: a product is not reached by any batch, or an input contains NaN or infinity.
+        QuantizeError: a product has no input in any batch, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     measured: dict[str, _InputRange] = {}

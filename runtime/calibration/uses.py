@@ -62,8 +62,7 @@ def capture_uses(
         progress: a function that is called with the number of processed rows after each batch.
 
     Returns:
-        For each name, one use that combines all products, and one that combines all lookups. A kind without any use is
-        left out.
+        For each name, at most two uses: one use combines all products, and one use combines all lookups.
 
     Raises:
         QuantizeError: a gradient or an input contains NaN or infinity.
@@ -158,7 +157,7 @@ def with_unread(total: Tensor, reads: Tensor) -> Tensor:
     150 bytes that never occur in text would get 75 reads.
 
     The rows that were read are scaled down so that the sum is unchanged. The factor is at least one half: if a text is
-    so short that it reads nearly every row once, it is weak evidence about both groups.
+    so short that it reads nearly every row once, it is weak evidence about read and unread rows alike.
 
     Args:
         total: the sums over lookups, f64 [rows].

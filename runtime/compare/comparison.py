@@ -33,7 +33,8 @@ class GroupResult:
         seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same numbers for the final loss in nats per token; None if this loss is not comparable.
+        nats: the number, mean and sample standard deviation of the final loss in nats per token; None if this loss is
+            not comparable.
         seconds, tokens_per_second: means over the runs; None if a log lacks them.
     """
 

@@ -23,7 +23,7 @@ class _Writing:
     drawn: int = 0
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
-        """Returns the next `steps` random numbers. The first `count` numbers of a text are the ones that
+        """Returns the next `steps` random numbers. The first `count` numbers of a text are equal to the numbers that
         `sample_tokens` uses. Zeros follow, because later tokens are discarded."""
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
@@ -46,7 +46,7 @@ def sample_texts(
     """Yields the sampled tokens of many texts. When a text ends, the next prompt takes its place (continuous batching;
     Yu et al., 2022, "Orca").
 
-    Tokens are sampled in blocks, and a GPU computes the next block while the host reads one. Texts join and leave
+    Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts join and leave
     between blocks. A text that reaches its number of tokens is removed immediately. A text also ends with the token
     `last`. When the host reads this token, the next block is already being computed, so the text is removed after that
     block, and its tokens after `last` are discarded.

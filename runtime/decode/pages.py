@@ -64,13 +64,14 @@ class PagedDecoder:
     """Samples tokens for texts that grow. Texts can be added and removed at any step. The host does not wait for the
     device.
 
-    When a text is added, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a
-    text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
+    When a text is added, it receives all pages that its largest number of tokens needs, so that no text ever waits for
+    a page. When a text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text,
+    as in `Decoder`.
 
     A step reads the same number of pages of each text: the pages of the longest text, rounded up to one of a few
     numbers. On a GPU, there is one CUDA graph for each combination of a number of pages and a number of texts, where
     the number of texts is rounded up to a power of two. A separate page serves rows without a text. It also serves
-    texts that continue beyond their last page; the caller discards those tokens.
+    texts that continue beyond their last page; the caller discards the tokens beyond this page.
 
     Args:
         model: the model, on `device`.
@@ -136,7 +137,7 @@ class PagedDecoder:
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
-        """Returns whether a text was just added or is full, so that `begin` samples its next token."""
+        """Returns whether `begin` must sample the next token of a text, because the text was just added or is full."""
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
@@ -206,7 +207,8 @@ class PagedDecoder:
 
 
 class _Rows:
-    """Rows of a step, at fixed addresses. `replayed` appends a token to the text of each row and samples the next.
+    """The tensors of a step at fixed addresses, for a fixed number of rows and pages. `replayed` appends a token to the
+    text of each row and samples the next token.
 
     Args:
         step: the program that appends a token to each text.

@@ -1,7 +1,6 @@
 """Detects a hung process of a run. A process that dies is detected by its closed sockets. A process that is stopped,
-swapped out or deadlocked keeps its sockets open. Without heartbeats, the others would wait for the full timeout of a
-collective call.
-"""
+swapped out or deadlocked keeps its sockets open. Without heartbeats, all other processes would wait for the full
+timeout of a collective call."""
 
 import os
 import sys

@@ -223,8 +223,9 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all processes, and forwards the signals in `received`. GRACE seconds after a failure, kills the others.
-    Returns (rank, return code) of the processes that ended by themselves, in the order in which they ended."""
+    """Waits for all processes, and forwards the signals in `received`. GRACE seconds after a process fails, kills the
+    remaining processes. Returns (rank, return code) of the processes that ended by themselves, in the order in which
+    they ended."""
     ended: dict[int, int] = {}
     until = math.inf
     sent = 0

@@ -41,7 +41,7 @@ class Stopped(Exception):
 def restored_signals() -> Iterator[None]:
     """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
 
-    It has no effect outside of the main thread, because Python sets signal handlers only there.
+    It has no effect in other threads than the main thread, because Python sets signal handlers only in the main thread.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -58,8 +58,8 @@ def restored_signals() -> Iterator[None]:
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The context manager has no effect outside of
-    the main thread, because Python handles signals only there.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The context manager has no effect in other
+    threads than the main thread, because Python handles signals only in the main thread.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -95,7 +95,7 @@ class Adapted:
     Attributes:
         how: the settings. `how.causal` states whether each token is predicted from earlier tokens only.
         windows: the windows that were scored.
-        done: a text that states how many times the model was adapted.
+        done: a message that states how many times the model was adapted.
         counted: the result in bits per byte, with every token counted once.
     """
 

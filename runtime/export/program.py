@@ -305,7 +305,7 @@ def quiet() -> Iterator[None]:
 
 
 def _batches(export: ProgramExport) -> Iterator[dict[str, Tensor]]:
-    """Yields batches of random ids, with the inputs of `score` by name: first the extreme sizes, then random ones."""
+    """Yields batches of random ids, with the inputs of `score` by name: first the extreme sizes, then random sizes."""
     from specc.compiler.passes.logits import SCORE
 
     programs = passed(export.spec, TARGET, form="exported")

@@ -160,8 +160,7 @@ def softcap_of(model: Decoder) -> float | None:
 
 
 def heads(model: Decoder) -> Data:
-    """Returns the fields of a config for the attention with grouped queries in the first block, and its rotary
-    positions."""
+    """Returns the fields of a config for the attention layer of the first block: its heads and its rotary positions."""
     layer = layer_of(model, Attention)
     return {
         "num_attention_heads": layer.heads,

@@ -71,8 +71,8 @@ def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
 
 
 def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> Row:
-    """Returns the table row for matrices that the file joins into one. Matrix i is `sizes[i]` consecutive rows of this
-    matrix."""
+    """Returns the table row for matrices that the file joins into one matrix. The joined matrix has `sizes[i]` rows for
+    matrix i, in order."""
 
     def split(tensors: Tensors) -> Tensors:
         return [tensors[0][first:end] for first, end in pairwise(accumulate(sizes, initial=0))]

@@ -194,7 +194,8 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of generation: the imported files, or those of the run's tokenizer."""
+    """Returns the files of the tokenizer and of the settings of generation, by name. The files from the import are
+    copied. If the run has no imported tokenizer, files are written for the tokenizer of its spec."""
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried

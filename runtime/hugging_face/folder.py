@@ -148,7 +148,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
         files = {name: _header(path / _inside(path, name)) for name in sorted(set(placed.values()))}
         for name, file in placed.items():
             if name not in files[file]:
-                raise IntegrityError(f"{path / file}: has no {name}, which {INDEX} places there", "copy it again")
+                raise IntegrityError(f"{path / file}: has no {name}, but {INDEX} states that it has", "copy it again")
         return {name: files[file][name] for name, file in placed.items()}
     if (path / WEIGHTS).is_file():
         return _header(path / WEIGHTS)

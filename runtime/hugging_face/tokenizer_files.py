@@ -50,7 +50,7 @@ def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
 
 
 def byte_level() -> bytes:
-    """Returns the tokenizer `bytes` as a tokenizer.json: one id per byte, and one that separates documents."""
+    """Returns the tokenizer `bytes` as a tokenizer.json: one id per byte, and one id that separates documents."""
     content = json.loads(tokenizer_json([bytes([value]) for value in range(256)], "gpt2", [SEPARATOR]))
     content["pre_tokenizer"] = content["decoder"]
     return _json(_separated(content, SEPARATOR, ByteTokenizer.bos))

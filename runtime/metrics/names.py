@@ -49,7 +49,7 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
 
     Args:
         spec_metric: `eval.metric` of the spec.
-        scores: the validations; None for a run without one.
+        scores: the validation of each run; None for a run without a validation.
 
     Returns:
         The first metric of the spec that all validations have. For some data, bits per byte are unknown; the metric is

@@ -2,7 +2,7 @@
 
 By default, torch uses a folder with a predictable name in /tmp, which another user can create first. The name of an
 entry is a digest of the source from which the entry was made. Runs and processes can therefore share entries, and never
-read an outdated one.
+read an outdated entry.
 """
 
 import hashlib

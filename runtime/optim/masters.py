@@ -367,10 +367,11 @@ class _Group:
 def _round_stochastically(values: Tensor) -> None:
     """Rounds f32 `values` stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    Every value lies between two adjacent bf16 values, at a fraction p of the way from the bf16 value nearer to zero to
-    the other. It is rounded away from zero with probability p, and toward zero otherwise. A bf16 number consists of the
-    upper 16 bits of an f32 number. A uniform integer of 16 bits is added to the lower 16 bits, which are then set to
-    zero. The sum carries into the upper bits with probability p.
+    Every value lies between two adjacent bf16 values. Let p be its distance from the bf16 value with the smaller
+    magnitude, divided by the distance between the two bf16 values. The value is rounded away from zero with probability
+    p, and toward zero otherwise. A bf16 number consists of the upper 16 bits of an f32 number. A uniform integer of 16
+    bits is added to the lower 16 bits, which are then set to zero. The sum carries into the upper bits with probability
+    p.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

@@ -20,7 +20,8 @@ class Statistics:
 
     Attributes:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
-        uses: the uses of the parameters that are used in any other way than in a single matrix product.
+        uses: the uses of each parameter that is not used in exactly one matrix product, such as a table that is looked
+            up.
         rises: a function that returns the estimated rises of the loss, in nats per token, for errors of parameters;
             None if the quantization does not need them.
     """

@@ -36,7 +36,7 @@ class TrainedModel:
         weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters that are used in any other way than in a single matrix product, as `reused` in
+        reused: the parameters that are not used in exactly one matrix product, as `reused` in
             compiler/passes/assign_quant.py returns them.
         unfused: a function that returns the module without fusions. The module has the parameters `weights`, and is in
             eval mode on the device. Each linear layer is a separate node.

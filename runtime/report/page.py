@@ -1,6 +1,6 @@
 """The page of a report: tables and pictures of a run in one HTML file, which loads nothing and runs no script.
 
-Everything is read from the files of the run. The template escapes every text.
+Everything is read from the files of the run. The template escapes every string.
 """
 
 import json

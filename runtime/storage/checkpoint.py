@@ -62,8 +62,8 @@ class Snapshot:
 
     @property
     def weights_alone(self) -> bool:
-        """True if these are weights from which a run starts. State of optimizers, generators and data does not exist
-        yet."""
+        """True if the snapshot contains only weights from which a run starts. The state of optimizers, generators and
+        data does not exist yet."""
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
@@ -97,8 +97,8 @@ class State(StrictModel):
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """Commits `snapshot` as `folder/step_NNNNNNNN`, then removes all checkpoints except the `keep` newest.
 
-    A valid checkpoint of the same step is left unchanged, and a damaged one is replaced. Raises EnvironmentFailure if
-    the checkpoint cannot be written, and ValueError if `keep` is below 2.
+    A valid checkpoint of the same step is left unchanged, and a damaged checkpoint is replaced. Raises
+    EnvironmentFailure if the checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")

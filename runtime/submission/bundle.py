@@ -300,8 +300,8 @@ def _without_rules(spec: Spec) -> str:
 
 
 def _piece_table(pieces: PieceBytes) -> str:
-    """Returns one character per id. Its code is 32, plus twice the bytes of the piece without a leading space, plus 1
-    if the piece has a leading space."""
+    """Returns one character per id. The code point is 32, plus twice the bytes of the piece without a leading space,
+    plus 1 if the piece has a leading space."""
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)
 

@@ -19,7 +19,7 @@ class SubmissionSize:
         path: the folder of the submission.
         code: the size of the code file.
         weights: the size of the weights file.
-        budget: the size limit of both together.
+        budget: the size limit of the code and the weights together.
         others: the names of other files in the folder, which are not counted.
     """
 

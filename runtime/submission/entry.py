@@ -63,7 +63,8 @@ DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program with command-line `arguments`, and returns its exit code. The codes are those of specc."""
+    """Runs the program with command-line `arguments`, and returns its exit code, which has the same meaning as for
+    specc."""
     options = _options(arguments)
     try:
         with joined() if is_launched() else nullcontext(World.alone()) as world:
@@ -131,7 +132,7 @@ class TrainedFile:
         """Writes the final weights atomically, f32, and returns the path.
 
         Raises RunFailure if the file cannot be written, or if the run has not reached its last phase. In an earlier
-        phase, the weights belong to a different model than the one that is scored.
+        phase, the weights do not belong to the model that is scored.
         """
         if any(snapshot.done < phase.until for phase in plan.PHASES):
             raise _too_few(snapshot.step)

@@ -29,7 +29,7 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
     Args:
         parts: the modules, by name.
-        resolved: a function that returns the module that defines a symbol, and its name there.
+        resolved: a function that maps a symbol to the module that defines it and to its name in that module.
 
     Returns:
         The module, whose statements are in the order in which the imports of the modules execute them, and the name of

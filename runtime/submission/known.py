@@ -1,4 +1,4 @@
-"""Functions that replace others in a submission: those that need the compiler, a text tokenizer or Pydantic."""
+"""Replacements, in a submission, for functions that need the compiler, a text tokenizer or Pydantic."""
 
 import json
 import math

@@ -17,7 +17,7 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def global_names(statement: ast.AST, aliases: Collection[str] = ()) -> Iterator[ast.Name]:
-    """Yields the nodes of a statement of a module that name a variable of the module, or a built-in one.
+    """Yields the nodes of a statement that name a variable of the module, or a built-in name.
 
     Args:
         statement: the statement.

@@ -1,10 +1,11 @@
 """Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. The search starts at the entry function. It follows each name to the statements that
-bind it, and each import to the statements of other modules. Every statement that it reaches is included. A class is
-included with its special methods. Its other methods are included if their names occur anywhere in the included code, as
-an attribute or a string. Docstrings and annotations are removed, and imports are regenerated. A module that is used
-only in annotations is therefore not included. Local variables and parameters get short names (scopes.py).
+Modules are parsed, never executed. The search starts at the entry function. The search follows each name to the
+statements that bind the name, and each import to the statements of other modules. Every statement that the search
+reaches is included. A class is included with its special methods. Its other methods are included if their names occur
+anywhere in the included code, as an attribute or a string. Docstrings and annotations are removed, and imports are
+regenerated. A module that is used only in annotations is therefore not included. Local variables and parameters get
+short names (scopes.py).
 """
 
 import ast

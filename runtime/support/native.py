@@ -88,8 +88,8 @@ def flags(text: bytes) -> tuple[str, ...]:
 def compile_ahead(directory: Path) -> None:
     """Starts to compile every .cu file of a folder in background threads, at most one compilation per core.
 
-    nvcc takes longer than torch.compile, so both run in parallel. Errors are ignored here: the first call of the kernel
-    compiles it again and raises them.
+    nvcc takes longer than torch.compile, so nvcc and torch.compile run in parallel. Errors are ignored here: the first
+    call of the kernel compiles it again and raises them.
     """
     cores = threading.Semaphore(os.cpu_count() or 1)
 

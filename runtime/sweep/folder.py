@@ -109,7 +109,7 @@ class SweepRecord(StrictModel):
             raise IntegrityError(f"{directory / RECORD}: is damaged: {error}") from None
 
     def changes(self, new: "SweepRecord") -> Iterator[str]:
-        """Compares this record with `new`, the record of the edited sweep file. Yields one text per difference.
+        """Compares this record with `new`, the record of the edited sweep file. Yields one sentence per difference.
 
         Additions are not differences.
         """

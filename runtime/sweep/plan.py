@@ -107,8 +107,8 @@ class PlannedSweep:
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """An override, and its position in the sweep file. The position is that of a text `path=value`, or of a path and a
-    value of the grid."""
+    """An override, and its position in the sweep file: the position of an entry `path=value`, or the positions of a
+    path and a value of the grid."""
 
     text: str
     path: DataPath

@@ -16,9 +16,9 @@ _MISSING = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context manager in which repeated calls of Torch, its compiler and its libraries return the same bits. It does
-    nothing unless `wanted`. It must be entered before the first matrix product on a GPU, and before the processes form
-    a group.
+    """A context manager in which repeated calls of Torch, its compiler and its libraries return the same bits. Without
+    `wanted`, the context manager does nothing. Enter the context before the first matrix product on a GPU, and before
+    the processes form a group.
 
     Raises:
         EnvironmentFailure: if the environment selects a cuBLAS workspace with which sums have no fixed order.

@@ -1,6 +1,6 @@
 """The entry point `train`, which turns a spec and its options into a run in a directory.
 
-It creates or resumes the run, and loads model and data. loop.py repeats steps, and trainer.py computes a step.
+`train` creates or resumes the run, and loads model and data. loop.py repeats steps, and trainer.py computes a step.
 """
 
 import os
@@ -75,7 +75,7 @@ class TrainOptions:
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
-        lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
+        lock: the measured kernels. A new run stores them; a resumed run uses the stored kernels instead.
         track: the names of trackers that receive the records of the log.
         place: the position of `train` in the spec, as `file:line`, for errors; empty if it is not known.
         began: the value of `time.monotonic` when the command began, so that the log states the time of its imports.

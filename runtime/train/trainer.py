@@ -114,7 +114,8 @@ class Trainer:
 
     Attributes:
         loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
-        terms: the terms of the training loss in the last evaluation, as from `loss_terms`. Empty if there is only one.
+        terms: the terms of the training loss in the last evaluation, as from `loss_terms`. Empty if the loss has only
+            one term.
         loss_scale: the factor of the loss in backward passes. None if the loss is not scaled.
 
     Raises:

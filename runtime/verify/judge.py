@@ -58,7 +58,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """Describes the errors, in words that follow the name of the output in a message."""
+        """Returns a phrase about the errors, which a message appends to the name of the output."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest error"

@@ -165,8 +165,8 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 
 
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
-    """Checks pointwise expressions and their gradients on inputs of all magnitudes. They are computed in the same way
-    as in fused kernels."""
+    """Checks pointwise expressions and their gradients on inputs of all magnitudes. The expressions are computed in the
+    same way as in fused kernels."""
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
         for node in graph.nodes:
@@ -243,8 +243,8 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     come from Torch's random generator, the loss is the mean of the `score` program instead.
 
     The gradient of a parameter with few elements is a sum of many terms, which may cancel. The error of such a gradient
-    is relative to the size of the terms, which `_term_sizes` estimates. It is reported separately from the errors of
-    larger parameters.
+    is relative to the size of the terms, which `_term_sizes` estimates. Errors of such gradients are reported
+    separately from the errors of larger parameters.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
@@ -391,8 +391,8 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the matrix products of 8-bit floats. They are compared with an emulation in f32, and their rounding error
-    against float64 is measured."""
+    """Checks the matrix products of 8-bit floats. The products are compared with an emulation in f32, and their
+    rounding error against float64 is measured."""
     module = sys.modules[type(loaded.model).__module__]
     sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
     for graph in loaded.programs.graphs:

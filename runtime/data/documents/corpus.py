@@ -107,7 +107,7 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
 
 
 def find_corpus(source: str | Path, split: Split) -> Corpus:
-    """Returns the files that `documents` would read. Raises DataError if there are none."""
+    """Returns the files that `documents` reads. Raises DataError if there are none."""
     if split not in ("train", "val"):
         raise DataError(f"unknown split {split!r}", "use train or val")
     corpus = split_corpus([source])[split]

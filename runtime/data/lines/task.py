@@ -27,7 +27,7 @@ class LineSet(TextPairs, Protocol):
 
 
 class LineStream(Protocol):
-    """An endless stream of training lines. `identity` is a text that contains all values that determine the lines."""
+    """An endless stream of training lines. `identity` is a string that contains all values that determine the lines."""
 
     @property
     def identity(self) -> str: ...

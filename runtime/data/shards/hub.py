@@ -51,7 +51,8 @@ class RemoteFile:
         return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
 
     def fault(self, path: Path) -> str | None:
-        """Describes the difference between the file at `path` and this file. Returns None if they are identical."""
+        """Describes the difference between the file at `path` and the file on the hub. Returns None if the two files
+        are identical."""
         size = path.stat().st_size
         if size != self.size:
             return f"{size:,} bytes, not {self.size:,}"

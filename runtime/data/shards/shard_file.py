@@ -228,7 +228,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     if not chosen:
         raise DataError(
             f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} belongs to the {split} split",
-            f"name shards like corpus_{split}_000000.bin; give their folder or a pattern for both splits",
+            f"rename shards, such as to corpus_{split}_000000.bin, or name a folder or pattern that has both splits",
         )
     return chosen
 

@@ -1,6 +1,6 @@
 """The formats of `specc export`, one file per format. The name of a format is the name of its file.
 
-The command line lists the formats, and imports only the one that it needs.
+The command line lists the formats, and imports only the format that it needs.
 """
 
 import importlib
