@@ -39,7 +39,7 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
-    help="Number of processes for the distributed rows of `table`. Each uses one GPU.",
+    help="Number of processes for the distributed rows of `table`. Each process uses one GPU.",
 )
 @click.option(
     "--weights",

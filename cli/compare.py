@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=65536,
     show_default=True,
-    help="Number of tokens of --calibration.",
+    help="Number of validation tokens for --calibration.",
 )
 @click.option("--prompt", help="Also print the text that the first run of each group writes after this prompt.")
 @click.option(
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=100,
     show_default=True,
-    help="Maximum number of tokens of these texts.",
+    help="Maximum number of tokens of the texts of --prompt.",
 )
-@click.option("--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature of these texts.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of these texts.")
+@click.option(
+    "--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature of the texts of --prompt."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the texts of --prompt.")
 @device_option
 @tokenizers_option
 @json_option

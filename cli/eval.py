@@ -29,13 +29,15 @@ from specc.cli.processes import Repeatable, joined_world, launched
     "For a model of lines: a file of lines, `polynomial` or `polynomial:SPLIT`. By default, the data of the run.",
 )
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Number of windows or lines per batch. By default, that of the spec."
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Number of windows or lines per batch. By default, the number of the spec.",
 )
-@click.option("--window", type=click.IntRange(min=1), help="Tokens per window. By default, that of the spec.")
+@click.option("--window", type=click.IntRange(min=1), help="Tokens per window. By default, the number of the spec.")
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
-    help="Tokens between the starts of two windows. By default, that of the spec.",
+    help="Tokens between the starts of two windows. By default, the stride of the spec.",
 )
 @click.option(
     "--adapt",

@@ -111,7 +111,9 @@ def _write_many(
     help="File of lines to transform, or `-` for standard input. For a model of lines.",
 )
 @click.option(
-    "--beam", type=click.IntRange(min=1, max=1024), help="Beam width for --lines. By default, that of the spec."
+    "--beam",
+    type=click.IntRange(min=1, max=1024),
+    help="Beam width for --lines. By default, the beam width of the spec.",
 )
 @click.option(
     "--max-tokens", type=click.IntRange(min=0), default=200, show_default=True, help="Maximum number of new tokens."

@@ -63,7 +63,7 @@ class SpecPath(click.Path):
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
 target_option = click.option("--target", help="A target of the spec. By default, all targets.")
 device_option = click.option(
-    "--target", help="A target of the spec. By default, the best one that this machine can run."
+    "--target", help="A target of the spec. By default, the best target that this machine can run."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 set_option = click.option(

@@ -23,7 +23,7 @@ from specc.cli.output import say
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.json.gz",
-    help="File for the trace, which ui.perfetto.dev opens. By default, NAME.trace.json.gz here.",
+    help="File for the trace, which ui.perfetto.dev opens. By default, NAME.trace.json.gz in the working directory.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing trace.")
 @json_option

@@ -12,13 +12,15 @@ from specc.cli.output import find_over_budget, say
 
 @click.command("size", cls=Compiling)
 @model_argument
-@click.option("--budget", type=click.IntRange(min=1), help="Budget in bytes. By default, that of the spec.")
+@click.option("--budget", type=click.IntRange(min=1), help="Budget in bytes. By default, the budget of the spec.")
 @click.option(
     "--plain",
     is_flag=True,
     help="Also compress the same arrays as parameter-golf PR 1105 does, and compare the sizes. Takes minutes.",
 )
-@click.option("--layers", is_flag=True, help="Show one row per parameter of each layer instead of one for all layers.")
+@click.option(
+    "--layers", is_flag=True, help="Show one row per parameter of each layer instead of one row for all layers."
+)
 @json_option
 def command(model: Path, budget: int | None, plain: bool, layers: bool, as_json: bool) -> int:
     """Count the bytes of an artifact or a submission exactly.

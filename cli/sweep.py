@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", "directory", type=folder, help="Folder of the sweep. By default, runs/ and the name of FILE.")
 @click.option("--data", callback=stated, help="Training data, instead of the data that FILE names.")
-@click.option("--target", help="Target of all runs, instead of the one that FILE names.")
+@click.option("--target", help="Target of all runs, instead of the target that FILE names.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Number of simultaneous runs on each GPU, or on the CPU, whose cores they share.",
+    help="Number of runs at the same time on each GPU, or on the CPU. Runs on the CPU share its cores.",
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs to use. By default, all visible GPUs.")
 @click.option("--dry-run", is_flag=True, help="Check the file and all specs, list the runs, and start none.")

@@ -38,8 +38,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
-    help="Number of processes on this machine, one per GPU. With --target cpu, they run on the CPU. Options of "
-    "torchrun may follow after `--`.",
+    help="Number of processes on this machine, one per GPU. With --target cpu, the processes run on the CPU. "
+    "Options of torchrun may follow after `--`.",
 )
 @set_option
 @click.option(
@@ -68,7 +68,7 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Train nothing. Open the data of --data, run one step on the CPU, and print parameters, bytes, and the "
+    help="Train nothing. Open the data of --data, run two steps on the CPU, and print parameters, bytes, and the "
     "estimated times and memory for the target. Needs no GPU.",
 )
 @tokenizers_option

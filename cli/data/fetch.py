@@ -12,7 +12,9 @@ from specc.cli.output import say
 
 @click.command("fetch")
 @click.argument("name", metavar="NAME")
-@click.option("--out", type=folder, required=True, help="Folder to fill. An interrupted download resumes there.")
+@click.option(
+    "--out", type=folder, required=True, help="Folder to fill. With the same folder, an interrupted download resumes."
+)
 @click.option(
     "--shards",
     type=click.IntRange(min=1),
@@ -20,7 +22,7 @@ from specc.cli.output import say
     show_default=True,
     help="Number of training shards, of 100 million tokens each.",
 )
-@click.option("--repo", help="Repository with the same files. By default, the official one.")
+@click.option("--repo", help="Repository with the same files. By default, the official repository.")
 @click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
 @click.option("--yes", is_flag=True, help="Download without asking.")
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:

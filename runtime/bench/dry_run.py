@@ -1,4 +1,4 @@
-"""`specc train --dry-run`: checks all inputs of a run without a GPU, and runs one step on the CPU."""
+"""`specc train --dry-run`: checks all inputs of a run without a GPU, and runs two steps on the CPU."""
 
 import json
 import tempfile
@@ -38,17 +38,17 @@ class DryRun:
 
     Attributes:
         summary: the lines of `specc plan` for the target.
-        parts: the forecast bytes of a step on the target, by kind of content.
+        parts: the forecast bytes of tensors at the peak of a step on the target, by kind of tensor.
         measured: whether `bytes` is a measurement from the lock. Otherwise, it is a forecast.
         bytes: the peak memory of the tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
-        full: whether the step on the CPU had its full size.
-        size: a description of the step that ran.
-        loss: the loss of the step on the CPU.
-        seconds: the seconds of that step.
-        peak: the peak number of bytes of tensors on the CPU, from the creation of the model to the end of the step.
-            Python, the libraries of Torch and mapped files are not included.
-        estimate: the estimate of `peak`.
+        full: whether the steps on the CPU had their full size.
+        size: a description of the steps on the CPU.
+        loss: the loss of the last step on the CPU.
+        seconds: the seconds of the last step on the CPU.
+        peak: the peak number of bytes of tensors on the CPU, from the creation of the model to the end of the last
+            step. Python, the libraries of Torch and mapped files are not included.
+        estimate: the forecast of `peak`.
     """
 
     summary: tuple[str, ...]
@@ -92,7 +92,7 @@ def dry_run(
     Raises:
         LoweringError: the spec cannot be planned for the target.
         DataError: the data cannot be read, or do not fit the spec.
-        RunFailure: the loss of the step is not finite.
+        RunFailure: the loss of the last step is not finite.
     """
     summary = Summary(spec, plan_loaded(spec, None, (target,), lock).plans, {})
     step = summary.step
@@ -103,7 +103,7 @@ def dry_run(
             digests = source_of(spec)(spec, search).open(data, cache, stack).digests
             described = f"{data}: train {digests.train[:12]}, val {digests.val[:12]}"
         full, small = _for_cpu(spec)
-        say("runs a step on the CPU")
+        say("runs two steps on the CPU")
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="specc-"))
         with recorder(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             trainer = random_trainer(instantiate(small, CPU, Path(folder) / "code"), torch.device(CPU), stack)
@@ -114,7 +114,7 @@ def dry_run(
         recorded.export_chrome_trace(str(trace := Path(folder) / "trace.json"))
         peak, loss = _peak(trace), steps[-1].loss
     if not torch.isfinite(torch.tensor(loss)):
-        raise RunFailure(f"the loss of the step is {loss}")
+        raise RunFailure(f"the loss of the last step is {loss}")
     return DryRun(
         summary=lines(summary),
         parts=step.memory.parts,
@@ -131,8 +131,8 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs. If the step is too
-    large, this is a smaller spec with the same kinds of blocks and one row per step."""
+    """Returns whether a step of a spec is small enough for the CPU, and the spec whose steps run on the CPU. If a step
+    is too large, the returned spec is a smaller spec with the same kinds of blocks and one row per step."""
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]
     local = load(json.dumps(data))[0]
