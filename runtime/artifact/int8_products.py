@@ -68,7 +68,7 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
     if codes.shape[0] != n:
         yield f"the weight has {codes.shape[0]} rows, and the model has {n}"
     if codes.order != ROWS:
-        yield f"the weight [{n}, {k}] is stored by {codes.order}, and read by {ROWS}"
+        yield f"the weight [{n}, {k}] is stored by {codes.order}, but its kernel reads it by {ROWS}"
     if scale.shape != (n,):
         yield f"the weight has {n} rows, but its scales have the shape {list(scale.shape)}"
     if input_scale.shape not in ((1,), (k,)):

@@ -118,7 +118,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
         if entry.form != form:
             raise IntegrityError(f"{array} is {entry.form} in the file but {form} in the model", AGAIN)
         if entry.order != ROWS:
-            raise IntegrityError(f"{array} is stored by {entry.order}, and is read by {ROWS}", AGAIN)
+            raise IntegrityError(f"{array} is stored by {entry.order}, but is read by {ROWS}", AGAIN)
 
 
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:

@@ -35,7 +35,7 @@ class MatrixRule(UpdateRule[S]):
         return {name: matrix for bank, tensor in pairs for name, matrix in self.matrices(bank, tensor).items()}
 
     def matrices(self, bank: Bank, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns the state of a bank, [all matrices, ...], by parameter name."""
+        """Splits a state tensor of a bank, [all matrices, ...], into the states of its parameters, by name."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         # padding belongs to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}

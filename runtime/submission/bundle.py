@@ -239,7 +239,8 @@ def _facts(spec: Spec, targets: Sequence[str]) -> _Facts:
 def _plan(
     facts: _Facts, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
 ) -> tuple[str, dict[str, str], set[str]]:
-    """Returns the source of the module `plan`, the generated files by path, and the storage of the model's buffers."""
+    """Returns the source of the module `plan`, the generated files by path, and the kinds of buffers that the model
+    has."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
     built, unfused = (compiled(each, targets, lock) for each in (spec, spec.plain))

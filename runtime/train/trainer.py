@@ -466,7 +466,8 @@ class Trainer:
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds the gradients and the loss of one micro-batch to the masters. A CUDA graph may capture the call."""
+        """Adds the gradients and the loss of one micro-batch, in rows of `tokens` tokens, to the masters. A CUDA graph
+        may capture the call."""
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
@@ -481,7 +482,7 @@ class Trainer:
         return Captured(work, pool) if captured else work
 
     def _steps_of_each_work(self) -> list[int]:
-        """Returns one of the next steps for each kind of work of the optimizers."""
+        """Returns, for each kind of work of the optimizers, the first of the next steps that does this work."""
         left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
         first: dict[Work, int] = {}
         for step in range(self.step, self.step + left):
@@ -512,7 +513,7 @@ class Trainer:
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, now: Moment, index: int) -> bool:
-        """Returns True if weights are quantized at a position of the run in a segment."""
+        """Returns True if the model computes with quantized weights at the position `now`, in segment `index`."""
         if any(
             segment.phase.rounds for segment in self._segments
         ):  # weights become quantized in the same step as the inputs in the programs
@@ -545,8 +546,8 @@ class Trainer:
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
-        """Starts to copy the loss and the gradient norm from the device. Returns whether the loss scale skips the
-        update. If the loss scale is dynamic, waits for the values."""
+        """Starts to copy `numbers`, the loss and the gradient norm, from the device. Returns whether the loss scale
+        skips the update. If the loss scale is dynamic, waits for `numbers`."""
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)

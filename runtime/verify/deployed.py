@@ -179,5 +179,5 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
 
 
 def _middle(values: Tensor) -> float:
-    """Returns the median RMS over samples, which are the first dim."""
+    """Returns the median, over the first dim, of the root mean square over all other dims."""
     return float(values.square().flatten(1).mean(1).sqrt().median())

@@ -80,7 +80,8 @@ class Composed:
     exact: str = "float64"
 
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
-        """Returns True if the error is at most LOOSER times the error of unfused code, or at most the floor of `dtype`.
+        """Returns True if the error is at most LOOSER times the error of unfused code, or at most the entry of FLOORS
+        for `dtype`.
 
         Returns False for NaN. `count` is the number of compared values. If it is at most FEW, the error of unfused code
         may be small by chance. The factor is then at least FEW_LOOSER, and an error of one unit of `dtype` is allowed.
@@ -180,7 +181,7 @@ class Judge:
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
-        """Returns the relative error of a kernel with these `errors`, and that of eager Torch, for the output with the
+        """Returns the relative errors of a kernel with these `errors` and of eager Torch, for the output with the
         largest error.
 
         The errors are relative to the RMS of the exact output. A code that differs is counted as an error of about one

@@ -212,8 +212,8 @@ def test_a_weight_column_by_column_is_refused(tmp_path: Path) -> None:
     odd = {**whole, (SQUARE, "codes"): replace(whole[SQUARE, "codes"], order=table.COLUMNS)}
     unknown = {**whole, (BIAS, "codes"): replace(whole[BIAS, "codes"], order="?")}
     for changed, message in (
-        (odd, r"the weight \[16, 16\] is stored by columns, and read by rows"),
-        (unknown, "is stored by [?], and is read by rows"),
+        (odd, r"the weight \[16, 16\] is stored by columns, but its kernel reads it by rows"),
+        (unknown, "is stored by [?], but is read by rows"),
     ):
         path = sealed(tmp_path / "m.specc", arrays(), table.packed(changed.values()))
         with pytest.raises(IntegrityError, match=message) as raised:
