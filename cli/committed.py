@@ -34,8 +34,8 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     """Starts nvcc on the committed CUDA C++ of a spec, and initializes the CUDA driver, in the background, before Torch
     is imported.
 
-    nvcc takes longer than the import of Torch and the tracing of the model, which run at the same time. Does nothing on
-    a machine without an NVIDIA driver, for a CPU, or if several targets are possible.
+    nvcc takes longer than the import of Torch and the tracing of the model, which run at the same time. Does nothing if
+    the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are possible.
 
     Args:
         path: the file of the spec.

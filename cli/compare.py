@@ -143,8 +143,8 @@ def _texts(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> dict[str, str]:
-    """Returns one sampled text per group, by group name. The first run of each group samples it with the same random
-    numbers."""
+    """Returns one text per group, by group name. The first run of the group samples the text; all groups use the same
+    random numbers."""
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate
     from specc.runtime.open_model import open_model

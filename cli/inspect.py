@@ -92,8 +92,8 @@ def command(
 
     Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
     the residual stream are measured on the validation split. The load of each expert is measured on each kind of
-    documents. The sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. Beside
-    the sensitivity stands the estimate that bit allocation uses.
+    documents. The sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. The
+    estimate that bit allocation uses is shown beside the sensitivity.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure

@@ -96,7 +96,7 @@ class Output:
     """The errors and findings of one command.
 
     In the text format, errors go to stderr, and findings, which are results, go to stdout. In the format of GitHub
-    annotations, errors and findings go to stdout. In the formats in DOCUMENTS, stdout is one document with the errors
+    annotations, errors and findings go to stdout. With a format in DOCUMENTS, stdout is one document with the errors
     and findings, and other results go to stderr. With `--json`, stdout is the JSON result of the command, which
     contains its findings. If a command with `--json` fails, stdout is a JSON document of its errors.
 

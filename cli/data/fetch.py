@@ -28,9 +28,9 @@ from specc.cli.output import say
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:
     """Download token shards or a tokenizer from the Hugging Face hub.
 
-    NAME is fineweb-sp1024 or fineweb-sp8192, for shards of FineWeb and their tokenizer, or the file of a tokenizer that
-    a spec names: gpt2.tiktoken, llama3.tiktoken, qwen3.json or gemma3.model. The command states what it downloads, and
-    asks for confirmation. No other command uses the network.
+    NAME is a data set or the file of a tokenizer. The data sets fineweb-sp1024 and fineweb-sp8192 are shards of FineWeb
+    with their tokenizers. The files are those that specs name: gpt2.tiktoken, llama3.tiktoken, qwen3.json and
+    gemma3.model. The command states what it downloads, and asks for confirmation. No other command uses the network.
     """
     from specc.runtime.data.shards.fetch import SETS, fetch
     from specc.runtime.data.shards.fetch_tokenizer import TOKENIZERS, fetch_tokenizer

@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues. The text of each node is the same as in a build with
+    """Returns a function that computes nodes without epilogues. The code of each node is the same as in a build with
     `fuse: []`.
 
     Args:

@@ -68,7 +68,7 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: a list to which texts are added about results that are left out, and about evaluations that some runs
+        notes: a list to which messages are added: about results that are left out, and about evaluations that some runs
             lack.
 
     Returns:

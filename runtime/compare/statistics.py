@@ -35,7 +35,7 @@ class Welch:
         error: the standard error of the difference.
         t: the difference of the means, in units of its standard error.
         df: degrees of freedom by the Welch-Satterthwaite equation.
-        p: the two-sided p-value: the probability of a |t| of at least the measured one if the means are equal.
+        p: the two-sided p-value: the probability, if the means are equal, that |t| is at least as large as measured.
         low, high: 95 % confidence interval of the difference.
     """
 

@@ -1,10 +1,10 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
 Several programs find the largest logit of a row, and the last of them to finish writes the token of a greedy choice. If
-the temperature is not 0, one program per row samples the token. It maps the bits of logits to 32-bit integers in the
-same order, which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k` and
-`top_p`. Weights of tokens are f64, as in `Sampling.probabilities`, so that the kernel and `Sampling.pick` choose the
-same token for the same random number.
+the temperature is not 0, one program per row samples the token. This program maps the bits of logits to 32-bit integers
+in the same order, which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k`
+and `top_p`. Weights of tokens are f64, as in `Sampling.probabilities`, so that the kernel and `Sampling.pick` choose
+the same token for the same random number.
 """
 
 import torch

@@ -63,8 +63,8 @@ def sample_texts(
         block: the largest number of tokens of a block, at most BLOCK.
 
     Yields:
-        The index of the prompt, a token, and whether it is the last of its text. The token is -1 if the largest logit
-        is not finite.
+        The index of the prompt, a token, and whether this token is the last of its text. The token is -1 if the largest
+        logit is not finite.
 
     Raises:
         SamplingError: a seed has more than 64 bits.

@@ -172,8 +172,8 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Appends the last token of the texts, and samples further tokens. All of these except the last are appended
-        too.
+        """Appends the last token of each text, samples n more tokens, and appends all of these n tokens except the
+        last.
 
         Args:
             keys: the texts. `begins` must be false for each of them.

@@ -22,10 +22,10 @@ _LEFT = 1 << 40  # added to the count of a process that exits normally
 class Heartbeat:
     """Two threads that detect hung processes.
 
-    They increment the heartbeat count of this process in the store of the run, and watch the count of the process with
-    the previous rank. Rank 0 hosts the store, so a store that does not answer means that rank 0 hangs. A thread that
-    detects a hung process ends its own process, because the main thread waits in a collective call, which cannot be
-    interrupted.
+    The threads increment the heartbeat count of this process in the store of the run, and watch the count of the
+    process with the previous rank. Rank 0 hosts the store, so a store that does not answer means that rank 0 hangs. A
+    thread that detects a hung process ends its own process, because the main thread waits in a collective call, which
+    cannot be interrupted.
 
     Args:
         rank: the rank of this process.

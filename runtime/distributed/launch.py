@@ -48,7 +48,7 @@ def is_launched() -> bool:
 
 def place() -> tuple[int, int, int, int]:
     """Returns (rank, size, local rank, local size) from the environment. Rank and size count the processes of all
-    hosts; the local values count those of this host.
+    hosts; the local values count the processes of this host.
 
     Raises EnvironmentFailure if a variable is missing or not an integer.
     """
@@ -88,7 +88,7 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
     """Returns the target that `choose_target` selects.
 
-    With `gpus`, it is the CPU only if `wanted` names the CPU. Raises the errors of `choose_target`, and
+    With `gpus`, a CPU target is returned only if `wanted` names it. Raises the errors of `choose_target`, and
     EnvironmentFailure if none of the spec's targets runs on the GPUs of this machine.
     """
     chosen = choose_target(spec, wanted)

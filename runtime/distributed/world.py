@@ -178,8 +178,8 @@ class World:
 
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails shows its error. The
-        others end as a result of it, or with the same error. If a process of this machine was lost, its launcher, which
-        knows the signal, reports this."""
+        other processes end as a result of this failure, or with the same error. If a process of this machine was
+        killed, the launcher reports its end, because the launcher knows the signal."""
         if self._store is None:
             return True
         if isinstance(error, PeerLost) and self._single_host and has_launcher():

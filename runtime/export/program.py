@@ -1,6 +1,6 @@
 """Exports a program of a run as a torch.export graph of ATen operations, and compares it with the model of the run.
 
-The formats that contain a graph share this module. The code is that of the CPU target in f32, without fusion.
+The formats that contain a graph share this module. The code is generated for the CPU target in f32, without fusion.
 """
 
 import logging
@@ -62,7 +62,7 @@ class ProgramExport:
         most: the largest number of tokens, the context of the model.
         reference: the same program of the generated code without fusion.
         score: the program `score` of the model as `specc eval` runs it on the CPU, with its fused kernels.
-        about: facts for the metadata of a file, text by name.
+        about: facts for the metadata of a file: strings by name.
     """
 
     spec: Spec
@@ -83,8 +83,8 @@ class Agreement:
     Attributes:
         batches: the number of compared batches, which have random ids and various sizes.
         largest: the largest difference of an output.
-        bits: the difference of the mean loss in bits per token. It bounds the difference in bits per byte, because a
-            token that has bytes has at least one.
+        bits: the difference of the mean loss in bits per token. It bounds the difference in bits per byte, because
+            every token that represents bytes represents at least one byte.
     """
 
     batches: int

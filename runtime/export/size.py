@@ -22,7 +22,7 @@ class GroupSize:
         parameters: the number of values in all tensors.
         scheme: the labels of the tensors' schemes, most bits first.
         stored: the bytes before compression. Compressed bytes cannot be attributed to single parameters, because a
-            stream joins the codes of several.
+            stream joins the codes of several parameters.
     """
 
     name: str

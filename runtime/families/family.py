@@ -36,7 +36,7 @@ class Family:
             raises NotOfFamily.
         table: a function that returns the table rows of all tensors that a model with a given config can have.
         buffers: patterns that match the names of tensors without parameters, which files of older versions contain.
-        prefix: a prefix of tensor names. Files that contain the model without its head omit it.
+        prefix: a prefix of tensor names. Files that contain the model without its head omit this prefix.
     """
 
     name: str

@@ -49,7 +49,7 @@ class InspectOptions:
         bits: the numbers of bits at which sensitivity is measured. If empty, the numbers of the spec.
         top: the number of largest singular values whose share of the energy is reported. None for a tenth of all.
         sequences: the number of rows of text on which heads, units and norms are measured.
-        window: the length of these rows in tokens, at most the context.
+        window: the length of each row of text in tokens, at most the context.
         max_tokens: the number of tokens of the validation split on which sensitivity is measured.
         data: the data; None for the data of the run.
         target: a target of the spec. None selects the best target that this machine can run.

@@ -23,8 +23,8 @@ class BlockNorm:
 
     Attributes:
         block: the name of the block.
-        before: the root mean square of the stream that the block reads; None if this stream and the result differ in
-            shape.
+        before: the root mean square of the stream that the block reads; None if the streams before and after the block
+            differ in shape.
         after: the root mean square of the stream after the block.
         change: |after - before| / |before|, the relative size of the change that the block makes; None if `before` is
             None.

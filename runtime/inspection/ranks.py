@@ -19,7 +19,7 @@ class RankUse:
         stable_rank: sum s_i^2 / s_1^2, the squared ratio of Frobenius norm and spectral norm; 0 for a zero matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
         top: the number of largest singular values that `energy` includes.
-        energy: the share of their squares in sum s_i^2.
+        energy: the sum of the squares of the `top` largest singular values, divided by sum s_i^2.
         spectrum: the singular values, in descending order.
     """
 

@@ -39,7 +39,7 @@ class TargetError(RuntimeFailure):
 class Loaded:
     """A module, with the spec, target and programs from which it was generated.
 
-    `directory` contains its code. `stored` holds the arrays, by parameter and suffix, from which the floats were
+    `directory` contains its code. `stored` holds the arrays, by parameter and suffix, from which the parameters were
     dequantized; None if there is no quantized model.
     """
 

@@ -24,18 +24,20 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The current mean, without a copy. Before the first update, it equals the initial master weights."""
+        """The current mean, without a copy. Before the first sample of an `swa`, it equals the current master
+        weights."""
         if not self.begun:
             self._move(1.0)
         return self._tensors
 
     @property
     def begun(self) -> bool:
-        """True after the first update."""
+        """Whether the mean has a sample: always for an `ema`, and after the first sample for an `swa`."""
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean from the master weights after `step` updates. `moment` is the moment of the last update."""
+        """Updates the mean from the master weights after `step` updates, if an update of the mean is due. `moment` is
+        the position of the run at the last update."""
         if isinstance(self._spec, EmaSpec):
             self._move(1 - self._spec.decay)
         elif step % self._spec.every == 0 and moment.warm_down < self._spec.below:
@@ -48,13 +50,13 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state other than the mean, by name. The tensors are not copies."""
+        """Returns the number of samples of an `swa`, by name, without a copy; empty for an `ema`."""
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Sets the mean to `weights`, and the other state to `state`, a result of the method `state`. Names and shapes
-        must equal those of the current mean and state. Unknown names in `state` are ignored."""
+        """Sets the mean to `weights`, which must have the names and shapes of the mean. Restores the number of samples
+        from `state`, a result of the method `state`. Other names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

@@ -17,8 +17,8 @@ class Moment:
 
     Attributes:
         multiplier: the factor of learning rates.
-        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin when it falls below a
-            limit.
+        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin when this value falls
+            below a limit.
         done: the completed share of the run, 0 to 1.
         step: the number of updates so far.
     """

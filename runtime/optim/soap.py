@@ -49,8 +49,8 @@ class _Side:
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. In the null space they would depend on rounding. A term that orders the axes of
-        the null space makes them unique."""
+        """Computes the eigenvectors. In the null space, the eigenvectors would depend on rounding. A term that orders
+        the axes of the null space makes them unique."""
         gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)

@@ -130,7 +130,7 @@ class Quantizer:
         """Returns the scale, f32 [1] or [K], by which training rounded the input of a weight; None if training did not
         round it.
 
-        A run stores one scale per feature. They are all equal if the scheme stores one number per input.
+        A run stores one scale per feature. These scales are all equal if the scheme stores one number per input.
         """
         trained = self.inputs.trained.get(self._leader_of[name]) if name in self._leader_of else None
         if trained is None or not scheme.integer:

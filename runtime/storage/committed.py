@@ -75,7 +75,7 @@ class Committed:
         if size != member.size:
             raise IntegrityError(f"{path}: has {size:,} bytes, not {member.size:,}", HINT)
         if hashlib.sha256(data).hexdigest() != member.sha256:
-            raise IntegrityError(f"{path}: its SHA-256 is not the one in COMMIT", HINT)
+            raise IntegrityError(f"{path}: its SHA-256 differs from the SHA-256 in COMMIT", HINT)
         return data
 
     def in_full_size(self) -> bool:

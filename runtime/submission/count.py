@@ -53,7 +53,7 @@ class SubmissionSize:
 def is_submission(path: Path) -> bool:
     """Returns True if `path` is a folder with the code file of a submission.
 
-    Raises IntegrityError for the folder of an interrupted export: an empty folder, or one with temporary files or
+    Raises IntegrityError for the folder of an interrupted export: an empty folder, or a folder with temporary files or
     weights but no code.
     """
     if (path / CODE).exists() or not path.is_dir() or is_run(path):

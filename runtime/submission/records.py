@@ -1,6 +1,7 @@
 """A minimal replacement for pydantic in a submission, whose settings were validated when it was exported.
 
-Only the rules in a weights file are external input. Their fields are validated against the ranges in their annotations.
+Only the rules in a weights file are external input. The fields of these rules are validated against the ranges in their
+annotations.
 """
 
 import inspect

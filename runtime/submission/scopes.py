@@ -1,4 +1,5 @@
-"""Names of variables in a Python syntax tree: which of them belong to the module, and shorter ones for all.
+"""Names of variables in a Python syntax tree: finds the names that belong to the module, and replaces all names by
+shorter names.
 
 Names of attributes and modules do not change. Parameters that any call passes by keyword do not change either.
 """

@@ -90,8 +90,8 @@ def check_step(
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.
-        h: the hidden state, [..., H] in `dtype`. If it is a matrix, its row stride may be a larger multiple of 4
-            elements. The pointer must be aligned to 4 elements, or to 16 bytes if that is less.
+        h: the hidden state, [..., H] in `dtype`. If h is a matrix, its row stride may be a larger multiple of 4
+            elements. The pointer of h must be aligned to 4 elements, or to 16 bytes if that is less.
         c: the cell state, with the shape, dtype, strides and alignment of h.
         x: the input contribution to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].

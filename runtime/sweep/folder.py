@@ -75,8 +75,8 @@ class SweepRecord(StrictModel):
     Attributes:
         format: the version of the format.
         data, target: as for `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. It does not change after the first start, so that a resumed run
-            rounds its sums in the same order.
+        threads: the number of CPU threads of each run. This number does not change after the first start, so that a
+            resumed run rounds its sums in the same order.
         runs, quantizations: the runs and quantizations of the sweep.
     """
 
@@ -162,7 +162,7 @@ class SweepFolder:
             The folder.
 
         Raises:
-            SweepError: if the folder belongs to another sweep, or the file has changed since it began.
+            SweepError: if the folder belongs to another sweep, or the file has changed since the sweep began.
             IntegrityError: if its record is damaged.
             EnvironmentFailure: if it cannot be written.
         """

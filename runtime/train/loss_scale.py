@@ -11,7 +11,8 @@ LARGEST = 2.0**32  # the largest factor, because the scaled loss must stay far b
 
 
 class LossScale:
-    """The factor that the loss has during backward passes. Gradients are divided by it before they are clipped.
+    """The factor that the loss has during backward passes. Gradients are divided by this factor before they are
+    clipped.
 
     A dynamic factor falls after a step whose gradients are not finite, and rises after many finite steps (Micikevicius
     et al., 2018). Its state is saved in checkpoints. All ranks compute the same norm of the gradients, and therefore

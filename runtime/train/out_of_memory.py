@@ -40,8 +40,8 @@ class Advice:
     place: str = ""
 
     def hint(self, capacity: int) -> str:
-        """Returns the smallest changes that fit in `capacity` bytes of tensors, as text for the user. A change is fewer
-        rows per micro-batch, a part that is recomputed, or both.
+        """Returns the smallest changes that fit in `capacity` bytes of tensors, as a hint for the user. A change is
+        fewer rows per micro-batch, a part that is recomputed, or both.
 
         The run is known not to fit. If its forecast is nevertheless below `capacity`, all forecasts are scaled up by
         the same factor.

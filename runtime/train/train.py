@@ -65,7 +65,8 @@ class TrainOptions:
         target: the target of the spec to run.
         data: the data, in the form that the spec's kind of data accepts. For text see
             `specc.runtime.data.windows.stream.open_stream`.
-        run: the run directory. None selects the next free `runs/NAME-NNN`, or the newest run there when resuming.
+        run: the run directory. None selects the next free `runs/NAME-NNN` for a new run, and the newest `runs/NAME-NNN`
+            to resume.
         overrides: the `--set` texts that `spec` already contains, recorded in run.json.
         resume: "auto" continues from the newest valid checkpoint. It starts from step 0 if there is no run, or if the
             run ended before its first checkpoint.

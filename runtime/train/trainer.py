@@ -274,9 +274,9 @@ class Trainer:
 
         Args:
             vocabulary: the number of token ids.
-            mark: a function that is called after each part of the work: with `trace` after the first gradients of a
-                segment, whose computation traces and compiles the program, and with `warm_up` after everything else,
-                including the capture of CUDA graphs.
+            mark: a function that is called after each part of the work, with the name of the part. `trace` is the first
+                computation of gradients in a segment, which traces and compiles the program. `warm_up` is everything
+                else, including the capture of CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)

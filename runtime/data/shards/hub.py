@@ -81,7 +81,7 @@ def requests(repository: str) -> Iterator[None]:
         first = next(iter(str(error).strip().splitlines()), "")
         raise EnvironmentFailure(
             f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access, then run the command again; complete files are kept",
+            "check the network, the repository and your access, then run the command again; it resumes the download",
         ) from error
 
 

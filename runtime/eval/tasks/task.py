@@ -138,7 +138,7 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self, encoder: Encoder) -> list[list[Row]]:
-        """Returns the rows of each example. Raises DataError with the line of an example that cannot be scored."""
+        """Returns the rows of each example. Raises DataError, which names the line, if an example cannot be scored."""
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
