@@ -65,7 +65,7 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
 
 
 def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
-    """Returns whether stored samples were generated with `options`."""
+    """Returns whether `stored` answers `options`; any lines do where no prompts are asked for."""
     shown = [(sample.prompt, sample.seed) for sample in stored.samples]
     if lines:
         return shown == [(prompt, None) for prompt in options.prompts] or not options.prompts
