@@ -1,4 +1,4 @@
-"""The `bench` command. Torch is imported only when it runs."""
+"""The `bench` command. Torch is imported only when the command runs."""
 
 import json
 import shlex
@@ -150,7 +150,7 @@ def command(
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or contains no kernels and
+    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or has neither kernels nor
     groups."""
     from specc.compiler.errors import SpeccError
 

@@ -1,4 +1,4 @@
-"""The `eval` command, which scores a model. Torch is imported only when it runs."""
+"""The `eval` command, which scores a model. Torch is imported only when the command runs."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The `generate` command, which decodes with a model. Torch is imported only when it runs."""
+"""The `generate` command, which decodes with a model. Torch is imported only when the command runs."""
 
 import json
 import os

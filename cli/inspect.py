@@ -1,4 +1,4 @@
-"""The `inspect` command, which measures the weights of a run. Torch is imported only when it runs."""
+"""The `inspect` command, which measures the weights of a run. Torch is imported only when the command runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The `profile` command. Torch is imported only when it runs."""
+"""The `profile` command. Torch is imported only when the command runs."""
 
 import json
 import os

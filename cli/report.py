@@ -1,4 +1,4 @@
-"""The `report` command, which writes the page of a run. Torch is imported only when it runs."""
+"""The `report` command, which writes the page of a run. Torch is imported only when the command runs."""
 
 from pathlib import Path
 

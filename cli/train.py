@@ -1,4 +1,4 @@
-"""The `train` command. Torch is imported only when it runs."""
+"""The `train` command. Torch is imported only when the command runs."""
 
 import shlex
 import time

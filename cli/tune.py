@@ -1,4 +1,4 @@
-"""The `tune` command. Torch is imported only when it runs."""
+"""The `tune` command. Torch is imported only when the command runs."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The `verify` command, which checks generated code against its plan. Torch is imported only when it runs."""
+"""The `verify` command, which checks generated code against its plan. Torch is imported only when the command runs."""
 
 import json
 from itertools import chain

@@ -115,7 +115,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
         weights: a run or an artifact. None for the initial weights of training.
 
     Returns:
-        The rows.
+        The rows, and the reason for each missing row.
 
     Raises:
         IntegrityError: if `weights` belong to another model.

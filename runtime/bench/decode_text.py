@@ -164,7 +164,7 @@ def measure(
         timed: the number of timed tokens of each text; None for TIMED, or half of the text if that is less.
 
     Returns:
-        The rows.
+        The rows, and the reason for each missing row.
 
     Raises:
         RunFailure: if a context is longer than that of the model or too short for the timed tokens, or if the logits of

@@ -79,7 +79,7 @@ class Updates:
 
 
 def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
-    """Measures the step and all updates.
+    """Measures a training step, its update, the update by each entry of `train.optimizers`, and Torch's AdamW.
 
     Args:
         setup: the setup of the benchmark.
@@ -87,7 +87,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
         steps: the number of training steps to time.
 
     Returns:
-        The rows.
+        One row per update, and the time of a step.
 
     Raises:
         RunFailure: if a loss is not finite.

@@ -72,7 +72,7 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All calls of one kernel in one class, as ms and calls per step."""
+    """The calls of one kernel: their class, the name of the kernel, and their ms and number per step."""
 
     kind: str
     name: str

@@ -76,7 +76,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
         unfused: whether to also measure the `fuse: []` build of a spec with fusion points.
 
     Returns:
-        The builds, by name.
+        The measurements of each build, by the name of the build.
 
     Raises:
         RunFailure: if a loss is not finite.

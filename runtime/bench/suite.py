@@ -134,7 +134,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
         world: the processes. None for only this process.
 
     Returns:
-        The measurements.
+        The measurements of all parts.
 
     Raises:
         EnvironmentFailure: if this machine cannot run the target.

@@ -138,7 +138,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
         world: the processes.
 
     Returns:
-        The table.
+        The measured rows, and the reason for each missing row.
 
     Raises:
         BatchError: if a batch cannot be divided evenly.

@@ -39,7 +39,7 @@ def added_nats(
         progress: a function that is called as `progress(done, total)` with numbers of backward passes.
 
     Returns:
-        The rises, in the order of the errors, by name.
+        The rises of each parameter, by name, in the order of its errors.
 
     Raises:
         QuantizeError: a gradient contains NaN or infinity, or the loss does not depend on a parameter.

@@ -29,7 +29,7 @@ def _logits(logits_ptr, at, V):
 
 @triton.jit
 def _key(logit):
-    """Maps f32 to i32 in the same order."""
+    """Returns an i32 for each f32. The integers have the order of the floats."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -229,12 +229,13 @@ class Waiting:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """A context manager for the world that the environment describes. If the block fails, one rank shows the error.
+    """A context manager for the world that the environment variables of torchrun describe. If the block fails, one rank
+    shows the error.
 
     A process that completes the block exits with 0.
 
     Raises:
-        EnvironmentFailure: if the environment is not that of torchrun.
+        EnvironmentFailure: if a variable of torchrun is missing in the environment, or not an integer.
         SystemExit: with the exit code of the error, on ranks that do not show it.
     """
     world = _join()

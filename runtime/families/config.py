@@ -132,7 +132,7 @@ class Config:
             needed: the hint of the error for another name.
 
         Returns:
-            The entry.
+            The entry of `choices`.
 
         Raises:
             ConfigError: the field has another value.

@@ -93,7 +93,7 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
         sizes: the rows per head of each matrix.
 
     Returns:
-        The row.
+        A row that splits the joint tensor into the matrices, and joins them.
     """
 
     def split(tensors: Tensors) -> Tensors:

@@ -237,7 +237,7 @@ class FittedWeights:
         return self._ready.pop(name)
 
     def _finite(self, key: str) -> Tensor:
-        """Returns a tensor of the folder in f32."""
+        """Returns a tensor of the folder in f32. Raises IntegrityError if the tensor is damaged, or not finite."""
         stored = self._folder.tensors[key]
         tensor = stored.read().float()
         if not bool(torch.isfinite(tensor).all()):

@@ -116,7 +116,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
         progress: a function that is called as `progress(stage, done, total)`.
 
     Returns:
-        The results.
+        The results of the requested parts.
 
     Raises:
         RunDirectoryError: `path` is not a run (2).

@@ -79,7 +79,7 @@ class _Matrix(nn.Module):
         return value
 
     def hold(self, leaf: Tensor) -> None:
-        """Replaces the method of the block that computes the matrix, so that it returns `leaf`."""
+        """Makes the method of the block that computes the matrix return `leaf` instead."""
         setattr(self.block, f"derived_{self._method}", leaf)
 
 

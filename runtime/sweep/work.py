@@ -127,7 +127,7 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
         say: a function that is called with a line for each start and each end.
 
     Returns:
-        The results of the jobs.
+        The names of the jobs that are done and of those that failed, and the number of jobs that were not started.
 
     Raises:
         Preempted, Interrupted: after a signal. The signal is forwarded to the jobs, which first save and end.
@@ -185,7 +185,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
 
 
 def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
-    """Records the end of a job."""
+    """Adds an ended job to `outcome`, and says how the job ended."""
     job, code = entry.job, entry.process.returncode
     seconds = time.monotonic() - entry.began
     if code == 0:

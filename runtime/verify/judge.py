@@ -349,7 +349,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
         seed: the seed of the random generator.
 
     Returns:
-        The inputs, in the dtypes of their types.
+        The inputs, in the order of the inputs of the node, with the dtypes that the site states.
     """
     tiny = site.node.op.site_sizes(TINY)
     return on_domain(site, _random(site, sizes, device, seed), _random(site, tiny, device, seed))

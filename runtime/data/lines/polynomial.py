@@ -67,7 +67,7 @@ class Lines:
             forms: the coefficients (a, b) of both factors a * v + b, i64 [N, 2, 2].
 
         Returns:
-            The lines. Equal products have equal values.
+            N lines. Lines with equal products are equal.
         """
         a, b = forms[..., 0], forms[..., 1]
         lone = b == 0
@@ -157,7 +157,7 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
         count: the number of lines.
 
     Returns:
-        The lines.
+        The `count` lines, in the order of the stream.
     """
     rest = _words(stream, seed, start, count) % np.uint64(16 * 100 * (85 * 315) ** 2)
 

@@ -62,7 +62,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
         training: the training set.
 
     Returns:
-        The lines.
+        The `count` lines of the split.
 
     Raises:
         DataError: the split does not exist, the count is out of range, or too few lines are disjoint from `training`.
