@@ -172,13 +172,16 @@ def test_the_cache_is_bounded(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.gpu
 def test_a_second_start_compiles_nothing(tmp_path: Path, root: Path) -> None:
-    starts, files = list[dict[str, Any]](), list[dict[Path, int]]()
+    starts, files, programs = list[dict[str, Any]](), list[dict[Path, int]](), list[dict[Path, int]]()
     for name in ("first", "second"):
         command = [sys.executable, "-m", "specc.cli", "train", str(SPEC), "--data", "stdlib", "--run"]
         subprocess.run([*command, str(tmp_path / name), "--target", "sm90", "--steps", "1"], check=True, cwd=tmp_path)
         starts += [record for record in read_log(tmp_path / name / "log.jsonl") if record["event"] == "start_up"]
         made = [path for folder in ("native", "triton", "inductor/aotautograd") for path in (root / folder).rglob("*")]
         files.append({path: path.stat().st_mtime_ns for path in made if path.suffix not in ("", ".lock")})
+        stored = (root / code_cache.PROGRAMS).rglob("entry")
+        programs.append({path: path.stat().st_mtime_ns for path in stored})
+    assert programs[0] and programs[0] == programs[1]  # the second start reads the stored program
     assert len(starts) == 2 and files[0] and {path: files[1].get(path) for path in files[0]} == files[0]
     assert not [path for path in files[1].keys() - files[0].keys() if path.suffix in (".so", ".cubin")]
     compiling = [start["trace"] + start.get("nvcc", 0.0) for start in starts]
