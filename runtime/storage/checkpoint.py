@@ -68,10 +68,16 @@ class Snapshot:
 
     def copied(self) -> "Snapshot":
         """Returns a snapshot with copies of the weights, the average and the optimizer state in host memory, so that
-        they occupy no GPU memory."""
+        they occupy no GPU memory. The copy of a tensor of zeros, such as the state of an optimizer that has not begun,
+        is one expanded zero on the device of the tensor."""
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            return {
+                name: tensor.detach().to("cpu", copy=True)
+                if tensor.detach().contiguous().reshape(-1).view(torch.uint8).any()  # -0.0 has a nonzero byte
+                else tensor.new_zeros(()).expand(tensor.shape)
+                for name, tensor in tensors.items()
+            }
 
         average = copy(self.average) if self.average is not None else None
         return replace(self, weights=copy(self.weights), average=average, optimizer=copy(self.optimizer))

@@ -292,6 +292,7 @@ class Trainer:
                 self.update(Moment(step=step))
             mark("warm_up")
         self.restore(before)
+        mark("warm_up")
 
     def evaluate(
         self,

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,22 @@ def folder(tmp_path: Path) -> Path:
 
 def no_warning(text: str) -> None:
     raise AssertionError(text)
+
+
+def test_copies_are_equal_bit_for_bit_and_those_of_zeros_have_one_element() -> None:
+    last = torch.zeros(3, 5)
+    last[-1, -1] = 1e-45
+    zeros = {"f32": torch.zeros(3, 5), "i64": torch.zeros(2, dtype=torch.int64), "strided": torch.zeros(4, 6)[:, ::2]}
+    zeros |= {"scalar": torch.tensor(0.0), "empty": torch.zeros(0, 3)}
+    others = {"negative": torch.full((3, 5), -0.0), "last": last, "turned": torch.arange(6.0).reshape(2, 3).T}
+    original = replace(snapshot(1), optimizer={**zeros, **others})
+    copy = original.copied()
+    assert same(original, copy)
+    assert all(copy.optimizer[name].untyped_storage().nbytes() <= 8 for name in zeros)
+    before = bits(dict(copy.optimizer))
+    for tensor in original.optimizer.values():
+        tensor.fill_(1)
+    assert bits(dict(copy.optimizer)) == before
 
 
 @pytest.mark.parametrize("averaged", [True, False])
