@@ -22,6 +22,7 @@ from specc.runtime.support.native import cache_folder
 # Global variables are guarded by value. Guards of the identity of modules, classes and functions cannot be stored. The
 # digest of the generated code, the version of Torch and the checksums of traced functions take their place.
 BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
+BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION"})
 # A loaded program adds a global variable of this name, for guards that are not stored. Torch gives the same name to a
 # variable of the next program that it traces, and then fails because the name exists.
 BUILTINS = "__builtins_dict__"
@@ -115,7 +116,7 @@ class StoredProgram:
             nopython=True,
             dynamic=self._dynamic,
             package=self._package,
-            guard_filter_fn=lambda guards: [not guard.is_global or guard.guard_type in BY_VALUE for guard in guards],
+            guard_filter_fn=lambda guards: [_can_be_stored(guard) for guard in guards],
         )(self._function)
         return compiled
 
@@ -143,3 +144,10 @@ class StoredProgram:
         """Writes the entry. An entry that Torch cannot write is compiled again by the next start."""
         with suppress(RuntimeError):
             self._store.save_package(self._package, self._key)
+
+
+def _can_be_stored(guard: Any) -> bool:
+    """Returns whether a guard of Dynamo can be stored."""
+    if guard.is_global:
+        return guard.guard_type in BY_VALUE
+    return BY_IDENTITY.isdisjoint((guard.guard_type, *(guard.derived_guard_types or ())))
