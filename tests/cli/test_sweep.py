@@ -1,16 +1,15 @@
 """`specc sweep` and `specc compare` as a user calls them, with real runs: interrupted, continued, compared."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_server import shell_environment
 from log_lines import read_log
 from run_samples import SMALL, SPEC, write_text
 
@@ -42,8 +41,6 @@ quantize:
   - name: to nearest
     set: ['quant.default={{scheme: round, bits: 5}}']
 """
-SPECC = (sys.executable, "-P", "-m", "specc.cli")
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def steps_in(folder: Path) -> int:
@@ -58,9 +55,9 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subproc
     folder = tmp_path_factory.mktemp("sweep")
     file, data, out = folder / "acts.yaml", write_text(folder / "data"), folder / "out"
     file.write_text(SWEEP)
-    command = [*SPECC, "sweep", str(file), "--data", str(data), "--out", str(out), "--jobs", "2"]
+    command = ["specc", "sweep", str(file), "--data", str(data), "--out", str(out), "--jobs", "2"]
     command += ["--picture", str(folder / "acts.png"), "--json"]
-    first = subprocess.Popen(command, env=ONE_THREAD, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(command, env=shell_environment(), stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 240
     while steps_in(out) < 50 and time.monotonic() < until and first.poll() is None:
         time.sleep(0.05)
@@ -68,7 +65,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, subproc
     notes = first.communicate(timeout=120)[1]
     assert first.returncode == 75, notes
     assert 50 <= steps_in(out) < 5 * STEPS and "the same command continues" in notes
-    return file, out, subprocess.run(command, env=ONE_THREAD, capture_output=True, text=True)
+    return file, out, subprocess.run(command, env=shell_environment(), capture_output=True, text=True)
 
 
 def test_a_sweep_goes_on_and_reports_the_run_that_failed(swept: tuple[Path, Path, Any]) -> None:
@@ -99,8 +96,8 @@ def test_an_interrupted_run_is_the_one_that_it_would_have_been(swept: tuple[Path
     assert (interrupted / "log.jsonl").read_text().count('"event": "start"') == 2
     alone = out.parent / "alone"
     overrides = [word for text in known.overrides for word in ("--set", text)]
-    command = [*SPECC, "train", str(SPEC), "--target", "cpu", "--data", known.data, "--run", str(alone), *overrides]
-    subprocess.run(command, env=ONE_THREAD, check=True, capture_output=True)
+    command = ["specc", "train", str(SPEC), "--target", "cpu", "--data", known.data, "--run", str(alone), *overrides]
+    subprocess.run(command, env=shell_environment(), check=True, capture_output=True)
     assert Run.open(alone).spec_digest == known.spec_digest
 
     def numbers(run: Path) -> list[tuple[Any, ...]]:

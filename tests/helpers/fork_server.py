@@ -110,9 +110,9 @@ class ForkServer:
 
 @cache
 def _torch_server(interpret: bool) -> ForkServer:
-    """A server that has imported Torch, or Triton with its interpreter. It ends with this process."""
+    """A server that has imported Torch and what trains, or Triton with its interpreter. It ends with this process."""
     if not interpret:
-        return ForkServer("import torch", environment=_environment(interpret))
+        return ForkServer("import torch, torch._dynamo, specc.runtime.train.train", environment=_environment(interpret))
     helpers = str(Path(__file__).parent)
     quicken = (
         f"sys.path.insert(0, {helpers!r}); import quick_interpreter; quick_interpreter.quicken(); import kernel_sites"
@@ -133,9 +133,24 @@ def run_script(script: Path, *words: str, folder: Path, interpret: bool = False)
         folder: where the files with its output are written.
         interpret: whether Triton's interpreter runs kernels.
     """
+    process = started_script(script, words, folder, _environment(interpret), "script", interpret)
+    assert process.wait() == 0, process.stderr.read_text()[-3000:]
+
+
+def started_script(
+    script: Path, words: Sequence[str], folder: Path, environment: Mapping[str, str], name: str, interpret: bool = False
+) -> Forked:
+    """Starts a script that needs Torch in a process of its own.
+
+    Args:
+        script: the Python file.
+        words: its arguments.
+        folder: where the files with its output are written.
+        environment: all environment variables of the process.
+        name: the name of these files, without endings.
+        interpret: whether Triton's interpreter runs kernels.
+    """
     code = "import os, runpy, sys; sys.argv.pop(0); sys.path.insert(0, os.path.dirname(sys.argv[0]))"
     code += "; runpy.run_path(sys.argv[0], run_name='__main__')"
-    stdout, stderr = folder / "script.stdout", folder / "script.stderr"
-    server, environment = _torch_server(interpret), _environment(interpret)
-    process = server.start(code, (str(script), *words), environment, stderr, stdout)
-    assert process.wait() == 0, stderr.read_text()[-3000:]
+    stdout, stderr = folder / f"{name}.stdout", folder / f"{name}.stderr"
+    return _torch_server(interpret).start(code, (str(script), *words), environment, stderr, stdout)

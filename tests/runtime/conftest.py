@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_server import folder_of_specc
 from run_samples import SPEC, make_run, small_spec, write_text
 
 from specc.compiler.build import compile_spec
@@ -54,3 +55,9 @@ def short_passes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specc.runtime.bench.timing.SECONDS", 0.01)
         yield
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server runs the processes that commands start in this process."""
+    monkeypatch.setattr("sys.executable", str(folder_of_specc() / "specc-python"))

@@ -13,8 +13,8 @@ import pytest
 import torch
 import world_scenes
 from log_lines import read_log, read_start
-from ranks import environment
-from run_samples import HELPERS, SPEC, write_text
+from ranks import environment, outputs
+from run_samples import SPEC, write_text
 from safetensors.torch import load_file
 from started_runs import MAIN, SPECC, arguments, ended, started
 
@@ -58,6 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_then_one_are_as_one(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(arguments(whole, "two", "--target", "cpu", "--gpus", "2", "--steps", "7")) == 0
     shown = capfd.readouterr()
@@ -67,6 +68,7 @@ def test_two_processes_then_one_are_as_one(whole: Path, capfd: pytest.CaptureFix
     assert_same_end(whole / "one", whole / "two")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_masters_in_bf16_are_rounded_the_same_on_all_ranks(whole: Path) -> None:
     """Weights that differ at a validation would end the run."""
     precision = ("--set", "train.precision={compute: bf16, masters: bf16}")
@@ -90,6 +92,7 @@ def test_one_process_then_torchrun_are_as_one(whole: Path) -> None:
     assert_same_end(whole / "one", whole / "hand")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_options_of_torchrun_give_the_same_run(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ("--target", "cpu", "--gpus", "2", "--", "--max-restarts", "0", "--monitor-interval", "0.1")
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)]
@@ -100,6 +103,7 @@ def test_options_of_torchrun_give_the_same_run(whole: Path, capfd: pytest.Captur
     assert_same_end(whole / "one", whole / "options")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_error_is_shown_and_torchrun_keeps_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Both ranks fail alike: torchrun would end with 1 and show each failure with a traceback."""
     odd = ("--set", "train.tokens_per_step=384", "--target", "cpu", "--gpus", "2")
@@ -248,25 +252,11 @@ def test_the_exit_code_is_that_of_the_cause(
 Scenes = dict[str, Any]
 
 
-def of_two(folder: Path, *words: str) -> list[tuple[int, str, str]]:
-    """The exit code of each of two ranks that run world_scenes.py, and what it printed and said."""
-    command = [sys.executable, str(HELPERS / "world_scenes.py"), str(folder), *words]
-    processes = []
-    with launch._reserved_port() as port:
-        for rank in ("0", "1"):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            processes.append(subprocess.Popen(command, env=environment(**place, **where), **pipes))
-        outputs = [process.communicate(timeout=300) for process in processes]
-    return [(process.returncode, *said) for process, said in zip(processes, outputs, strict=True)]
-
-
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Scenes], list[tuple[int, str]]]:
     """The folder, what each of two ranks saw, and each one's exit code and last words."""
     folder = tmp_path_factory.mktemp("scenes")
-    ended = of_two(folder)
+    ended = outputs("world_scenes.py", 2, folder, str(folder))
     for _, out, err in ended:
         assert out.startswith("{"), err
     return folder, [json.loads(out) for _, out, _ in ended], [(code, err) for code, _, err in ended]
@@ -361,7 +351,7 @@ def test_a_failure_is_shown_by_the_rank_that_had_it(scenes: Seen) -> None:
 
 def test_a_failure_of_the_first_in_turn_is_all_that_is_shown(tmp_path: Path) -> None:
     """The others, which wait for it, end before what they wait with is gone; that would say so in many lines."""
-    (rank_0, _, shown), (rank_1, _, nothing) = of_two(tmp_path, "turn")
+    (rank_0, _, shown), (rank_1, _, nothing) = outputs("world_scenes.py", 2, tmp_path, str(tmp_path), "turn")
     assert rank_0 == 1 and shown.count("Error: the disk of this host is damaged") == 1
     assert (rank_1, nothing) == (launch.PEER_LOST, "")
 

@@ -2,33 +2,25 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from adapt_scene import METHODS, all_of
-from ranks import environment
-from run_samples import HELPERS, make_run, small_spec
+from command_server import shell_environment
+from ranks import outputs
+from run_samples import make_run, small_spec
 
 from specc.cli.app import run as specc
 from specc.runtime.distributed import launch
 from specc.runtime.storage.run_directory import Run
 
 
-def test_three_processes_count_what_one_does(run: Run) -> None:
+def test_three_processes_count_what_one_does(run: Run, tmp_path: Path) -> None:
     """To the last bit, where no weights learn; else but for the rounding of the sums of gradients."""
-    command = [sys.executable, str(HELPERS / "adapt_scene.py"), str(run.directory), run.data]
-    with launch._reserved_port() as port:
-        processes = []
-        for rank in ("0", "1", "2"):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-            where = environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            processes.append(subprocess.Popen(command, env=where, text=True, **pipes))  # type: ignore[call-overload]
-        outputs = [process.communicate(timeout=300) for process in processes]
-    assert all(out.startswith("{") for out, _ in outputs), outputs[0][1]
-    first, *others = (json.loads(out) for out, _ in outputs)
+    ended = outputs("adapt_scene.py", 3, tmp_path, str(run.directory), run.data)
+    assert all(out.startswith("{") for _, out, _ in ended), ended[0][2]
+    first, *others = (json.loads(out) for _, out, _ in ended)
     assert all(other == first for other in others)
     alone = all_of(run.directory, Path(run.data), None)
     assert first.keys() == alone.keys() == {"plain", *METHODS}
@@ -44,8 +36,8 @@ def test_the_command_shares_the_work_and_only_rank_0_speaks(run: Run, capsys: py
     given = ["eval", str(run.directory), "--json", "--stride", "8", "--max-tokens", "300"]
     assert specc(given) == 0
     alone = json.loads(capsys.readouterr().out)
-    command = [sys.executable, "-c", "from specc.cli.app import main; main()", *given, "--gpus", "2"]
-    shared = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    command = ["specc", *given, "--gpus", "2"]
+    shared = subprocess.run(command, env=shell_environment(), capture_output=True, text=True, timeout=300)
     assert shared.returncode == 0, shared.stderr
     assert json.loads(shared.stdout) == alone and alone["tokens"] == 300
 

@@ -1,14 +1,13 @@
 """Dropout in models of text: known numbers, the same mask in all forms of a model, in both passes and on all ranks."""
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_server import shell_environment
 from log_lines import read_log
-from ranks import environment
 from run_samples import SPEC, random_weights, small_spec, write_text
 from safetensors.torch import load_file
 from torch import nn
@@ -192,9 +191,9 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     sets += ("train.tokens_per_step=256", "train.schedule={}", "train.validate_tokens=64")
     for name, gpus, rows in (("one", "1", 8), ("two", "2", 2)):
         words = [word for text in (*sets, f"train.micro_batch={rows}") for word in ("--set", text)]
-        command = [sys.executable, "-c", "from specc.cli.app import main; main()", "train", str(SPEC)]
-        command += ["--data", str(tmp_path / "data"), "--run", str(tmp_path / name), "--target", "cpu", *words]
-        done = subprocess.run([*command, "--gpus", gpus], env=environment(), capture_output=True, text=True)
+        command = ["specc", "train", str(SPEC), "--data", str(tmp_path / "data"), "--run", str(tmp_path / name), *words]
+        command += ["--target", "cpu", "--gpus", gpus]
+        done = subprocess.run(command, env=shell_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-6)
     ours, yours = (

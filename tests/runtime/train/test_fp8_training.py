@@ -1,7 +1,6 @@
 """Products of 8-bit floats: against a plain reference, their scales over steps, causality, resuming and ranks."""
 
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_server import shell_environment
 from log_lines import read_log
-from ranks import environment
 from run_samples import SPEC, random_weights, small_spec, write_text
 from torch import Tensor, nn
 from toy import Toy
@@ -266,9 +265,9 @@ def test_two_ranks_are_as_one(tmp_path: Path) -> None:
     sets += ("train.micro_batch=2", "train.tokens_per_step=256", "train.schedule={}", "train.validate_tokens=64")
     words = [word for text in (*sets, f"train.precision.fp8={rules}") for word in ("--set", text)]
     for name, gpus in (("one", "1"), ("two", "2")):
-        command = [sys.executable, "-c", "from specc.cli.app import main; main()", "train", str(SPEC)]
-        command += ["--data", str(tmp_path / "data"), "--run", str(tmp_path / name), "--target", "cpu", *words]
-        done = subprocess.run([*command, "--gpus", gpus], env=environment(), capture_output=True, text=True)
+        command = ["specc", "train", str(SPEC), "--data", str(tmp_path / "data"), "--run", str(tmp_path / name), *words]
+        command += ["--target", "cpu", "--gpus", gpus]
+        done = subprocess.run(command, env=shell_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     (losses, one), (others, two) = end(tmp_path / "one"), end(tmp_path / "two")
     assert others == pytest.approx(losses, rel=1e-5)

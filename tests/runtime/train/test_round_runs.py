@@ -54,6 +54,7 @@ def test_resuming_is_exact(run: TrainResult, tmp_path: Path, stop: int) -> None:
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_two_processes_are_as_one(run: TrainResult, tmp_path: Path) -> None:
     """Rank 0 alone measures the scales, so ranks have the same; the weights that they fit differ by the order of
     sums."""
