@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command_server import shell_environment
 from int8_models import LSTM as INT8_MODEL
 from int8_models import data_of
 from pair_models import BOTH, CHARS, CROSS, EMBED, LSTM, MLP, SELF, blocks, pairs_spec
@@ -230,9 +230,8 @@ def test_what_it_refuses(arguments: list[str], code: int, message: str, capsys: 
 
 def test_rows_of_two_processes(spec_file: Path) -> None:
     """On the target that one process chooses too, here the spec's only one."""
-    words = ["bench", str(spec_file), "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
-    code = "import sys; from specc.cli.app import run; sys.exit(run(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    command = ["specc", "bench", str(spec_file), "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
+    done = subprocess.run(command, env=shell_environment(), capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)["table"]
     rows = {row["name"]: row for row in result["rows"]}
