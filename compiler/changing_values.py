@@ -219,7 +219,7 @@ def rate_at(rate: float | str | Schedule, share: float, step: int) -> float:
     """Returns the value of a number, a formula or a schedule.
 
     Args:
-        rate: the number, formula of the share of the run, or schedule.
+        rate: a number, a schedule, or a formula. The variable of a formula is the share of the run.
         share: the share of the run that is complete, 0 to 1.
         step: the number of updates so far.
     """

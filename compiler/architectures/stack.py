@@ -319,7 +319,7 @@ class BlockCall:
 
 
 def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
-    """Returns the name of the function input for each value of an earlier run of a block."""
+    """Returns, for each value that a block function reads from an earlier run, the name of its input."""
     labels: dict[EarlierValue, str] = {}
     for value in values:
         name = "skip" if value.function == OUTPUT else f"{value.layer}_skip"

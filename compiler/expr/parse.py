@@ -344,7 +344,7 @@ class _Reader:
                 symbol = COMPARISONS[type(op)]
                 return Compare(symbol, a[0], b[0]), fold(symbol, (a[1], b[1]), node)
             case ast.Compare(ops=[_, _, *_]):
-                fail("comparisons cannot be chained", node, "nest where(x > 0, a, b)")
+                fail("comparisons cannot be chained", node, "nest the conditions: where(x > 0, where(x < 1, a, b), b)")
         fail("the condition of where must be one comparison", node, "write where(x > 0, a, b)")
 
     def check_exponent(self, value: float | None, node: ast.expr) -> None:

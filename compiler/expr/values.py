@@ -139,7 +139,9 @@ class Neg(Expr):
 
     def __post_init__(self) -> None:
         if isinstance(self.a, Const):
-            raise ExprError(f"Neg of the constant {self.a}", hint="use Const of the negative number")
+            raise ExprError(
+                f"the operand of Neg must not be a constant, such as {self.a}", hint="use Const of the negative number"
+            )
         Expr.__post_init__(self)
 
 

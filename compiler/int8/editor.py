@@ -1,4 +1,4 @@
-"""A graph whose matrix products are being replaced with int8 products, and the products of a model."""
+"""The replacement of the matrix products of a graph with int8 products, and the list of the products of a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

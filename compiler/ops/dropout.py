@@ -46,7 +46,9 @@ class Dropout(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if self.counted and inputs[1] != DRAW:
-            raise TypeRuleError(f"needs a key and the rows of the batch, {DRAW}, not {inputs[1]}", (1,))
+            raise TypeRuleError(
+                f"needs the state of the random generator, {DRAW}, as second input, not {inputs[1]}", (1,)
+            )
         return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

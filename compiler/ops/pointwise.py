@@ -116,7 +116,7 @@ class Pointwise(Op):
         return results if len(results) > 1 else results[0]
 
     def values(self, inputs: Sequence[Tensor]) -> dict[str, Tensor | float]:
-        """Returns the value of each variable. Masks have the shape of the first input."""
+        """Returns the value of each variable. A dropout mask has the shape of the first input."""
         values: dict[str, Tensor | float] = dict(zip(self.variables, inputs, strict=True))
         first = inputs[0]
         given = dict(zip(self.variables, inputs, strict=True))

@@ -221,8 +221,8 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
 
 
 def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
-    """Returns the first option that is not taken. If all are taken, appends the first free number from 2 to the last
-    option."""
+    """Returns the first option that is not taken. If all are taken, returns the last option with a
+    suffix: the first free number, counted from 2."""
     numbered = (f"{options[-1]}_{i}" for i in count(2))
     return next(option for option in chain(options, numbered) if not taken(option))
 

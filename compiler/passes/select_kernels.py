@@ -1,4 +1,4 @@
-"""Chooses a kernel for each planned node, and a save choice for each group."""
+"""Chooses a kernel for each planned node, and, for each group, the values that its forward pass saves."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

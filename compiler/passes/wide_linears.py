@@ -34,8 +34,8 @@ def _widened(graph: Graph) -> Graph:
 
 
 def _narrow(graph: Graph, node: Node) -> str | None:
-    """Returns the ref of the bf16 value that a linear layer reads converted to f32. None if the layer does not read
-    such a value, or if another node reads the converted value."""
+    """Returns the ref of a bf16 value that is converted to f32 for a linear layer alone. None if the input of the layer
+    is not such a value, or if another node also reads the converted value."""
     if not isinstance(node.op, Linear) or len(node.inputs) != 2:
         return None
     cast = graph.by_name.get(node.inputs[0])

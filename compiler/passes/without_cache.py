@@ -50,8 +50,8 @@ def uncached(programs: Programs) -> Programs:
 
 
 def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns two lists of nodes: the nodes whose values do not change while the target is generated, and all other
-    nodes except the shift and the loss."""
+    """Returns two lists of nodes: the nodes whose values do not change while target tokens are generated, and all
+    other nodes except the shift and the loss."""
     written = {shift.name, score.inputs[1][0]}
     read, write = [], []
     for node in score.nodes:

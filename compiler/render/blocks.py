@@ -37,7 +37,7 @@ DERIVED = "@derived"
 
 @dataclass
 class Tables:
-    """The module constants of generated code, called tables, that distinguish the blocks of a list.
+    """The module constants of generated code that differ between the blocks of a `ModuleList`, called tables.
 
     Attributes:
         taken: the names of other constants.

@@ -68,7 +68,8 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Maps each join method other than `forward` to the blocks that follow a join by this method."""
+    """Maps the name of each method that joins the outputs of blocks, except `forward`, to the indices of the blocks
+    that read its result."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 

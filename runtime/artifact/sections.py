@@ -142,7 +142,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
             raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes; the maximum is {largest:,}")
         sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
-        raise IntegrityError("its first section must be the spec, and no other section may be")
+        raise IntegrityError("its first section must be the spec, and no other section may be a spec")
     texts = [section.kind for section in sections if section.kind in TEXTS]
     if texts != sorted(set(texts), key=TEXTS.index) or [section.kind for section in sections[: len(texts)]] != texts:
         message = "the table of arrays and the digests of data must follow the spec, in this order, at most once each"

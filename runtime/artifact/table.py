@@ -93,7 +93,7 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
             if any(type(text) is not str for text in texts) or any(type(n) is not int for n in numbers):
                 raise ValueError(line)
             if entry.key in table:
-                raise ValueError(f"{name}, {suffix} twice")
+                raise ValueError(f"the table lists the array {name}, {suffix} twice")
             table[entry.key] = entry
     except (ValueError, TypeError, RecursionError) as error:
         raise IntegrityError("its table of arrays cannot be read", AGAIN) from error

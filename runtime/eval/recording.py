@@ -24,10 +24,10 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records the measures of a score in the run of the model. The recorded task is `data`, followed by the settings of
-    `options`. An earlier result with the same settings and the same name of the data is replaced.
+    """Records the measures of a score in the run of the model. The name of the recorded task is "data", followed by the
+    settings of `options`. An earlier result with the same settings and the same name of the data is replaced.
 
-    Raises EnvironmentFailure if it cannot be written.
+    Raises EnvironmentFailure if the file of results cannot be written.
     """
     name = lasting(options.data or opened.data or "")
     stated = {key: value for key in SETTINGS if (value := getattr(options, key)) is not None}

@@ -162,7 +162,11 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
                 ) from error
             wanted, truth = export.reference(given), export.score(batch)
             if output.shape != wanted.shape or output.dtype != wanted.dtype:
-                raise IntegrityError(f"the exported program returns {output.dtype} {list(output.shape)}")
+                reference = f"{wanted.dtype} {list(wanted.shape)}"
+                raise IntegrityError(
+                    f"the exported program returns {output.dtype} {list(output.shape)}, not {reference}",
+                    "this is a bug in specc; export with --format safetensors instead",
+                )
             differences.append((output - wanted).abs().max())
             counted = truth != 0  # padding in lines has no loss
             targets = list(batch.values())[-1]

@@ -249,7 +249,8 @@ def _write_weights(
 
 
 def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a table row by name, computed from parameters by name."""
+    """Returns the exported tensors of one row of a naming table, by name. They are computed from parameters, which are
+    given by name."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 

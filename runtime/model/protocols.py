@@ -83,5 +83,5 @@ def paged_model(module: Any) -> GeneratedPages:
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module to GeneratedLines. The module must be generated from a spec of lines."""
+    """Casts a module to GeneratedLines. The module must be generated from the spec of a model of lines."""
     return cast(GeneratedLines, module)

@@ -83,7 +83,7 @@ class Optimizers:
         return tuple(rule.work(step) for rule in self._rules)
 
     def waits(self, work: Work) -> bool:
-        """Returns whether a step with this work waits for a GPU."""
+        """Returns whether a step with this work blocks the host until the GPU has computed."""
         return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
 
     def update(self, work: Work) -> None:

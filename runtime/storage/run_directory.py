@@ -234,8 +234,8 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with the data location `data`, a path from `lasting`. Does not compare the data with those of
-        the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
+        """Returns the run with the data location `data`, which the function `lasting` returned. Does not compare the
+        data with those of the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
             hint = f"state the new location: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, do not exist", hint)

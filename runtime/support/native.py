@@ -102,8 +102,8 @@ def compile_ahead(directory: Path) -> None:
 
 
 def initialize_driver() -> None:
-    """Starts to initialize the CUDA driver in a background thread, which takes as long as the import of Torch does on a
-    machine with many GPUs. Torch reports any error when it uses the driver."""
+    """Starts a background thread that initializes the CUDA driver. On a machine with many GPUs, this takes as long as
+    the import of Torch. Torch reports any error when it uses the driver."""
 
     def initialize() -> None:
         with contextlib.suppress(OSError, AttributeError):

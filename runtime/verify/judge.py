@@ -214,8 +214,8 @@ class Judge:
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
         """Returns a bound on the rounding error of output `i`, a sum over rows.
 
-        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. This error grows with
-        the size of the terms, and not with the size of their sum, because the terms may cancel.
+        The bound is half a unit in the last place of the result in `dtype`, plus the error of the f32 additions. This
+        error grows with the size of the terms, and not with the size of their sum, because the terms may cancel.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"

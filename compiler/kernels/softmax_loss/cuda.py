@@ -303,7 +303,7 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
 
 
 def _begun(name: str) -> tuple[str, ...]:
-    """Returns the lines that load the further target `name` of a row, and its logit."""
+    """Returns the lines that load the additional target `name` of a row, and the logit of this target."""
     target, known, column = f"target_{name}", f"known_{name}", f"column_{name}"
     return (
         f"int64_t const {target} = targets_{name}[at];",

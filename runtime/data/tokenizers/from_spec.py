@@ -31,7 +31,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
         if mark != tokenizer.bos:  # otherwise, no document start would be detected, and no error would be reported
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
             message = f"{dotted(path)} is {mark}, but {tokenizer.name} {written} before each document"
-            raise DataError(message, "use the id of the tokenizer, or remove the key")
+            raise DataError(message, f"set {dotted(path)} to the id that the tokenizer writes, or remove the key")
     return tokenizer
 
 

@@ -28,8 +28,8 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Lines(Source):
-    """Pairs of lines. A run copies no files. A task needs no files, and a file of lines is read from the path that
-    `--data` states."""
+    """Pairs of lines, which a task generates, or which are read from the file that `--data` states. A run copies no
+    files."""
 
     name = "lines"
 
