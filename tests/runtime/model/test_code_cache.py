@@ -152,7 +152,7 @@ def test_the_cache_is_bounded(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(1000))
-        os.utime(path, (now - 3600 * (len(files) - age),) * 2)  # 1 to 24 hours ago, the last one first
+        os.utime(path, (now - 1800 * (len(files) - age),) * 2)  # within a day, the last one first
     total = sum(entry.size for entry in entries())
     assert total == 1000 * len(files)
     monkeypatch.setenv("SPECC_CACHE_GB", f"{5500 / 1e9:.9f}")
