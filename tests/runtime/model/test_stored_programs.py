@@ -31,6 +31,11 @@ from specc.runtime.model.code_cache import use_private_caches
 from specc.runtime.model.load import import_file, initialize, instantiate
 from specc.runtime.model.stored_programs import StoredPrograms
 """
+# Inductor compiles C++ files to see what the CPU can do, which takes seconds. Here, it does so once for all starts.
+PREPARED = f"""{IMPORTS}
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+pick_vec_isa()
+"""
 START = f"""{IMPORTS}
 options = json.loads(sys.argv[2])
 use_private_caches()
@@ -92,11 +97,22 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("prepared")
+    one = {
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # no pool of processes, which each fork would start
+    server = ForkServer(PREPARED, environment={**os.environ, **one, "TORCHINDUCTOR_CACHE_DIR": str(folder)})
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def start(root: Path, tmp_path: Path) -> Iterator[Start]:
+def start(root: Path, tmp_path: Path, server: ForkServer) -> Start:
     """A function that runs a compiled program in a new process, by default that of `MODEL`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    server, number = ForkServer(IMPORTS, environment=environment), iter(range(100))
+    environment, number = {**os.environ, "OMP_NUM_THREADS": "1"}, iter(range(100))
 
     def run(text: str = MODEL, **options: Any) -> dict[str, Any]:
         folder = tmp_path / f"start{next(number)}"
@@ -109,8 +125,7 @@ def start(root: Path, tmp_path: Path) -> Iterator[Start]:
         found: dict[str, Any] = json.loads(stdout.read_text().splitlines()[-1])
         return found
 
-    yield run
-    server.close()
+    return run
 
 
 def stored(root: Path) -> list[Path]:
