@@ -6,15 +6,17 @@
 Such a test may stand in any folder of tests, and is not parametrized otherwise: it has one result. The fixture `trials`
 is in conftest.py. docs/generate.py reads the numbers from the source, and the results of `make soak` from
 docs/promises.json. `SPECC_SOAK_SHARE` scales the numbers of `make soak`; what was run is recorded. A promise with a
-result of today, of at least as many trials, is not run again, unless `SPECC_SOAK_AGAIN` is set. A test that is skipped
-has no result. Tests with the marker `gpu` run in `make soak-gpu`.
+result of today, of the same sources and of at least as many trials, is not run again, unless `SPECC_SOAK_AGAIN` is set.
+A test that is skipped has no result. Tests with the marker `gpu` run in `make soak-gpu`.
 """
 
+import hashlib
 import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 RESULTS = TESTS.parent / "docs" / "promises.json"
 SHARE = float(os.environ.get("SPECC_SOAK_SHARE", "1"))
+SOURCES = ("compiler", "runtime", "cli", "templates", "specs", "tests")  # the folders that a result depends on
 FEW = 9  # such a number is one of kinds, which is not scaled
 Trials = Mapping[str, int]
 
@@ -50,31 +53,47 @@ def results() -> list[dict[str, Any]]:
     return loaded
 
 
+@cache
+def sources() -> str:
+    """Returns a digest of the names and contents of all source files."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((TESTS.parent / folder).rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{path.relative_to(TESTS.parent).as_posix()}\n{path.stat().st_size}\n".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def done_today(test: str, trials: Trials) -> bool:
-    """Returns whether a test passed today with at least as many trials."""
+    """Returns whether a test of the same sources passed today with at least as many trials."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return "SPECC_SOAK_AGAIN" not in os.environ and any(
         result["test"] == test
         and result["date"] == today
         and result["passed"]
+        and result.get("sources") == sources()
         and all(result["trials"].get(name, 0) >= number for name, number in trials.items())
         for result in results()
     )
 
 
-def rounds_left(cache: pytest.Cache, test: str, rounds: Sequence[str]) -> Iterator[str]:
-    """Yields the rounds of a long test that have not passed today, and notes each one when the next is asked for.
+def rounds_left(notes: pytest.Cache, test: str, rounds: Sequence[str]) -> Iterator[str]:
+    """Yields the rounds of a long test that have not passed today with the same sources. Notes each round when the next
+    is asked for.
 
     A `make soak` that was stopped goes on with the round that it stopped in. `rounds` are the names of the rounds.
     """
     key, today = f"specc/{test}", time.strftime("%Y-%m-%d", time.gmtime())
-    noted = cache.get(key, {})
-    passed = noted["rounds"] if noted.get("date") == today and "SPECC_SOAK_AGAIN" not in os.environ else []
+    noted = notes.get(key, {})
+    facts = {"date": today, "sources": sources()}
+    same = facts.items() <= noted.items() and "SPECC_SOAK_AGAIN" not in os.environ
+    passed = noted["rounds"] if same else []
     for name in rounds:
         if name not in passed:
             yield name
             passed = [*passed, name]
-            cache.set(key, {"date": today, "rounds": passed})
+            notes.set(key, {**facts, "rounds": passed})
 
 
 def machine(gpu: bool) -> str:
@@ -109,6 +128,7 @@ def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool
         "seconds": round(seconds, 1),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(gpu),
+        "sources": sources(),
     }
     others = [result for result in results() if result["test"] != test]
     ordered = sorted([*others, line], key=lambda result: (int(result["promise"][1:]), result["test"]))
