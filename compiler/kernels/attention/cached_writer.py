@@ -268,7 +268,7 @@ class Writer:
 
     def _tiles(self) -> tuple[str, ...]:
         """Returns the lines that compute the number of tiles to visit. In a ring, the tiles of the stored rows precede
-        those of the new rows. Otherwise, the tiles between tile `kept` and tile `low` are skipped, because the mask
+        those of the new rows. Otherwise, the tiles between tile `prefix` and tile `low` are skipped, because the mask
         hides them."""
         if self.ring is not None:
             return (
@@ -294,8 +294,8 @@ class Writer:
         lines.append(f"low = {low}")
         if not first:
             return (*lines, "tiles = tl.cdiv(end, KEYS) - low")
-        lines.append(f"kept = tl.minimum(tl.cdiv(end, KEYS), {-(-first // self.tile.keys)})")
-        return (*lines, "tiles = kept + tl.maximum(tl.cdiv(end, KEYS) - low, 0)")
+        lines.append(f"prefix = tl.minimum(tl.cdiv(end, KEYS), {-(-first // self.tile.keys)})")
+        return (*lines, "tiles = prefix + tl.maximum(tl.cdiv(end, KEYS) - low, 0)")
 
     def _loops(self) -> tuple[Loop, ...]:
         start, stop = "part * share", "tl.minimum(part * share + share, tiles)"
@@ -315,8 +315,8 @@ class Writer:
                 self._loop(f"tl.maximum({start}, old), {stop}", (*new, rows[1]), "new_"),
             )
         tiles, place = self._tiles(), "n * KEYS"
-        if any(line.startswith("kept") for line in tiles):
-            place = "tl.where(n < kept, n, low + n - kept) * KEYS"
+        if any(line.startswith("prefix") for line in tiles):
+            place = "tl.where(n < prefix, n, low + n - prefix) * KEYS"
         elif any(line.startswith("low") for line in tiles):
             place = "(low + n) * KEYS"
         lines = [f"slot = {place} + tl.arange(0, KEYS)", "inside = slot < end", "j = slot[None, :]"]
