@@ -149,7 +149,7 @@ def test_the_first_call_is_not_captured(folder: Path) -> None:
     given = on_gpu(cached_inputs(REAL["gpt2"], site, (1900,), 1, 1))
     y = module.cached_attention(*given)
     module.COUNTS.clear()
-    with pytest.raises(RuntimeError, match="must run once before it is captured in a CUDA graph"):
+    with pytest.raises(RuntimeError, match="call it once before a CUDA graph of it is captured"):
         captured(lambda: module.cached_attention(*given), warm_up=0)
     assert torch.equal(module.cached_attention(*given), y)
 
