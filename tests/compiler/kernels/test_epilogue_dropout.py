@@ -97,7 +97,7 @@ def test_kernels_compile_to_machine_code(form: str, target: str, tmp_path: Path)
     code = compiled(dropout_site(form, target, 1792, 512, "bf16"), tmp_path / f"compiled_{target}_{form}")
     ptx = code.asm["ptx"]
     assert ("wgmma.mma_async" if target == "sm90" else "mma.sync") in ptx
-    assert "0xcd9e8d57" in ptx.lower() or "-845247145" in ptx  # a factor of Philox
+    assert "0xd256d193" in ptx.lower() or "-766062189" in ptx  # a factor of Philox
     assert code.metadata.shared <= TARGETS[target].shared_memory
 
 
