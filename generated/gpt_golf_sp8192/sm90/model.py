@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cached_attention__h8_g4_c64 import cached_attention
+from .counted_dropout import counted_dropout
+from .derived import derived
 from .dgrad_mul__n2048_k512 import dgrad_mul
 from .linear_leaky_relu2__n2048_k512 import linear_leaky_relu2
 from .norm_rotary__h4_c64_r8 import norm_rotary
 from .norm_rotary_gain__h8_c64_r8 import norm_rotary_gain
-from .norm_rotary_gain_grad__h8_c64_r8 import norm_rotary_gain_grad
-from .norm_rotary_grad__h4_c64_r8 import norm_rotary_grad
+from .norm_rotary_gain_grad_into__h8_c64_r8_at0_of1024 import norm_rotary_gain_grad_into
+from .norm_rotary_grad_into__h4_c64_r8_at512_of1024 import norm_rotary_grad_into
 from .rope_angles import rope_angles
 from .rope_partial import rope_partial
 from .softmax_loss_tanh__v8192 import softmax_loss_tanh
 from .softmax_nats_tanh__v8192 import softmax_nats_tanh
+from .write_features import write_features
 
 V, D, H, C, G, E = 8192, 512, 8, 64, 4, 2048
 ORDER = (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)  # the blocks as they run, some more than once
@@ -29,6 +32,10 @@ SKIPS = {8: (0, 7), 9: (1, 6), 10: (2, 5), 11: (3, 4), 12: (4, 3), 13: (5, 2), 1
 # run -> the skip before it, and the earlier run whose output it joins
 SKIPS_ONCE = {5: (0, 4), 6: (1, 3), 7: (2, 2), 8: (3, 1), 9: (4, 0)}
 WRITE = {7, 8, 9, 10}  # blocks with write
+BLOCK_BUFFERS = {
+    "attention.dropped_draw": ((4,), torch.int64),
+    "mlp.dropped_draw": ((4,), torch.int64),
+}
 
 
 def weights(**shapes: tuple[int, ...] | None) -> Any:
@@ -51,33 +58,6 @@ def exclusive(y: Tensor, v: Tensor) -> Tensor:
     y = y.unflatten(2, (v.shape[2], -1))
     unit = F.normalize(v, dim=-1).unsqueeze(3)
     return (y - (y * unit).sum(-1, keepdim=True) * unit).flatten(2, 3)
-
-
-class FusedQ(torch.autograd.Function):
-    """Fused group blocks.*.attention.q: norm, rope, gain. Keeps only its inputs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, cos, sin, q_gain)
-        return norm_rotary_gain(x, cos, sin, q_gain)
-
-    @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None, Tensor]:
-        d_x, d_q_gain = norm_rotary_gain_grad(d.contiguous(), *ctx.saved_tensors)
-        return d_x, None, None, d_q_gain
-
-
-class FusedK(torch.autograd.Function):
-    """Fused group blocks.*.attention.k: norm, rope. Keeps only its inputs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)
-        return norm_rotary(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return norm_rotary_grad(d.contiguous(), *ctx.saved_tensors), None, None
 
 
 class FusedMlp(torch.autograd.Function):
@@ -112,6 +92,33 @@ class FusedHead(torch.autograd.Function):
         return d * (grad @ token), d * (grad.T @ x), None
 
 
+class FusedQKV(torch.autograd.Function):
+    """Fused group blocks.*.attention.q_k_v: attention.q.norm, attention.q.rope, attention.q.gain, attention.k.norm,
+    attention.k.rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.split((H * C, G * C, G * C), -1)
+        ctx.save_for_backward(x, cos, sin, q_gain)
+        return (
+            norm_rotary_gain(q.unflatten(-1, (H, C)), cos, sin, q_gain),
+            norm_rotary(k.unflatten(-1, (G, C)), cos, sin),
+            v.unflatten(-1, (G, C)),
+        )
+
+    @staticmethod
+    def backward(ctx, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        x, cos, sin, q_gain = ctx.saved_tensors
+        d_q = d_q.contiguous()  # kernels read rows
+        d_k = d_k.contiguous()  # kernels read rows
+        q, k, _ = x.split((H * C, G * C, G * C), -1)
+        d_x = d_k.new_empty(*d_k.shape[:-2], 1024)
+        d_x = norm_rotary_grad_into(d_k, k.unflatten(-1, (G, C)), cos, sin, d_x)
+        d_x, d_q_gain = norm_rotary_gain_grad_into(d_q, q.unflatten(-1, (H, C)), cos, sin, q_gain, d_x)
+        d_x = write_features(d_x, d_v, 768)
+        return d_x, None, None, d_q_gain
+
+
 class Block(nn.Module):
     """One block: read, attention, mlp, write."""
 
@@ -120,43 +127,50 @@ class Block(nn.Module):
         self.mix = weights(stream=(D,), embedded=(D,))
         self.attention = weights(q=(H * C, D), k=(G * C, D), v=(G * C, D), q_gain=(H, 1), out=(D, H * C), residual=(D,))
         self.mlp = weights(up=(E, D), down=(D, E), residual=(D,))
+        for name, (shape, dtype) in BLOCK_BUFFERS.items():
+            owner, _, leaf = name.rpartition(".")
+            self.get_submodule(owner).register_buffer(leaf, torch.empty(shape, dtype=dtype))
         self.norm_scale = 1 / math.sqrt(layer + 1)
         self.write = layer in WRITE
 
-    def forward(self, x, x0, cos, sin, positions=None, cache=None) -> Tensor:
+    def forward(self, x, x0, cos, sin, positions=None, cache=None, training=False) -> Tensor:
         """x, x0 bf16[B, T, D], cos, sin f32[T, 8], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k,
         attention_v bf16[B, S, G, C], updated in place."""
         x = self.mix.stream * x + self.mix.embedded * x0
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
-        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
-        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
-        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
         if cache is None:
-            q = FusedQ.apply(q, cos, sin, self.attention.q_gain)
-            k = FusedK.apply(k, cos, sin)
+            q_k_v = self.attention_q_k_v_weight()
+            q_k_v = F.linear(h, q_k_v)
+            q, k, v = FusedQKV.apply(q_k_v, cos, sin, self.attention.q_gain)
             y = attend(q, k, v)
         else:
-            k = rope_partial(F.rms_norm(k, (C,), eps=1e-06), cos, sin)
+            v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
+            k = rope_partial(F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (G, C)), (C,), eps=1e-06), cos, sin)
+            q = rope_partial(F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin)
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = cached_attention(
-                rope_partial(F.rms_norm(q, (C,), eps=1e-06), cos, sin) * self.attention.q_gain,
-                attention_k,
-                attention_v,
-                positions,
-            )
+            y = cached_attention(q * self.attention.q_gain, attention_k, attention_v, positions)
         out = F.linear(exclusive(y, v).flatten(-2), self.attention.out)
+        if training:
+            out = counted_dropout(out, self.attention.dropped_draw, 0.2)
         if not self.write:
             x = x + self.attention.residual * out
             h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
             down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
+            if training:
+                down = counted_dropout(down, self.mlp.dropped_draw, 0.2)
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
             down = F.linear(act, self.mlp.down)
         x = x + self.attention.residual * out + self.mlp.residual * down if self.write else x + self.mlp.residual * down
         return x
+
+    @derived
+    def attention_q_k_v_weight(self) -> Tensor:
+        """bf16[1024, D]."""
+        return torch.cat((self.attention.q, self.attention.k, self.attention.v))
 
 
 class Skip(nn.Module):
@@ -184,7 +198,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """train: ids, targets i64[B, T] -> f32[]."""
-        return FusedHead.apply(self.features(ids).flatten(0, -2), self.embed.token, targets.flatten())
+        return FusedHead.apply(self.features(ids, training=True).flatten(0, -2), self.embed.token, targets.flatten())
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets i64[B, T] -> f32[B, T]."""
@@ -198,13 +212,15 @@ class Model(nn.Module):
 
     def train_once(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets i64[B, T] -> f32[]."""
-        return FusedHead.apply(self.features(ids, once=True).flatten(0, -2), self.embed.token, targets.flatten())
+        return FusedHead.apply(
+            self.features(ids, training=True, once=True).flatten(0, -2), self.embed.token, targets.flatten()
+        )
 
     def score_once(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets i64[B, T] -> f32[B, T]."""
         return softmax_nats_tanh(F.linear(self.features(ids, once=True), self.embed.token), targets)
 
-    def features(self, ids, start=None, cache=None, once=False) -> Tensor:
+    def features(self, ids, start=None, cache=None, training=False, once=False) -> Tensor:
         """ids i64[B, T], start i64[] -> bf16[B, T, D]. A cache is updated in place."""
         x0 = F.rms_norm(F.embedding(ids, self.embed.token), (D,), eps=1e-06)
         positions = torch.arange(ids.shape[1], device=ids.device)
@@ -219,7 +235,7 @@ class Model(nn.Module):
             if i in skips:
                 skip, earlier = skips[i]
                 x = self.skips[skip](x, outputs[earlier])
-            x = self.blocks[layer](x, x0, cos, sin, positions=positions, cache=cache and cache[i])
+            x = self.blocks[layer](x, x0, cos, sin, positions=positions, cache=cache and cache[i], training=training)
             outputs.append(x)
         return F.rms_norm(x, (D,), eps=1e-06)
 
