@@ -231,6 +231,12 @@ class Blocks(Block):
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
 
     def _module_problems(self, i: int, module: Between, shape: Shape) -> Iterator[Problem]:
+        for _, order in self.orders:
+            for run in range(len(order)):
+                test = partial(module.number, run, order, self.count)
+                if problems := tuple(failure(test, ("where",), "S240", "change the condition", f"before run {run}, ")):
+                    yield from problems
+                    return
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):
             message = f"{module.name} is the name of another part of the model"
             yield Problem(("name",), "S207", message, "choose another `name:`")
