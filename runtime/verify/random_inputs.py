@@ -42,8 +42,8 @@ def random_tensor(
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
-    if type == DRAW:  # a sequence has at least one token
-        return torch.randint(1, below(dtype), shape, generator=generator, device=generator.device)
+    if type == DRAW:  # any key and positions, but a sequence has at least one token
+        return torch.randint(1, 2**16, shape, generator=generator, device=generator.device)
     if type.storage == STORAGE:
         state = torch.empty(shape, device=generator.device)
         begin_scales(state)

@@ -1,4 +1,4 @@
-"""Parameters are verified in the dtypes that programs read them in, which may differ: a router is read in f32."""
+"""Inputs of other dtypes than the model's: routers in f32, and the integers from which dropout draws."""
 
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,14 @@ def test_a_router_stays_in_f32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module._fill(loaded, loaded)
     dtypes = {name: parameter.dtype for name, parameter in loaded.model.named_parameters()}
     assert dtypes["blocks.0.moe.router"] == torch.float32 and dtypes["blocks.0.moe.up"] == torch.bfloat16
+
+
+def test_a_product_that_draws_dropout_is_verified() -> None:
+    mlp = {"kind": "mlp", "ratio": 2, "act": "gelu(x)", "dropout": 0.25}
+    fuse = [{"blocks.*.mlp": ["up", "act", "down", "dropped", "x"]}]
+    checks = list(verify(tiny((ATTENTION, mlp), fuse, targets=["cpu"], dim=32), ("cpu",)))
+    drawn = [check for check in checks if "dropout" in check.name]
+    assert drawn and all(check.ok for check in checks), checks
 
 
 @pytest.mark.gpu
