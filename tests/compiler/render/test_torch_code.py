@@ -22,7 +22,7 @@ from specc.compiler.ops.region import Call
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.passes.merge import merge
 from specc.compiler.programs import reference
-from specc.compiler.render.body import THOUGHT, Body
+from specc.compiler.render.body import THOUGHT, Body, Fact, Indistinguishable
 from specc.compiler.render.formula import python_formula
 
 X = TensorType(("B", "T", 8), "f64")
@@ -185,6 +185,34 @@ def assert_nothing_is_computed_twice(text: str, graph: Graph) -> None:
     calls = [function.attr for function in functions if isinstance(function, ast.Attribute)]
     for function, op in (("linear", Linear), ("rms_norm", RmsNorm)):
         assert calls.count(function) == sum(isinstance(node.op, op) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_conditions_hold_in_their_variants(seed: int) -> None:
+    """A condition is true in its variants and false in all others. There is none if the facts of two variants that it
+    must tell apart are equal."""
+    draw = random.Random(seed)
+    b = Builder("g")
+    graph = b.build({"y": b.add("y", double(), (b.input("x", X),))})
+    every = frozenset(range(draw.randint(2, 6)))
+    names = [f"fact{i}" for i in range(draw.randint(1, 5))]
+    facts = [Fact(name, frozenset(v for v in every if draw.random() < 0.5), draw.random() < 0.5) for name in names]
+    body = Body(merge([graph] * len(every)), lambda _, node, args: None, facts=facts)
+    values = [
+        {fact.name: (1 if v in fact.where else None) if fact.optional else v in fact.where for fact in facts}
+        for v in sorted(every)
+    ]
+    for _ in range(40):
+        reached = frozenset(draw.sample(sorted(every), draw.randint(2, len(every))))
+        where = frozenset(draw.sample(sorted(reached), draw.randint(1, len(reached) - 1)))
+        if any(values[v] == values[other] for v in where for other in reached - where):
+            with pytest.raises(Indistinguishable, match="of g"):
+                body.condition(where, reached)
+            continue
+        body.conditions.clear()
+        text = body.condition(where, reached)
+        assert {v for v in reached if eval(text, {}, values[v])} == where, text
+        assert body.conditions == {name for name in names if name in text}
 
 
 def test_the_model_file_of_a_small_spec() -> None:
