@@ -58,6 +58,8 @@ class Op:
     speed: ClassVar[int] = 1
     # It is linear in this many of its first inputs. Its derivative therefore does not read them.
     linear_in: ClassVar[int] = 0
+    # Its output is multiplied by a factor per feature if its first input is multiplied by this factor.
+    homogeneous: ClassVar[bool] = False
     # Its Torch code concatenates values. Torch's compiler therefore stores its result and never recomputes it.
     concatenates: ClassVar[bool] = False
     # Its outputs are views of its only input. The backward pass therefore recreates them instead of saving them.

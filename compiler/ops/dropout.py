@@ -37,6 +37,7 @@ class Dropout(Op):
     name: ClassVar[str] = "dropout"
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
+    homogeneous: ClassVar[bool] = True
     joined_when: ClassVar[str] = "the kernel of a product draws dropout if that alone reads the product"
     p: float
     counted: bool = field(default=False, metadata=ADDED)

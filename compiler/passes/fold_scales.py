@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from specc.compiler.expr import Binary, Const, Expr, Neg, Var, number, reread, simplify, substitute, variables
 from specc.compiler.ir.builder import first_free
 from specc.compiler.ir.graph import Graph, Node, rename
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused
 from specc.compiler.ops.shape import Column
+from specc.compiler.passes.merge import free
 from specc.compiler.passes.requests import Patterns, Requests
 from specc.compiler.programs.programs import Programs
 
@@ -27,8 +29,9 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     programs.
 
     A factor is folded if it consists of one number, or of one number per feature, and is a constant or a function of
-    parameters. The product may be the last node of a fused group. Decoding programs are unchanged, because they read
-    few bytes besides the matrices.
+    parameters. The product may be the last node of a fused group, and dropout may lie between the product and the
+    factor, so that training and scoring multiply with the same matrices. Decoding programs are unchanged, because they
+    read few bytes besides the matrices.
 
     Args:
         programs: The programs, with fused groups.
@@ -43,19 +46,22 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A factor of a product, in the pointwise node that is the only reader of the product.
+    """A factor of a product, in the pointwise node that is the only reader of the product. Between these two nodes,
+    there may be homogeneous ops (see `Op.homogeneous`).
 
     Attributes:
         reader: The pointwise node.
+        value: The ref that `reader` reads: the product, or the last homogeneous op after it.
         product: The node of the product: a linear layer, or a fused group that ends in one.
         weight: The index of the matrix among the inputs of `product`.
-        variable: The variable of the product in the expression of `reader`.
+        variable: The variable of `value` in the expression of `reader`.
         factor: The factor.
         total: The expression of `reader` without the factor.
         operands: For each variable of `factor`, the ref of its value.
     """
 
     reader: Node
+    value: str
     product: Node
     weight: int
     variable: str
@@ -88,8 +94,8 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
         expression = reread(node.op.outputs[0])
         refs = dict(zip(node.op.variables, node.inputs, strict=True))
         for variable, ref in refs.items():
-            product = graph.by_name.get(ref)
-            index = _matrix(programs, product) if product is not None and graph.uses(ref) == 1 else None
+            product = _source(graph, ref)
+            index = _matrix(programs, product) if product is not None else None
             if product is None or index is None:
                 continue
             term = _term(expression, variable)
@@ -105,7 +111,16 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
             rest = simplify(substitute(term, {variable: Const(0)}))
             whole = Var(variable) if rest == Const(0) else Binary("+", rest, Var(variable))
             total = _with_term(expression, variable, whole)
-            yield _Scale(node, product, index, variable, factor, total, operands)
+            yield _Scale(node, ref, product, index, variable, factor, total, operands)
+
+
+def _source(graph: Graph, ref: str) -> Node | None:
+    """Returns the node from which homogeneous ops compute the value `ref`, or the node of the value itself. None if the
+    value is an input of the graph, or if one of the values has other readers."""
+    node = graph.by_name.get(ref)
+    if node is None or graph.uses(ref) != 1:
+        return None
+    return _source(graph, node.inputs[0]) if node.op.homogeneous else node
 
 
 def _term(expression: Expr, variable: str) -> Expr:
@@ -147,17 +162,24 @@ def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
 
 def _matrix(programs: Programs, product: Node) -> int | None:
     """Returns the index of the matrix among the inputs of a product; None if the node is not a product, or has an
-    epilogue."""
+    epilogue that is not a factor of the product, as dropout is."""
     if product.op == Linear() and product.epilogue is None:
         return 1
     if not isinstance(product.op, Fused) or programs.group(product.op.group).chunks > 1:
         return None
     forward = programs.group(product.op.group).forward
     last = forward.by_name.get(forward.outputs[0][1])
-    if last is None or last.op != Linear() or last.epilogue is not None:
+    if last is None or last.op != Linear() or not _multiplies(last.epilogue):
         return None
     names = [name for name, _ in forward.inputs]
     return names.index(last.inputs[1]) if last.inputs[1] in names and forward.uses(last.inputs[1]) == 1 else None
+
+
+def _multiplies(epilogue: Op | None) -> bool:
+    """Returns whether an epilogue only multiplies the product by a factor. Without an epilogue, the factor is 1."""
+    if not isinstance(epilogue, Pointwise):
+        return epilogue is None
+    return len(epilogue.outputs) == 1 and _factor(reread(epilogue.outputs[0]), epilogue.variables[0]) is not None
 
 
 def _refusal(graph: Graph, scale: _Scale) -> str | None:
@@ -194,7 +216,10 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
     def unused(name: str) -> bool:
         return name not in graph.types  # a second factor of a product
 
-    words = {name: f"{MATRIX}_{name}" if name == MATRIX else name for name in scale.operands}
+    # Factors have the names of their parameters, so that blocks with other expressions share the matrix
+    words: dict[str, str] = {}
+    for name, ref in scale.operands.items():
+        words[name] = free([ref[1:].rpartition(".")[2]], {MATRIX, *words.values()}.__contains__)
     inputs, types = [matrix], [graph.types[matrix]]
     for name, ref in scale.operands.items():
         type = graph.types[ref]
@@ -219,4 +244,4 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
         swapped[reader.name] = (replace(reader, op=op, inputs=tuple(remaining.values())),)
     nodes = tuple(new for node in graph.nodes for new in swapped.get(node.name, (node,)))
     graph = replace(graph, nodes=nodes)
-    return rename(graph, {reader.name: product.name}) if not swapped[reader.name] else graph
+    return rename(graph, {reader.name: scale.value}) if not swapped[reader.name] else graph
