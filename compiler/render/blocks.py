@@ -7,17 +7,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specc.compiler.expr.python_lines import fitted
-from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph, Named, Node, walk
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
-from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Where, free, merge
 from specc.compiler.passes.recompute import PREFIX
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
-from specc.compiler.render.body import WIDTH, Body, Fact, constants_of, facts_of, flag_variants
+from specc.compiler.render.body import WIDTH, Body, constants_of
+from specc.compiler.render.conditions import Fact, facts_of
+from specc.compiler.render.flags import Flags, block_variants, flag_variants, flags_of
 from specc.compiler.render.formula import python_formula
 from specc.compiler.render.function import (
     LOCALS,
@@ -117,13 +117,15 @@ class BlockClass:
 class _Uses:
     """The functions that the blocks of a module list run.
 
-    `layers` maps the name of each function to the blocks that run it. `state` holds the names of the inputs that are
-    state. `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
+    `layers` maps the name of each function to the blocks that run it. `callers` maps it to the flags of the programs
+    that call it. `state` holds the names of the inputs that are state. `scalars` maps each scalar to its value in each
+    block. `formulas` maps scalars to their formulas.
     """
 
     place: str
     functions: Sequence[Graph]
     layers: Mapping[str, frozenset[int]]
+    callers: Mapping[str, Collection[Flags]]
     state: frozenset[str]
     scalars: Mapping[str, Mapping[int, float]]
     formulas: Mapping[str, str]
@@ -139,29 +141,32 @@ class _Uses:
 
 def lists(plan: Plan) -> Iterator[_Uses]:
     """Yields the module lists of a model."""
-    calls = [node for graph in plan.programs.programs for node in graph.nodes if field_of(node)]
-    for place in dict.fromkeys(map(field_of, calls)):
-        yield _uses(plan, place, [call for call in calls if field_of(call) == place])
+    flags = flags_of(plan.programs)
+    calls = [(node, flags[graph.name]) for graph in plan.programs.programs for node in graph.nodes if field_of(node)]
+    for place in dict.fromkeys(field_of(call) for call, _ in calls):
+        yield _uses(plan, place, [entry for entry in calls if field_of(entry[0]) == place])
 
 
-def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
+def _uses(plan: Plan, place: str, calls: Sequence[tuple[Node, Flags]]) -> _Uses:
     layers: dict[str, set[int]] = {}
+    callers: dict[str, dict[Flags, None]] = {}
     state: set[str] = set()
     scalars: dict[str, dict[int, float]] = {}
     formulas: dict[str, str] = {}
-    for call in calls:
+    for call, flags in calls:
         assert isinstance(call.op, Call)
         callee = plan.programs.function(call.op.callee)
         inputs = callee.inputs
         state |= {name for (name, _), ref in zip(inputs, call.inputs, strict=True) if of_block(ref)}
         for part in walk({graph.name: graph for graph in plan.programs.functions}, callee):
             layers.setdefault(part.name, set()).add(index_of(call))
+            callers.setdefault(part.name, {})[flags] = None
         for name, value in call.op.scalars:
             scalars.setdefault(name, {})[index_of(call)] = value
         formulas |= dict(call.op.formulas)
     functions = [without_scoring_groups(plan.programs, g) for g in plan.programs.functions if g.name in layers]
     frozen = {name: frozenset(numbers) for name, numbers in layers.items()}
-    return _Uses(place, functions, frozen, frozenset(state), scalars, formulas)
+    return _Uses(place, functions, frozen, callers, frozenset(state), scalars, formulas)
 
 
 def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str], taken: set[str]) -> BlockClass:
@@ -183,9 +188,10 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     name = class_name(kind if class_name(kind) not in taken else uses.place.replace(".", "_"))
     taken.add(name)
     labels = dict.fromkeys(label for graph in runs for label in (graph.outputs[0][0], *returns_of(graph)))
-    merged = merge(runs, list(labels), Speller(plan).kernel)
+    variants = block_variants(runs, uses.callers)
+    merged = merge([graph for graph, _ in variants], list(labels), Speller(plan).kernel)
     inputs = _inputs(merged, uses)
-    flags = flag_variants([_flags(graph, runs) for graph in runs])
+    flags = flag_variants([some for _, some in variants])
     having = {"cache": flags.pop("cache", frozenset()), **{name: where for name, _, where in inputs}}
     facts = facts_of(merged, having, flags)
     layer_facts = _layer_facts(merged, uses, facts)
@@ -203,7 +209,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     methods = [replace(method(body, "forward", doc, arguments), decorator=decorator)]
     methods += (_part(plan, graph, reserved, decorators[graph.name]) for graph in parts)
     begin_flags: tuple[str, ...] = ()
-    attributes = {fact.name: uses.having(runs[i] for i in sorted(fact.where)) for fact in layer_facts}
+    attributes = {fact.name: uses.having(merged.variants[i] for i in sorted(fact.where)) for fact in layer_facts}
     conditions = set(body.conditions)
     if begins:
         begin, begin_flags = _begin(plan, uses, begins, reserved, attributes, conditions)
@@ -237,24 +243,6 @@ def _part(plan: Plan, graph: Graph, reserved: frozenset[str], decorator: str) ->
 
 def _method(graph: Graph) -> str:
     return graph.name.partition(".")[2]
-
-
-def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
-    """Returns the flags of a function that a block runs.
-
-    A flag is a boolean argument of the block's method that selects this function. `cache`: the function extends a
-    cache. `training`: the function is for training, and the block has another one for scoring. `rounded`: the function
-    fake-quantizes. Any other function has its name as its flag.
-    """
-    name = _method(graph).removesuffix(FP8_SUFFIX)
-    flags = {"training"} if name != _method(graph) else set()
-    plain = name.removesuffix(SUFFIX)
-    flags |= {"rounded"} if plain != name else set()
-    if plain == "forward":
-        flags |= {"training"} if any(_method(other) == "score" for other in runs) else set()
-    elif plain != "score":
-        flags.add("cache" if plain == "extend" else plain)
-    return frozenset(flags)
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
@@ -340,13 +328,16 @@ def _begin(
     The attributes that the method needs are added to `attributes`, each with the blocks in which it is true. The names
     of all conditions that the method reads are added to `conditions`.
     """
-    merged = merge(begins, kind=Speller(plan).kernel)
-    flags = flag_variants([_flags(graph, begins) for graph in begins])
+    variants = block_variants(begins, uses.callers)
+    merged = merge([graph for graph, _ in variants], kind=Speller(plan).kernel)
+    flags = flag_variants([some for _, some in variants])
     facts = facts_of(merged, {}, flags)
     for name, layers in attributes.items():
-        facts.append(Fact(name, frozenset(i for i, graph in enumerate(begins) if uses.layers[graph.name] <= layers)))
+        facts.append(
+            Fact(name, frozenset(i for i, (graph, _) in enumerate(variants) if uses.layers[graph.name] <= layers))
+        )
     layer_facts = _layer_facts(merged, uses, facts, attributes)
-    attributes |= {fact.name: uses.having(begins[i] for i in sorted(fact.where)) for fact in layer_facts}
+    attributes |= {fact.name: uses.having(merged.variants[i] for i in sorted(fact.where)) for fact in layer_facts}
     body = _body(plan, merged, uses, (*facts, *layer_facts), reserved)
     conditions |= body.conditions
     used = tuple(flag for flag in flags if flag in body.conditions)

@@ -6,7 +6,7 @@ Names are short, lines have a limited complexity, and no value is computed twice
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, groupby
+from itertools import groupby
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
@@ -14,82 +14,16 @@ from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where, free
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
+from specc.compiler.render.conditions import TEST, Conditions, Fact
 
 WIDTH = 120  # the most columns of a line of model.py, more than in kernels, so that a model fits on few pages
 INSIDE = WIDTH - 4  # the most columns of a line in a class body
 BODY = WIDTH - 8  # the most columns of a line in a method's body
 THOUGHT = 5  # the highest `_cost` of a line; a line has at most one product, fused group or kernel
-STATE = ("cache", "state")  # the arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
-TEST = re.compile(r"\b(?:if|and|or)\b")  # the words that precede the facts that a line tests
-NOWHERE: Where = frozenset()
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 Guarded = tuple[Where, str]  # a line with the variants that run it
 Group = tuple[Where, Sequence[str]]  # lines that are run by the same variants
-
-
-class Indistinguishable(LookupError):
-    """Raised if no condition distinguishes the variants of a function, so that the variants cannot be rendered as one
-    function."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A condition in generated code that holds in the variants `where`, and in no other variants.
-
-    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is `name is not
-    None`; otherwise, it is `name`.
-    """
-
-    name: str
-    where: Where
-    optional: bool = False
-
-    def text(self, holds: bool) -> str:
-        """Returns the source text of the condition if `holds`, and of its negation otherwise."""
-        if self.optional:
-            return f"{self.name} is {'not ' * holds}None"
-        return f"{'not ' * (not holds)}{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Condition:
-    """A condition in generated code: `tests` joined by `word`, with the names of the facts that they test."""
-
-    names: frozenset[str]
-    word: str
-    tests: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return f" {self.word} ".join(self.tests)
-
-    def joined(self, word: str, other: "_Condition") -> "_Condition":
-        """Returns the condition that joins this condition and another by `word`."""
-        return _Condition(self.names | other.names, word, (*self._part(word), *other._part(word)))
-
-    def _part(self, word: str) -> tuple[str, ...]:
-        """Returns the tests of this condition as they stand in a condition of `word`."""
-        return self.tests if len(self.tests) == 1 or self.word == word else (f"({self.text})",)
-
-
-def facts_of(merged: Merged, optional: Mapping[str, Where], flags: Mapping[str, Where]) -> list[Fact]:
-    """Returns the conditions on arguments, in order of preference.
-
-    Args:
-        merged: the variants.
-        optional: the variants that have each optional argument.
-        flags: the variants in which each flag is true.
-    """
-    facts = [Fact(name, where, True) for name, where in optional.items()]
-    facts += [Fact(flag, where) for flag, where in flags.items()]
-    return [fact for fact in facts if fact.where and fact.where != merged.every]
-
-
-def flag_variants(flags: Sequence[frozenset[str]]) -> dict[str, Where]:
-    """Returns the variants in which each flag is true, given the flags of each variant."""
-    names = dict.fromkeys(flag for some in flags for flag in sorted(some))
-    return {name: frozenset(i for i, some in enumerate(flags) if name in some) for name in names}
 
 
 @dataclass
@@ -142,7 +76,7 @@ class Body:
 
     def __post_init__(self) -> None:
         self._branch_texts: dict[tuple[Guarded, ...], tuple[Sequence[str], set[str]]] = {}
-        self._conditions: dict[tuple[Where, Where], _Condition] = {}
+        self._conditions = Conditions(self.merged, self.facts)
         self.names = {**{name: name for name, _, _ in self.merged.inputs()}, **self.names}
         self.alive |= {fact.name for fact in self.facts}
         for ref, name in self.names.items():
@@ -282,62 +216,9 @@ class Body:
     def condition(self, where: Where, every: Where | None = None) -> str:
         """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`,
         by default all variants. Raises Indistinguishable if no facts distinguish these variants."""
-        condition = self._condition(where, self.merged.every if every is None else every)
+        condition = self._conditions.of(where, self.merged.every if every is None else every)
         self.conditions |= condition.names
         return condition.text
-
-    def _condition(self, where: Where, every: Where) -> _Condition:
-        if (where, every) not in self._conditions:
-            self._conditions[where, every] = self._tests(where, every) or self._divided(where, every)
-        return self._conditions[where, every]
-
-    def _tests(self, where: Where, every: Where) -> _Condition | None:
-        """Returns the shortest condition for the variants `where` whose tests are joined by only `and` or only `or`;
-        None if there is no such condition."""
-        read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
-        facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
-        options = [
-            (fact.name, fact.text(holds), variants)
-            for fact in facts
-            for holds, variants in ((True, every & fact.where), (False, every - fact.where))
-            if variants <= where or where <= variants
-        ]
-        for size in range(1, 7):
-            for some in combinations(options, size):
-                names, texts, variants = zip(*some, strict=True)
-                for word, combined in (("and", frozenset.intersection), ("or", frozenset.union)):
-                    if combined(*variants) == where:
-                        return _Condition(frozenset(names), word, texts)
-        return None
-
-    def _divided(self, where: Where, every: Where) -> _Condition:
-        """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
-
-        One fact divides the variants `every` into two parts, of which each has a condition of its own. If the condition
-        is constant in one part, this part needs no further test. The chosen fact leaves the fewest variants undecided.
-        """
-
-        def parts(fact: Fact) -> Iterator[tuple[_Condition, Where, Where]]:
-            for holds, part in ((True, every & fact.where), (False, every - fact.where)):
-                yield _Condition(frozenset((fact.name,)), "and", (fact.text(holds),)), where & part, part
-
-        def undecided(fact: Fact) -> int:
-            return sum(len(part) for _, within, part in parts(fact) if within not in (NOWHERE, part))
-
-        options = [fact for fact in self.facts if fact.where & every not in (NOWHERE, every)]
-        if not options:
-            names = f"{sorted(where)} of the variants {sorted(every)} of {self.merged.variants[0].name}"
-            raise Indistinguishable(f"no facts distinguish {names}")
-        fact = min(options, key=undecided)
-        constant = any(within == part for _, within, part in parts(fact))
-        terms = []
-        for test, within, part in parts(fact):
-            if within == part:
-                terms.append(test)
-            elif within:
-                inner = self._condition(within, part)
-                terms.append(inner if constant else test.joined("and", inner))
-        return terms[0] if len(terms) == 1 else terms[0].joined("or", terms[1])
 
     # Values
 

@@ -26,13 +26,14 @@ from specc.compiler.programs.programs import (
 )
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
 from specc.compiler.render.body import WIDTH, Body, constants_of
+from specc.compiler.render.flags import flags_of
 from specc.compiler.render.formula import python_formula
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring, method, types_doc
 from specc.compiler.render.group import GroupContext, group_contexts
 from specc.compiler.render.jinja import exists
 from specc.compiler.render.loops import CACHE, define_tables, scans, time_loop
 from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines
-from specc.compiler.render.program import METHODS, Methods, flags_of, keeper_of, new_cache
+from specc.compiler.render.program import METHODS, Methods, keeper_of, new_cache
 
 
 @dataclass(frozen=True, slots=True)

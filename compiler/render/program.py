@@ -3,23 +3,21 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph, Named
 from specc.compiler.ir.types import DTYPES, TensorType, spelled
-from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Slot, Where, merge
-from specc.compiler.passes.roll import Begin, Loop, field_of, index_of, method_of
+from specc.compiler.passes.roll import Begin, Loop, field_of, index_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Programs
 from specc.compiler.render.blocks import BlockClass, Tables
-from specc.compiler.render.body import Body, Fact, Indistinguishable, constants_of, facts_of, flag_variants
+from specc.compiler.render.body import Body, constants_of
+from specc.compiler.render.conditions import Fact, Indistinguishable, facts_of
+from specc.compiler.render.flags import flag_variants
 from specc.compiler.render.function import Function, Speller, method, optional_arguments, tuple_text, types_doc
 from specc.compiler.render.loops import CACHE, STATE, LoopText, begin_lines
 
 METHODS = {"train": "forward"}  # the training program becomes the method `forward`; other programs keep their names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
-ONCE = "_once"
-PHASE = "phase"
 FITTING = 72  # the most characters of a block's state that fit on one line with a comprehension
 
 
@@ -28,26 +26,6 @@ def keeper_of(programs: Programs) -> str:
     `cache` for all other models."""
     names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
-
-
-def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
-    """Returns the flags of each program.
-
-    `training`: the program trains. `rounded`: the program fake-quantizes the inputs of products. `once`: the program
-    runs each block once. If the blocks have special methods for a phase of training, the name of these methods is also
-    a flag.
-    """
-    trains = {"train", *(phase.train for phase in programs.phases)}
-    flags = {}
-    for graph in programs.programs:
-        name, plain = graph.name, graph.name.removesuffix(SUFFIX)
-        holds = {"training": trains & {name, plain}, "rounded": name != plain, "once": plain.endswith(ONCE)}
-        methods = {
-            method_of(node).removesuffix(FP8_SUFFIX).removesuffix(SUFFIX) for node in graph.nodes if field_of(node)
-        }
-        phases = {method for method in methods if method.startswith(PHASE)}
-        flags[name] = frozenset((*(flag for flag, true in holds.items() if true), *phases))
-    return flags
 
 
 @dataclass(frozen=True)

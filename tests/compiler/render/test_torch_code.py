@@ -22,7 +22,8 @@ from specc.compiler.ops.region import Call
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.passes.merge import merge
 from specc.compiler.programs import reference
-from specc.compiler.render.body import THOUGHT, Body, Fact, Indistinguishable
+from specc.compiler.render.body import THOUGHT, Body
+from specc.compiler.render.conditions import Fact, Indistinguishable
 from specc.compiler.render.formula import python_formula
 
 X = TensorType(("B", "T", 8), "f64")
