@@ -13,6 +13,8 @@ from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
 from specc.compiler.spec.spec import Spec
+from specc.runtime.distributed.world import World
+from specc.runtime.train.dropout_draws import DropoutDraws
 
 ROOT = Path(__file__).parents[2]
 NORM_ROPE = ({"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}, {"blocks.*.attention": ["k.norm", "k.rope"]})
@@ -51,6 +53,7 @@ def check_spec(spec: Spec, folder: Path, fused: Sequence[bool] = (True, False)) 
 
 def loss_and_all_gradients_equal_the_reference(sample: Pair) -> None:
     ids, targets = sample.batch()
+    DropoutDraws(sample.model, 7, *ids.shape, World.alone()).write(5, 2)
     want = sample.reference("train", ids=ids, targets=targets)["loss"]
     gradients = dict(zip(sample.params, torch.autograd.grad(want, list(sample.params.values())), strict=True))
     loss = sample.model(ids, targets)

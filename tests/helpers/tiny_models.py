@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler import pipeline
+from specc.compiler.passes.count_dropout import SUFFIX, count_dropout
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs
@@ -111,9 +112,10 @@ class Pair:
         return ids, torch.randint(self.spec.model.vocabulary, shape, generator=generator)
 
     def reference(self, program: str, **inputs: Tensor) -> dict[str, Tensor]:
-        """The outputs of the unfused program, by plain references."""
-        plain = pipeline.lower(self.spec.plain, "cpu")
-        return reference.run(plain, program, inputs, self.params)
+        """The outputs of the unfused program, by plain references, with the dropout masks of the module."""
+        plain = count_dropout(pipeline.lower(self.spec.plain, "cpu"), self.spec.model.reads != "lines")
+        draws = {name: buffer for name, buffer in self.model.named_buffers() if name.endswith(SUFFIX)}
+        return reference.run(plain, program, inputs, {**self.params, **draws})
 
 
 def pair(spec: Spec, folder: Path, fuse: bool = True, seed: int = 0, lock: Lock = NO_LOCK) -> Pair:

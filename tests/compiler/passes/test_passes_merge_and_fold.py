@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from block_checks import NORM_ROPE, check_spec
+from block_checks import (
+    NORM_ROPE,
+    check_spec,
+    scores_are_causal_and_equal_the_reference,
+    torch_fx_finds_the_plan,
+)
 from tiny_models import FUSE_MLP, float64, pair, spec_data, spec_of
 
 from specc.compiler import pipeline
 from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.build import spec_of as read_canonical
 from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.region import Call
 from specc.compiler.ops.shape import ConcatRows
 from specc.compiler.programs.programs import LoweringError, Rewriting
 from specc.compiler.report.explain import explain
@@ -59,6 +65,15 @@ CASES: dict[str, Spec] = {
     "products alone": spec(
         {**ATTENTION, "learn": {"r": {"init": 1}}, "write": "r * y"}, {**MLP, "write": "0.5 * y + x0"}
     ),
+    "dropped products alone": spec(
+        {**ATTENTION, "learn": {"r": {"init": 1}}, "write": "r * y", "dropout": 0.25},
+        {**MLP, "write": "0.5 * y + x0", "dropout": 0.125},
+    ),
+    "dropout in a group": spec(
+        {**ATTENTION, **VECTOR, "dropout": 0.25},
+        {**MLP, **VECTOR, "dropout": 0.125},
+        fuse=({"blocks.*.mlp": ["up", "act", "down", "dropped"]},),
+    ),
     "a gated mlp outside of groups": spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}, fuse=(HEAD,)),
     "a gated mlp in a group": spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}),
     "groups that read parts": spec(
@@ -101,17 +116,84 @@ def test_values_gradients_causality_caches_and_traces(name: str, tmp_path: Path)
     check_spec(CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_shapes(seed: int, tmp_path: Path) -> None:
+def golf(attention: float, mlp: float, parallel: bool, looped: bool, keys: Mapping[str, Any]) -> Spec:
+    """A spec of four blocks after specs/gpt_golf_sp8192.yaml.
+
+    Args:
+        attention: The dropout of attention layers.
+        mlp: The dropout of MLPs.
+        parallel: Whether the layers of the last two blocks are parallel.
+        looped: Whether the blocks 1 and 2 run twice from a part of the run on.
+        keys: `merge` and `fold`.
+    """
+    gained = {"heads": 4, "kv_heads": 2, "rope": {"dims": 4, "base": 100}, "qk_norm": {"gain": 5.25}, "exclude": {}}
+    layers = {**ATTENTION, **VECTOR, **gained, "dropout": attention}, {**MLP, **VECTOR, "dropout": mlp}
+    blocks: dict[str, Any] = {"count": 4, "norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"}}
+    blocks |= {"learn": {"mix.stream": {"init": 1}, "mix.embedded": {"init": 0}}}
+    blocks |= {"read": "mix.stream * x + mix.embedded * x0"}
+    if parallel:
+        write = "x + attention.residual * attention + mlp.residual * mlp"
+        blocks["changes"] = [
+            {"where": "layer >= 2", "write": write, "attention": {"write": None}, "mlp": {"write": None}}
+        ]
+    if looped:
+        blocks["order"] = {"at": [[0, "0..3"], [0.35, "0..2 1..3"]]}
+    return spec(*layers, fuse=(*NORM_ROPE, FUSE_MLP, HEAD), keys=keys, dim=32, **blocks)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"merge": "auto", "fold": "auto"}, {"merge": [], "fold": "auto"}, {"merge": "auto", "fold": []}], ids=str
+)
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("attention", "mlp"), [(0.25, 0), (0, 0.125), (0.25, 0.125)])
+def test_dropout_between_a_layer_and_its_factor(
+    attention: float, mlp: float, parallel: bool, looped: bool, keys: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Training and scoring multiply with the same matrices. Loss and gradients are those of the reference, which
+    multiplies the dropped value by the factor."""
+    case = golf(attention, mlp, parallel, looped, keys)
+    programs = pipeline.run(case, "cpu")
+    assert not any(rewriting.refusal for rewriting in programs.rewritings)
+    matrices = [
+        {
+            (call.op.at, inner.op.callee)
+            for call in programs.program(name).nodes
+            if isinstance(call.op, Call)
+            for inner in programs.function(call.op.callee).nodes
+            if isinstance(inner.op, Call)
+        }
+        for name in programs.whole
+    ]
+    assert len(matrices) == (4 if looped else 2) and all(each == matrices[0] for each in matrices)
+    folded = {name for name in programs.derived if name.endswith("scaled")}
+    assert folded == ({"block.attention_out_scaled", "block.mlp_down_scaled"} if keys["fold"] else set())
+    check_spec(case, tmp_path, (True,))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_specs(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     heads = draw.choice((1, 2, 4))
     kv_heads = draw.choice([n for n in (1, 2, 4) if heads % n == 0])
     scaled = draw.choice((VECTOR, NUMBER, {"write": f"x + {draw.uniform(0.1, 2):.3f} * y"}))
     attention = {"kind": "attention", "heads": heads, "kv_heads": kv_heads, **scaled}
     mlp = {"kind": "mlp", "hidden": 8 * draw.randint(1, 5), "act": draw.choice((MLP["act"], GATED["act"])), **scaled}
-    check_spec(
-        spec(attention, mlp, fuse=draw.choice(((FUSE_MLP,), (HEAD,))), dim=8 * heads * draw.randint(1, 3)), tmp_path
-    )
+    dropped = [{**layer, "dropout": draw.choice((0, 0.1, 0.5))} for layer in (attention, mlp)]
+    changes = [
+        {
+            "where": "layer == 1",
+            "write": "x - attention + mlp / 2",
+            "attention": {"write": None},
+            "mlp": {"write": None},
+        },
+        {"where": "layer == 1", "mlp": {"dropout": 0.2}},
+        {"where": "layer == 0", "attention": {"dropout": 0}},
+        {"where": "layer == 1", "mlp": {"act": "gelu(x)"}},
+    ]
+    some = draw.sample(changes if "learn" not in scaled else changes[1:], draw.randint(0, 2))
+    fuse = draw.choice(((FUSE_MLP,), (HEAD,)))
+    check_spec(spec(*dropped, fuse=fuse, dim=8 * heads * draw.randint(1, 3), changes=some), tmp_path)
 
 
 def test_nothing_differs_but_rounding(tmp_path: Path) -> None:
@@ -292,6 +374,19 @@ def test_a_product_of_8_bits_is_not_folded() -> None:
     (function,) = [graph for graph in programs.functions if graph.name in train]
     assert "attention.out.scaled" not in function.by_name and "mlp.down.scaled" in function.by_name
     assert "blocks.*.mlp.down" in nodes
+
+
+def test_products_of_8_bits_and_dropout_in_some_blocks(tmp_path: Path) -> None:
+    """Training and scoring call one function of a block without 8-bit products, but two functions of the other."""
+    changes = [{"where": "layer == 1", "attention": {"write": "x - residual * y"}, "mlp": {"dropout": 0}}]
+    layers = {**ATTENTION, **VECTOR}, {**MLP, **VECTOR, "dropout": 0.1}
+    for match in ("blocks.*.attention.*", "blocks.*.mlp.*", "blocks.0.*"):
+        data = spec_data(layers, (), dim=16, blocks={"changes": changes})
+        data["train"]["precision"] = {"fp8": [{"match": match}]}
+        sample = pair(spec_of({**data, "merge": "auto", "fold": "auto"}), tmp_path / match)
+        with float64(), torch.no_grad():
+            scores_are_causal_and_equal_the_reference(sample)
+        torch_fx_finds_the_plan(sample)
 
 
 def test_weights_of_layers_stay_parameters() -> None:
