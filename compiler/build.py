@@ -264,14 +264,14 @@ def called_text(site: Site) -> str | None:
     """Renders the Torch call of a node, and the functions that it calls, as a Python function `CALLED` of the node's
     inputs. Returns None if the call needs no such function, or if the node has an epilogue."""
     from specc.compiler.render.jinja import render
-    from specc.compiler.render.model import is_op, op_file
+    from specc.compiler.render.model import OpContext, is_op, op_file
 
     call = site.node.op.call(site.inputs)
     functions = {each.function: each.generated for each in call.supports} if call is not None else {}
     if call is None or not functions or site.node.epilogue or not all(is_op(*each) for each in functions.items()):
         return None
     names = [f"x{i}" for i in range(len(site.inputs))]
-    texts = (render(*op_file(*each, "specc"), "", "") for each in functions.items())
+    texts = (render(*op_file(*each, OpContext("specc")), "", "") for each in functions.items())
     return "\n\n".join((*texts, f"def {CALLED}({', '.join(names)}):\n    return {call.text(names)}\n"))
 
 

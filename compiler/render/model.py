@@ -6,7 +6,7 @@ The context has classes, methods, groups and tables, all as text.
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from specc.compiler.ir.graph import Graph, Named
@@ -38,9 +38,15 @@ from specc.compiler.render.program import METHODS, Methods, keeper_of, new_cache
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """The context of an op's file. `package` is the package of the file, for imports outside model.py."""
+    """The context of an op's file.
+
+    Attributes:
+        package: the package of the file, for imports outside model.py.
+        cpu: whether the code runs on a CPU. Plan keys are digests of the other attributes.
+    """
 
     package: str
+    cpu: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,8 @@ def model_context(plan: Plan) -> ModelContext:
     called_ones |= {"recomputed": None} if programs.recomputed else {}
     called_ones |= {"derived": None} if programs.derived else {}
     package = f"specc_{plan.name}"
-    ops = {name: op_file(name, generated, package) for name, generated in called_ones.items() if is_op(name, generated)}
+    context = OpContext(package, not plan.target.arch)
+    ops = {name: op_file(name, generated, context) for name, generated in called_ones.items() if is_op(name, generated)}
     supports = tuple(name for name in called_ones if name not in ops)
     imports += [(name, name) for name in ops]
     names = {name for name, _, _ in programs.sizes} | {
@@ -187,12 +194,13 @@ def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
     return generated is not None or exists(f"torch/ops/{name}.py.jinja")
 
 
-def op_file(name: str, generated: tuple[str, Any] | None, package: str) -> tuple[str, object]:
-    """Returns the template of an op's file and its context."""
+def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) -> tuple[str, object]:
+    """Returns the template of an op's file and its context. `context` is the context of files without one of their
+    own."""
     if generated is None:
-        return f"torch/ops/{name}.py.jinja", OpContext(package)
-    template, context = generated
-    return template, replace(context, package=package)
+        return f"torch/ops/{name}.py.jinja", context
+    template, own = generated
+    return template, replace(own, package=context.package)
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
