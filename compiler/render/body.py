@@ -247,7 +247,7 @@ class Body:
         too complex.
         """
         for i, operand in enumerate(slot.inputs):
-            if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
+            if self._waits(operand) and (self._repeats(slot, i) or self.reads(operand) > 1):
                 self.write(operand[0][0])
         while True:
             waiting = [operand[0][0] for operand in slot.inputs if self._waits(operand)]
@@ -274,6 +274,10 @@ class Body:
         for digits, name in self.constants.items():
             text = re.sub(rf"(?<![\w.]){re.escape(digits)}(?![\w.])", name, text)
         return text
+
+    def reads(self, operand: Operand) -> int:
+        """Returns the number of nodes that read the value of an operand, in any variant."""
+        return len(self._reads[operand[0][0]])
 
     def _waits(self, operand: Operand) -> bool:
         return operand[0][0] in self.pending

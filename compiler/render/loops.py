@@ -40,8 +40,7 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
                     tables.arguments[loop.at, key] = tables.of(loop.at, frozenset(layers), word)
         for name, label, pairs in loop.earlier:
             comment = f"block -> the earlier block whose {'values' if label else 'output'} it also reads"
-            table = tables.add(loop.at, f"{name.upper()}S", repr(dict(pairs)), comment, [run for run, _ in pairs])
-            tables.arguments[loop.at, name] = table
+            tables.add(loop.at, f"{name.upper()}S", repr(dict(pairs)), comment, [run for run, _ in pairs])
         if loop.repeats:
             tables.add(loop.at, "ORDER", repr(loop.runs), "the blocks as they run, some more than once")
         if loop.joins:
@@ -102,7 +101,8 @@ class LoopText:
         self.loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
         loop = self.loop = self.loops[slot.first]
         start, *shared = slot.inputs
-        _assign_pending(body, shared)
+        # In other variants, another loop may read the same initial value
+        _assign_pending(body, [*shared, start] if body.reads(start) > 1 else shared)
         text = body.text(start)
         body.pending.pop(start[0][0], None)
         name = body.name_for(slot, 0)
@@ -184,8 +184,8 @@ class LoopText:
                     some.add(name)
             if text != NONE:
                 values[name] = text
-        for name, label, _ in loop.earlier:
-            table, known = self.tables.arguments[loop.at, name], f"all_{label}" if label else "outputs"
+        for name, label, pairs in loop.earlier:
+            table, known = self.tables.named(repr(dict(pairs))), f"all_{label}" if label else "outputs"
             values[name] = f"{known}[{table}[i]] if i in {table} else None"
         inner: list[str] = []
         taken = set(body.held)

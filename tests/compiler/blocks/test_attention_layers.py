@@ -168,6 +168,13 @@ CASES: Mapping[str, dict[str, Any]] = {
         "embed": [{"kind": "token"}, {"kind": "smear"}],
         "count": 3,
     },
+    "earlier_values_in_a_later_order": {
+        "layers": (ATTENTION, MLP),
+        "blocks": {
+            "changes": [{"where": "layer == 1", "attention": {"v": "v + value(0)"}}],
+            "order": {"at": [[0, "0..1"], [0.35, "0..1 1..1"]]},
+        },
+    },
     "bases_by_layer": {
         "layers": ({**ATTENTION, "rope": {"base": 30}, "qk_norm": {"weight": "1 + w"}}, MLP),
         "blocks": {"changes": [{"where": "layer % 3 == 2", "attention": {"rope": {"base": 900}}}]},
