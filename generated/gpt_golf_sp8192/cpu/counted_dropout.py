@@ -4,7 +4,7 @@
 """Dropout whose random numbers depend on a key, the row and the column alone: the generator
 Philox2x32-7.
 
-This is plain Torch, so that Torch's compiler joins it with the operations around it.
+Torch's compiler compiles the mask once per shape, and calls it for each dropout.
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 LOW = 0xFFFFFFFF
 
 
+@torch.compiler.nested_compile_region
 def kept(x: Tensor, draw: Tensor, p: float) -> Tensor:
     """Returns a bool [..., D] that is True for the elements of x [..., D] that dropout keeps.
 
