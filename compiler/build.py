@@ -1,7 +1,7 @@
 """Entry points of the compiler: from a spec file to one plan per target and the text of every generated file.
 
-The modules that render, report and write are imported inside the functions that need them, so that checking and
-planning a spec do not load them.
+Modules that render, report and write are imported inside functions. Checks and plans of a spec do not load these
+modules.
 """
 
 import hashlib
@@ -34,13 +34,14 @@ CALLED = "called"  # the name of the function in the result of `called_text`
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A checked spec with one plan per target.
+    """A checked spec and the plans of its targets.
 
     Attributes:
-        spec: the checked spec.
-        plans: the plan of each target, by name.
-        deployed: the plan of the model that runs from an artifact, for each target where it differs from `plans`.
-        lock: the measurements that the plans use.
+        spec: The checked spec.
+        plans: The plan of each target, by name.
+        deployed: The plan of the model that runs from an artifact, for each target where this plan differs from
+            `plans`.
+        lock: The measurements that the plans use.
     """
 
     spec: Spec
@@ -50,7 +51,7 @@ class Planned:
 
     @property
     def lock_use(self) -> "LockUse":
-        """The lock entries that apply to the plans, and those that do not."""
+        """States which lock entries apply to the plans."""
         from specc.compiler.report.lock_use import lock_use
 
         return lock_use(self.lock, self.plans, self.spec)
@@ -58,16 +59,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Built(Planned):
-    """A planned spec with the text of its generated files. Keys of `files` are paths relative to generated/<name>/."""
+    """A planned spec with the text of its generated files. Keys of `files` are paths below generated/<name>/."""
 
     files: Mapping[str, str]
 
 
 def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Planned:
-    """Checks a spec file and plans its targets without rendering code.
+    """Checks a spec file and plans its targets without rendering code. A spec with plans can also be built.
 
-    `overrides` are texts `path=value` that replace values of the spec. `targets` are target names; if empty, all
-    targets of the spec are planned. A spec that can be planned can also be built.
+    `overrides` are texts `path=value` that replace values of the spec. `targets` are target names. By default, all
+    targets of the spec are planned.
 
     Raises SpecError with every problem if the spec is invalid or cannot be planned.
     """
@@ -80,7 +81,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
 
     Args:
         spec: the checked spec.
-        source: the text of the spec, used to locate problems. If None, `eval` settings are not checked.
+        source: the text of the spec, for the positions of problems. If None, `eval` settings are not checked.
         targets: the names of the targets to plan. If empty, all targets of the spec are planned.
         lock: the measured kernels and tiles to use.
 
@@ -126,7 +127,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
     Args:
         spec: the checked spec.
-        source: the text of the spec, used to locate problems. If None, `eval` settings are not checked.
+        source: the text of the spec, for the positions of problems. If None, `eval` settings are not checked.
         targets: the names of the targets to build. If empty, all targets of the spec are built.
         lock: the measured kernels and tiles to use.
 
@@ -155,8 +156,8 @@ class _Request:
 
 
 def compiled(spec: Spec, targets: Iterable[str] = (), lock: Lock = NO_LOCK) -> Built:
-    """Plans and renders a spec as `compile_loaded` does without a source. The last results are cached, because a
-    command such as `specc quantize` needs the results of the same specs several times.
+    """Plans and renders a spec like `compile_loaded` without a source. The last results are cached, because a command
+    such as `specc quantize` compiles the same specs several times.
 
     Raises LoweringError with every problem if the spec cannot be planned.
     """
@@ -183,8 +184,8 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
 
     Args:
         path: the spec file.
-        into: the folder that holds one folder per spec, such as `generated`.
-        force: whether to overwrite files that were edited by hand or built from another spec file.
+        into: the folder with one folder per spec, such as `generated`.
+        force: whether to overwrite files that were edited by hand, or that were built from another spec file.
 
     Returns:
         A pair (state, file) for each file that changed. The state is `new`, `changed` or `removed`.
@@ -202,9 +203,9 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
 
 
 def check(path: Path, into: Path) -> tuple[str, ...]:
-    """Returns one line per file in generated/<name>/ that differs from what a build would write.
+    """Returns one line per file in generated/<name>/ that a build would change. Writes nothing.
 
-    Writes nothing. Raises SpecError if the spec is invalid or cannot be planned.
+    Raises SpecError if the spec is invalid or cannot be planned.
     """
     from specc.compiler.generated_folder import drift
 
@@ -213,10 +214,7 @@ def check(path: Path, into: Path) -> tuple[str, ...]:
 
 
 def canonical(spec: Spec) -> str:
-    """Returns the resolved spec as canonical JSON, with defaults written out and keys sorted.
-
-    Equal specs have equal text.
-    """
+    """Returns the resolved spec as canonical JSON, with all defaults and sorted keys. Equal specs have equal texts."""
     return json.dumps(spec.model_dump(mode="json"), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -238,7 +236,7 @@ def spec_of(text: str | bytes) -> Spec:
 def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]) -> bytes:
     """Returns the SHA-256 digest of the parameter names, shapes and storage forms, in order.
 
-    An artifact records this digest and can be loaded only by a model with the same digest.
+    An artifact records this digest. Only a model with the same digest can load it.
     """
     lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in parameters]
     return hashlib.sha256("\n".join(lines).encode()).digest()
@@ -248,7 +246,7 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
     """Renders the files of one kernel.
 
     Args:
-        rendered: the templates of the kernel with their contexts, by file name.
+        rendered: the templates and contexts of the kernel, by file name.
         key: the plan key, which the header of each file states.
         source: the path of the spec, which the header of each file states.
 
@@ -261,8 +259,8 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
 
 
 def called_text(site: Site) -> str | None:
-    """Renders the Torch call of a node, and the functions that it calls, as a Python function `CALLED` of the node's
-    inputs. Returns None if the call needs no such function, or if the node has an epilogue."""
+    """Renders the Torch call of a node as a Python function `CALLED`, and the functions that `CALLED` calls. The
+    arguments are the node's inputs. Returns None if there are no such functions, or if the node has an epilogue."""
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import OpContext, is_op, op_file
 
@@ -276,10 +274,9 @@ def called_text(site: Site) -> str | None:
 
 
 def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
-    """Renders the files of one target: model.py, its ops and its kernels. Returns file name -> text.
+    """Renders the files of one target: model.py, ops and kernels. Returns file name -> text.
 
-    Raises TemplateFault if a template fails to render. The message names the node, and the line of `source`, for which
-    the template was rendered.
+    Raises TemplateFault if a template fails to render. The message states the node and the node's line in `source`.
     """
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import first_caller, model_context
@@ -306,8 +303,8 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) -> Iterator[None]:
-    """A context manager that adds the node, the target and the spec line to a TemplateFault raised in its body.
-    `node_of` returns the path of the node; an empty path stands for model.py."""
+    """A context manager. If its body raises a TemplateFault, it adds the node, the target and the spec line to the
+    error. `node_of` returns the path of the node. An empty path stands for model.py."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -322,11 +319,10 @@ def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) ->
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """Renders the files of a sequence-to-sequence model that decodes without a cache, for benchmarks.
+    """Renders the files of an encoder-decoder that decodes without a cache, for benchmarks. No build writes them.
 
-    No build writes them.
-
-    Raises ValueError if `passes.without_cache` cannot rewrite the model, and LoweringError if it cannot be lowered.
+    Raises ValueError if `passes.without_cache` cannot rewrite the model, and LoweringError if the model cannot be
+    lowered.
     """
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
@@ -341,9 +337,7 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
 
 def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str, str]:
     """Renders the files of the programs that append one token to each text, with kernels for few rows. No build writes
-    these files.
-
-    With `packed`, the kernels decode the codes of an artifact of the spec.
+    them. With `packed`, the kernels decode the codes of an artifact of the spec.
 
     Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
     """
@@ -351,8 +345,8 @@ def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str
 
 
 def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
-    """Returns, by target, the plan of the programs that append one token and read the weights of an artifact as codes.
-    Only GPU targets have an entry, and only if the model is quantized and generates text."""
+    """Returns a plan for each GPU target. The planned programs append one token, and read an artifact's weights as
+    codes. Empty unless the model is quantized and generates text."""
     spec = planned.spec
     names = [name for name in planned.plans if pipeline.reads_codes(spec, name)]
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
@@ -389,8 +383,8 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the manifest entry `source`, the path of the spec relative to its project. Returns no entry if the path
-    is the usual one, `_source_name`."""
+    """Returns the manifest entry `source`, the path of the spec relative to the project. Empty if this is
+    `_source_name`."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}
@@ -399,8 +393,8 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. If the
-    decoding programs compute a node by another op, the node has one entry per op, with the key `PATH OP`."""
+    """Maps each node path to the file that computes it. A .cu file takes precedence over the Python wrapper. If
+    decoding programs compute a node by another op, each op has an entry with the key `PATH OP`."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

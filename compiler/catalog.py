@@ -22,7 +22,7 @@ V = TypeVar("V")
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
-    """Imports every module of a package and its subpackages and returns them sorted by name."""
+    """Imports every module of a package and its subpackages. Returns them sorted by name."""
     names = sorted(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
     return [importlib.import_module(name) for name in names]
 
@@ -32,7 +32,7 @@ def _unique(package: ModuleType, entries: Iterable[tuple[str, V]], what: str) ->
     by_name: dict[str, V] = {}
     for name, value in entries:
         if by_name.setdefault(name, value) is not value:
-            raise ValueError(f"{package.__name__}: two {what} {name!r}")
+            raise ValueError(f"{package.__name__} has a duplicate: two {what} {name!r}")
     return MappingProxyType(by_name)
 
 
@@ -45,10 +45,8 @@ def _subclasses(package: ModuleType, base: type[T]) -> Iterator[type[T]]:
 
 @cache
 def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
-    """Returns all module-level instances of `kind` in the modules of `package`, by `name`, in module order.
-
-    Raises ValueError if two instances have the same name.
-    """
+    """Returns all module-level instances of `kind` in `package`, by `name`, in module order. Raises ValueError if two
+    instances have the same name."""
     values = (value for module in _modules(package) for value in vars(module).values())
     entries = ((value.name, value) for value in values if isinstance(value, kind))
     return _unique(package, entries, "entries are named")
@@ -56,19 +54,15 @@ def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
 
 @cache
 def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...]:
-    """Returns all subclasses of `base` defined in `package` whose `field` is a single-valued Literal, in module order.
-
-    Raises ValueError if two classes have the same literal.
-    """
+    """Returns all subclasses of `base` in `package` whose `field` is a Literal with one value, in module order. Raises
+    ValueError if two classes have the same value."""
     tagged = ((tag, model) for model in _subclasses(package, base) if (tag := tag_of(model, field)) is not None)
     return tuple(_unique(package, tagged, f"models are of {field}").values())
 
 
 @cache
 def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
-    """Returns all subclasses of `base` defined in `package` that set a `name` in their body, by name, in module order.
-
-    Raises ValueError if two classes have the same name.
-    """
+    """Returns all subclasses of `base` in `package` whose body sets `name`. The result is by name, in module order.
+    Raises ValueError if two classes have the same name."""
     named = ((vars(value).get("name"), value) for value in _subclasses(package, base))
     return _unique(package, ((name, value) for name, value in named if isinstance(name, str)), "classes are named")

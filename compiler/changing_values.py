@@ -1,6 +1,6 @@
-"""Fields of a spec whose value changes during a run: numbers given as points or as a formula of time.
+"""Spec fields whose value changes during a run. Points or a formula of time state the value.
 
-runtime/optim/schedule.py computes their values at a step of a run.
+runtime/optim/schedule.py computes the values at a step of a run.
 """
 
 import json
@@ -24,8 +24,9 @@ class Schedule(StrictModel):
 
     Attributes:
         at: [time, value] pairs. The first time is 0, and times increase.
-        by: the unit of the times. `share`: the completed share of the run, from 0 to 1, in steps or, with
-            `budget_seconds`, in seconds. `step`: the number of updates. `epoch`: the passes over the training data.
+        by: the unit of the times. `share`: the completed share of the run, from 0 to 1, in seconds with
+            `budget_seconds` and otherwise in steps. `step`: the number of updates. `epoch`: the number of passes over
+            the training data.
         between: the value between two points. `step`: the value of the earlier point. `linear`: interpolated.
     """
 
@@ -34,7 +35,7 @@ class Schedule(StrictModel):
     between: Literal["linear", "step"] = "step"
 
     def value(self, time: float) -> Any:
-        """Returns the value at `time`, whose unit is the field `by`."""
+        """Returns the value at `time`. The field `by` is the unit of `time`."""
         after = bisect_right(self.at, time, key=lambda point: point[0])
         begin, value = self.at[after - 1]
         if self.between == "step" or after == len(self.at):
@@ -43,7 +44,7 @@ class Schedule(StrictModel):
         return value + (next_value - value) * ((time - begin) / (end - begin))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if the times do not start at 0, do not increase, or are invalid for the unit."""
+        """Yields a problem if the times do not begin at 0, do not increase, or are invalid for the unit."""
         times = [time for time, _ in self.at]
         if times[0] != 0 or sorted(set(times)) != times:
             message = (
@@ -53,7 +54,7 @@ class Schedule(StrictModel):
                 ("at",),
                 "S250",
                 message,
-                "give each point a later time than the point before it, and the first point the time 0",
+                "start at time 0, and give each point a later time than the point before it",
             )
         elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
             limit = "below" if self.between == "step" else "at most"
@@ -70,10 +71,8 @@ class Schedule(StrictModel):
 
     @property
     def changes(self) -> tuple[tuple[int, float], ...]:
-        """The points at which the value changes, as pairs (index of the point, share of the run).
-
-        Empty if times are not shares.
-        """
+        """The points at which the value changes, as pairs (index of the point, share of the run). Empty if times are
+        not shares."""
         points = enumerate(time for time, _ in self.at)
         if self.by != "share":
             return ()
@@ -86,8 +85,7 @@ def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
 
 
 def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
-    """Yields each value of the schedule `value` with its path, or `value` itself if it is a constant. Yields nothing if
-    `value` is None."""
+    """Yields each value of a schedule with its path. Yields a constant as it is, and nothing for None."""
     if isinstance(value, Schedule):
         yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
     elif value is not None:
@@ -100,12 +98,12 @@ def last(value: Any) -> Any:
 
 
 def change_shares(part: StrictModel) -> tuple[float, ...]:
-    """Returns the shares of the run, in order, at which a schedule in a part of a spec changes its value."""
+    """Returns the shares of the run, in order, at which a schedule in a part of a spec changes."""
     return tuple(sorted({share for at in _points_in(part.stated()) for share, _ in at if share}))
 
 
 def settled(part: M, share: float) -> M:
-    """Replaces each schedule in a part of a spec with its value at a share of the run. Returns the new part."""
+    """Returns the part of a spec in which each schedule is replaced by its value at a share of the run."""
     data = part.stated()
     if not any(_points_in(data)):
         return part
@@ -113,7 +111,6 @@ def settled(part: M, share: float) -> M:
 
 
 def _points(data: Any) -> Any:
-    """Returns the points of a schedule given as data; None for other data."""
     at = data.get("at") if isinstance(data, dict) and data.keys() <= Schedule.model_fields.keys() else None
     return at if isinstance(at, list) else None
 
@@ -140,8 +137,7 @@ def formula_at(text: str, t: float) -> float:
 
 
 def formula(most: float = math.inf) -> AfterValidator:
-    """Returns a validator that accepts formulas in `t` whose values are between 0 and `most` for all `t` from 0 to
-    1."""
+    """Returns a validator of formulas in `t`. For `t` from 0 to 1, values must be from 0 to `most`."""
 
     def check(text: str) -> str:
         if "t" not in variables(parse(text, ("t", "pi"))):
@@ -155,8 +151,9 @@ def formula(most: float = math.inf) -> AfterValidator:
                     raise
                 raise ExprError(f"{error.message}, at t = {t:g}", hint="t is from 0 to 1") from None
             if not -1e-12 <= value <= most:
-                limit = "0" if value < 0 else f"{most:g}"
-                raise ExprError(f"the value is {value:g} at t = {t:g}", hint=f"t is from 0 to 1; the limit is {limit}")
+                limit = "at least 0" if value < 0 else f"at most {most:g}"
+                hint = f"for t from 0 to 1, the value must be {limit}"
+                raise ExprError(f"the value is {value:g} at t = {t:g}", hint=hint)
         return text
 
     return AfterValidator(check)
@@ -170,7 +167,7 @@ SizePoints = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, ma
 
 
 class RateSchedule(Schedule):
-    """A number of an optimizer that changes during training."""
+    """A number that changes during training, such as a learning rate."""
 
     at: Points
     by: Literal["share", "step"] = "share"
@@ -196,8 +193,7 @@ class ForcingSchedule(Schedule):
 
 
 class SegmentSchedule(Schedule):
-    """A value that changes only at the points. Programs for each value are compiled before the clock of the run
-    starts."""
+    """A value that changes only at the points. Programs for each value are compiled before the run's clock starts."""
 
     by: Literal["share"] = "share"
     between: Literal["step"] = "step"
@@ -219,9 +215,9 @@ def rate_at(rate: float | str | Schedule, share: float, step: int) -> float:
     """Returns the value of a number, a formula or a schedule.
 
     Args:
-        rate: a number, a schedule, or a formula. The variable of a formula is the share of the run.
-        share: the share of the run that is complete, 0 to 1.
-        step: the number of updates so far.
+        rate: A number, a formula, or a schedule. The variable of a formula is the completed share of the run.
+        share: The completed share of the run, from 0 to 1.
+        step: The number of updates so far.
     """
     if isinstance(rate, Schedule):
         return float(rate.value(share if rate.by == "share" else step))

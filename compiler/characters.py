@@ -20,7 +20,7 @@ def _distinct(chars: str) -> str:
 
 
 class Vocabulary(StrictModel):
-    """A vocabulary of characters, with ids 0 for padding, 1 for start, 2 for stop, then the characters in order.
+    """A vocabulary of characters. The ids are 0 for padding, 1 for start, 2 for stop, then those of the characters.
 
     Attributes:
         chars: the characters.

@@ -1,4 +1,4 @@
-"""A folder of generated files: compares it with a build and writes it without losing hand edits."""
+"""A folder of generated files: its comparison with a build, and writes that preserve edits by hand."""
 
 import difflib
 import errno
@@ -78,7 +78,7 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
     """Returns a pair (state, name) for each file that a build would change, sorted by name. Writes nothing.
 
-    The state is `new`, `changed` or `removed`. A file is `removed` if an earlier build wrote it and this build does
+    The state is `new`, `changed` or `removed`. A file is `removed` if an earlier build wrote it, but this build does
     not.
     """
     states = {"missing": "new", "extra": "removed"}
@@ -113,7 +113,7 @@ def require_current(folder: Path, files: Files, within: str, build: str) -> None
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
-    """Returns a unified diff from the files on disk to the files after a build."""
+    """Returns a unified diff from the files on disk to those of a build."""
     present = _present(folder) & {*files, *_owned(folder)}
     old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
     return diff_texts(old, files, f"a/{root}", f"b/{root}")
@@ -144,7 +144,7 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     """Writes `files` to `folder`. Each changed file is replaced atomically. Stale files of earlier builds are removed.
 
     Args:
-        folder: the generated folder; it is created if missing.
+        folder: the generated folder. It is created if missing.
         files: the texts, by file name, including the manifest.
         force: whether to overwrite hand edits and files built from another spec file.
 
@@ -213,7 +213,7 @@ def _require_same_source(folder: Path, files: Files) -> None:
 
 
 def _source(name: str, manifest: str) -> str:
-    """Returns the path of the spec, relative to its project, as a manifest states it."""
+    """Returns the path of the spec, relative to its project, in a manifest."""
     return str(json.loads(manifest).get("source", f"specs/{name}.yaml"))
 
 
@@ -225,13 +225,13 @@ def _present(folder: Path) -> set[str]:
 
 
 def _temporary(path: Path) -> bool:
-    """Returns True for a temporary file of a build, which remains on disk only if the build was interrupted."""
+    """Returns whether a file is a temporary file of a build. It remains on disk only if the build was interrupted."""
     return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder, so that only one build at a time writes to it. Does nothing on Windows."""
+    """Holds an exclusive lock on a folder, so that only one build at a time writes there. Does nothing on Windows."""
     try:
         import fcntl
     except ImportError:
@@ -260,7 +260,7 @@ def _owned(folder: Path) -> dict[str, set[str]]:
 
 
 def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yields the files that were edited by hand and that the build would replace or remove."""
+    """Yields the files that the build would replace or remove although they were edited by hand."""
     for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
         content = (folder / name).read_bytes()
         known = {*owned.get(name, ()), digest(files.get(name, ""))}

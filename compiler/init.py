@@ -13,20 +13,20 @@ MODELINE = "$schema=schema.json"  # editors read the path of the schema from thi
 
 
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
-    """Writes a copy of `origin`, including comments, to `target` under another model name.
+    """Writes a copy of `origin`, with its comments, to `target` under another model name.
 
-    Also writes the schema that the copy references for editors, if it is not beside `target` yet.
+    Also writes the schema that the copy references for editors, unless it is beside `target` already.
 
     Args:
-        origin: the spec to copy.
-        target: the new file; missing folders are created.
-        name: the model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
-        small: whether the copy has small sizes, as in `small_version`.
+        origin: The spec to copy.
+        target: The new file. Missing folders are created.
+        name: The model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
+        small: Whether the copy has small sizes, as in `small_version`.
 
     Raises:
-        SpeccError: if `target` exists, `name` is not a valid model name, `origin` or the result is not a valid
-            spec, `origin` has no line `name: ...` at the left margin, or no small sizes are valid. In these cases,
-            nothing is written.
+        SpeccError: If `target` exists, `name` is not a valid model name, or `origin` or the result is not a valid spec.
+            Also if `origin` has no line `name: ...` at the left margin, or if no small sizes are valid. Nothing is
+            written then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise SpeccError(

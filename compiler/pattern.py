@@ -11,10 +11,8 @@ CHOICES = re.compile(r"(\{[^{}]*\})")
 
 @cache
 def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Splits a pattern into consecutive parts.
-
-    Each part is a tuple of alternatives. Each alternative is a tuple of the literal texts between its `*`.
-    """
+    """Splits a pattern into consecutive parts. A part is a tuple of alternatives. An alternative is a tuple of the
+    literal texts between its `*`."""
     return tuple(
         tuple(tuple(choice.strip().split("*")) for choice in part[1:-1].split(","))
         if CHOICES.fullmatch(part)
@@ -25,9 +23,7 @@ def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`.
-
-    `texts` must occur in order, with any characters between them.
-    """
+    `texts` must occur in order, with any characters between them."""
     for i, text in enumerate(texts):
         if i and starts:
             starts = set(range(min(starts), len(name) + 1))
@@ -37,7 +33,7 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
 
 @lru_cache(maxsize=2**16)  # cached, because the same patterns and names are matched for each target and pass
 def matches(pattern: str, name: str) -> bool:
-    """Returns True if `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
+    """Returns whether `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
 
     The run time is bounded by the product of the two lengths.
     """

@@ -97,8 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass, in order, to the first form of a model (a key of PIPELINES) whose pipeline contains
-    the pass."""
+    """Maps the name of each pass, in order, to the first form of a model that has the pass. Forms are the keys of
+    PIPELINES."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}
@@ -106,18 +106,18 @@ def forms() -> Mapping[str, Form]:
 
 
 def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
-    """Returns the programs after the pass `name`, in the first form whose pipeline contains it. `specc ir` prints them.
+    """Returns the programs after the pass `name`, in the first form with this pass. `specc ir` prints them.
 
     Args:
-        spec: the spec.
-        target: the name of a target.
-        name: the name of a pass, or `lower` or `select_kernels`.
-        lock: the measured kernels and tiles, which only `select_kernels` uses.
+        spec: The spec.
+        target: The name of a target.
+        name: The name of a pass, or `lower` or `select_kernels`.
+        lock: The measured kernels and tiles, which only `select_kernels` uses.
 
     Raises:
-        LoweringError: if the spec cannot be lowered or a pass fails.
-        KeyError: if no pass has that name.
-        ValueError: if the model does not have the form.
+        LoweringError: If the spec cannot be lowered or a pass fails.
+        KeyError: If no pass has that name.
+        ValueError: If the model does not have the form.
     """
     if name == SELECT_KERNELS:
         return plan(spec, target, "", lock).programs
@@ -148,8 +148,8 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
 
     Args:
         spec: the spec.
-        target: the name of a target, whose dtype the programs have.
-        until: the name of the last pass to run. With `lower`, no pass runs; with None, all passes run.
+        target: the name of a target. The programs have its dtype.
+        until: the name of the last pass to run. With `lower`, no pass runs. With None, all passes run.
         form: the form of the model, which selects the passes.
 
     Returns:
@@ -197,8 +197,8 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
 def deployed(spec: Spec, target: str) -> Programs | None:
     """Returns the programs that run from an artifact, if some matrix products are computed on int8 codes.
 
-    Otherwise returns None: the weights of the artifact are then dequantized to floats for the ordinary programs. Fusion
-    points of the spec do not apply to deployed programs: the operations after an int8 product become its epilogue.
+    Otherwise, returns None. The ordinary programs then run with weights that are dequantized to floats. Deployed
+    programs have no fusion points, because the operations after an int8 product become the epilogue of the product.
     Raises LoweringError if the spec cannot be lowered.
     """
     schemes = allocation(spec.quant, lower(spec, target).stored)
@@ -206,18 +206,17 @@ def deployed(spec: Spec, target: str) -> Programs | None:
 
 
 def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
-    """Plans the programs of `deployed`.
-
-    Returns None if there are none. Raises LoweringError if the spec cannot be lowered.
-    """
+    """Plans the programs of `deployed`. Returns None if there are none. Raises LoweringError if the spec cannot be
+    lowered."""
     programs = deployed(spec, target)
     return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None
 
 
 def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
-    """Plans a sequence-to-sequence model that decodes without a cache.
+    """Plans an encoder-decoder that decodes without a cache.
 
-    Raises ValueError if the model cannot be rewritten without a cache, and LoweringError if the spec cannot be lowered.
+    Raises ValueError if the model cannot be rewritten without a cache, and LoweringError if the spec cannot be
+    lowered.
     """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)
@@ -233,8 +232,10 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
 
 def reads_codes(spec: Spec, target: str) -> bool:
     """Returns whether the programs that append one token to each text can read the weights of an artifact as codes.
-    This requires a GPU target and a quantized model of text whose products are not computed in integers. Raises
-    LoweringError if the spec cannot be lowered."""
+
+    This requires a GPU target and a quantized model of text without integer products. Raises LoweringError if the spec
+    cannot be lowered.
+    """
     if spec.quant is None or not TARGETS[target].arch:
         return False
     programs = lower(spec, target)

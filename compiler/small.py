@@ -24,11 +24,11 @@ FEATURES = (128, 192, 256, 384, 512)  # the candidate sizes of the residual stre
 
 
 def small_version(text: str, name: str) -> str:
-    """Returns the text of a spec with small sizes, whose run takes a minute on a CPU and needs no files.
+    """Returns the text of a spec with small sizes. A run takes a minute on a CPU and needs no files.
 
-    Tokens are bytes, rows have 128 tokens, and the run has 20 steps. A decoder has the fewest layers, and then the
-    fewest features, with which the spec is valid. Everything else is unchanged. Comments remain, except those on
-    changed values.
+    Tokens are bytes, rows have 128 tokens, and the run has 20 steps. A decoder has the fewest layers, then the fewest
+    features, with which the spec is valid. Everything else is unchanged. Comments stay, except those on changed
+    values.
 
     Args:
         text: the text of a valid spec.
@@ -93,13 +93,13 @@ def _read_bytes(data: Any, spec: Spec) -> None:
     _put(data, ("model", "vocab"), BYTE_IDS)
     _put(data, ("model", "context"), min(spec.model.window, CONTEXT))
     for path, _ in spec.model.marks:
-        if _part(data, path[:-1]).get(path[-1]) is not None:  # a mark without a value takes the value of another mark
+        if _part(data, path[:-1]).get(path[-1]) is not None:  # not set: the field has the id of another field
             _put(data, path, BYTE_IDS - 1)
 
 
 def _choose(data: Any, path: Path, smaller: Sequence[int]) -> None:
-    """Changes a number to the first of `smaller` with which the spec is valid. The number is unchanged if none of them
-    is valid, or if the spec does not set it."""
+    """Changes a number to the first of `smaller` with which the spec is valid. The number stays if none of these is
+    valid, or if the spec does not set the number."""
     part = _part(data, path[:-1])
     if (full := part.get(path[-1])) is None:
         return
@@ -116,13 +116,12 @@ def _choose(data: Any, path: Path, smaller: Sequence[int]) -> None:
 
 
 def _plan(data: Any) -> None:
-    """Raises SpecError if the spec is invalid."""
     spec, source = load(edited(data))
     plan_loaded(spec, source)
 
 
 def _part(data: Any, path: Path) -> Any:
-    """Returns the part of the data at a path; an empty mapping if there is none."""
+    """Returns the part of the data at a path, or an empty mapping."""
     for key in path:
         data = (data[key] if isinstance(key, int) else data.get(key)) or {}
     return data

@@ -1,4 +1,4 @@
-"""Base classes and field types of spec models: strict types, immutable values, no unknown keys."""
+"""Base classes and field types of spec models, with strict types, immutable values, and no unknown keys."""
 
 import keyword
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -50,8 +50,8 @@ def _no_truth(value: object) -> object:
 
 
 def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Returns a validator that accepts a text if `parse` accepts it. `parse` raises a ValueError, such as ExprError,
-    for all other texts."""
+    """Returns a validator that accepts a text if `parse` does. `parse` raises a ValueError, such as ExprError, for all
+    other texts."""
 
     def check(text: str) -> str:
         parse(text)
@@ -74,10 +74,10 @@ T = TypeVar("T")
 
 
 def later(default: Any) -> Any:
-    """Declares a field that was added after specs were already in use.
+    """Declares a field that was added when specs were already in use.
 
-    The canonical text of a spec omits the field if it has its `default`. A spec that does not use the field therefore
-    keeps its digest, and its runs still match it.
+    The canonical text of a spec omits the field if it has its `default`. A spec without the field therefore keeps its
+    digest, and its runs still match.
     """
     return Field(default, exclude_if=lambda value: value == default)
 
@@ -87,12 +87,12 @@ class Problem:
     """One problem of a spec.
 
     Attributes:
-        path: the path of the value at fault.
+        path: the path of the wrong value.
         code: the code of the error.
         message: the problem.
         hint: how to fix it.
         related: (note, path) pairs that are shown with the problem.
-        offset: the index of the character at fault, if the value is a text.
+        offset: the index of the wrong character, if the value is a text.
     """
 
     path: Path
@@ -113,10 +113,10 @@ class Problem:
 
 
 class StrictModel(BaseModel):
-    """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
+    """The base class of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the default member of a union, which applies if the data states no kind. `described` is the
-    name that messages use for a whole file of this model, such as `the spec`.
+    `untagged` is True for the default member of a union. The default applies if the data states no kind. `described`
+    is the name of a whole file of this model in messages, such as `the spec`.
     """
 
     untagged: ClassVar[bool] = False
@@ -130,18 +130,19 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data that are keyed by their names in a mapping. An entry consists of the path of a
-        part, its expected type, and its data with inherited tags."""
+        """Yields the parts of the data whose keys are names, and not fields of this model. An entry has the path of
+        the part, the type that the part must have, and the data of the part. The data includes the tag, such as
+        `kind`, if the part itself does not state it."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:
-        """Returns the fields that were set, as JSON data. Unlike `model_dump`, this needs no serializer, which Pydantic
-        would have to build for each class."""
+        """Returns the fields that were set, as JSON data. Unlike `model_dump`, this needs no serializer, which
+        Pydantic would have to build for each class."""
         known = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
         return {name: _data(value) for name, value in (known | (self.model_extra or {})).items()}
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems that involve several fields of this model. Paths are relative to the model."""
+        """Yields the problems that involve several fields of this model. Paths are relative to the model."""
         yield from ()
 
 
@@ -169,7 +170,7 @@ def values_in(part: object, kind: type[T], path: Path = ()) -> Iterator[tuple[Pa
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the keys that a model accepts in a spec, each with its field."""
+    """Returns the keys that a model accepts in a spec, and their fields."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 

@@ -1,7 +1,5 @@
-"""The compilation targets and their features.
-
-Each target is a row of data. No other code of the compiler depends on the name of a target.
-"""
+"""The compilation targets and their features. Each target is a row of data. No other code of the compiler depends on
+the name of a target."""
 
 from dataclasses import dataclass
 
@@ -15,14 +13,14 @@ class Target:
         title: the description of the hardware.
         dtype: the dtype in which the model computes.
         features: the hardware features that kernels may require, such as `wgmma`.
-        languages: the languages of the kernels that run on it.
+        languages: the languages of the kernels that the target can run.
         shared_memory: the bytes of shared memory per thread block.
-        arch: the compute capability for which Triton compiles; 0 on the CPU.
-        nvcc: the architecture name for CUDA C++; empty on the CPU.
-        flops: peak dense operations per second in `dtype`; 0 if unknown.
-        bandwidth: peak memory bandwidth in bytes per second; 0 if unknown.
+        arch: the compute capability for which Triton compiles. 0 on the CPU.
+        nvcc: the architecture name for CUDA C++. Empty on the CPU.
+        flops: peak dense operations per second in `dtype`. 0 if unknown.
+        bandwidth: peak memory bandwidth in bytes per second. 0 if unknown.
         workspace: the bytes of the workspace that cuBLAS allocates for each thread and stream.
-        machine: the machine whose rates are `flops` and `bandwidth`. Plans compute lower bounds on time from these
+        machine: the machine with the rates `flops` and `bandwidth`. Plans compute lower bounds of times from these
             rates.
     """
 

@@ -1,1 +1,1 @@
-"""The model kinds: each composes blocks into programs."""
+"""The model kinds. Each composes blocks into programs."""

@@ -1,4 +1,4 @@
-"""Modules after the last block that predict later tokens. Only training programs contain these modules."""
+"""Modules after the last block that predict later tokens. Only training programs contain them."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -44,15 +44,15 @@ class Modules:
         return self.stack.blocks.every[-1]
 
     def lower(self, b: Builder, x: str, targets: str, context: LoweringContext, loss: str, ignore: int | None) -> str:
-        """Adds the modules, and returns the loss of the model plus the weighted mean loss of the modules, f32[].
+        """Adds the modules. Returns the loss of the model plus the weighted mean loss of the modules, f32[].
 
         Args:
-            b: the builder of the graph of the training program.
-            x: the residual stream after the last block, [B, T, D].
-            targets: the next token of each token, i64[B, T].
-            context: the values that blocks can read.
-            loss: the loss without the modules, f32[].
-            ignore: the target id that the loss ignores.
+            b: The builder of the training program.
+            x: The residual stream after the last block, [B, T, D].
+            targets: The next token of each token, i64[B, T].
+            context: The values that blocks can read.
+            loss: The loss without the modules, f32[].
+            ignore: The target id that the loss ignores.
         """
         losses, stream = dict[str, str](), x
         for k in range(1, self.term.modules + 1):
@@ -78,7 +78,6 @@ class Modules:
         return norm.of_no_layer.lower(b, x, name, self.shape, name)
 
     def _module(self, b: Builder, k: int, x: str, targets: str, context: LoweringContext) -> str:
-        """Adds the block of module `k` and returns the residual stream after it."""
         shape, b.scope = self.shape, f"ahead{k}"
         if self.term.form == "sequential":
             ids = targets if k == 1 else b.add("ids", LaterTargets(k - 1, fill=0), (targets,))
@@ -102,7 +101,7 @@ class Modules:
 
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
-    """Yields the reasons why modules cannot have the structure of the last block of a model."""
+    """Yields the reasons why modules cannot have the structure of the model's last block."""
     if block.circuit.earlier:
         yield "the last block reads values of earlier runs of blocks"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

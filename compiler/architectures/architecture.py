@@ -13,8 +13,7 @@ Form = Literal["text", "lines"]  # one token stream, or pairs of source and targ
 
 
 class Architecture(StrictModel):
-    """A model kind. The fields are the parts of the model. A model kind uses its parts only through the methods of
-    their base classes.
+    """A model kind. The fields are the parts of the model. A model kind calls only methods of the parts' base classes.
 
     Attributes:
         reads: the form of the training data.
@@ -26,43 +25,44 @@ class Architecture(StrictModel):
         """Returns all programs of the model.
 
         Args:
-            name: the name of the model.
-            halves: whether to add the two programs into which `score` can be split, if the model kind supports it.
-            losses: the terms of the training loss. If empty, the loss is the cross-entropy of the next token.
+            name: The name of the model.
+            halves: Whether to add the programs `features` and `nats`, the halves of `score`, if the model kind has
+                them.
+            losses: The terms of the training loss. If empty, the loss is the cross-entropy of the next token.
 
         Raises:
-            LoweringError: if the spec does not describe a valid model.
+            LoweringError: If the spec does not describe a valid model.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 
     @property
     def title(self) -> str:
-        """A one-line description of the model for plans and headers."""
-        raise TypeError(f"{type(self).__name__} does not describe itself")
+        """A one-line description of the model, for plans and headers."""
+        raise TypeError(f"{type(self).__name__} must override `title`")
 
     @property
     def vocabulary(self) -> int:
         """The number of token ids that the model reads and writes."""
-        raise TypeError(f"{type(self).__name__} does not state its vocabulary")
+        raise TypeError(f"{type(self).__name__} must override `vocabulary`")
 
     @property
     def window(self) -> int:
         """The number of tokens per training window."""
-        raise TypeError(f"{type(self).__name__} does not state its context")
+        raise TypeError(f"{type(self).__name__} must override `window`")
 
     def after(self, done: float) -> Self:
-        """Returns the model with each schedule replaced by its value after the fraction `done` of a training run."""
+        """Returns the model in which each schedule is replaced by its value after the fraction `done` of a run."""
         return settled(self, done)
 
     @property
     def bounded(self) -> str:
-        """The name of a part with a learned value for each position; empty if there is none. A model with such a part
-        cannot score texts that are longer than the context."""
+        """The name of a part with a learned value per position, or "". A model with such a part cannot score texts
+        longer than the context."""
         return ""
 
     @property
     def unscored(self) -> int:
-        """The number of targets at the start of a row that neither the loss nor the score counts."""
+        """The number of targets at the start of a row that are excluded from the score and the loss."""
         return 0
 
     def refuses_modules(self) -> Iterator[str]:
@@ -71,35 +71,35 @@ class Architecture(StrictModel):
 
     @property
     def losses(self) -> frozenset[str]:
-        """The auxiliary losses that layers compute, as LAYER.LOSS, for terms of the kind `auxiliary`."""
+        """The auxiliary losses of layers, as LAYER.LOSS, for loss terms of the kind `auxiliary`."""
         return frozenset()
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
-        """The ids with which documents start, each with the spec path that sets the id."""
+        """The ids that begin documents. Each has its path in the spec."""
         return ()
 
     @property
     def scored_input(self) -> str:
-        """The name of the input of the program `score` that contains the tokens of the scored text, in order."""
+        """The name of the `score` input that contains the tokens of the scored text, in order."""
         return "ids"
 
     @property
     def reads_pads(self) -> bool:
-        """Whether the encoding of a source depends on the padding after it. If so, all sources in a batch must have the
-        same length."""
+        """Whether the encoding of a source depends on the padding after the source. All sources of a batch must then
+        have the same length."""
         return False
 
     @property
     def characters(self) -> str | None:
-        """The alphabet that the spec itself sets, for a model of lines; None if a tokenizer defines it."""
+        """The alphabet of the spec, for a model of lines. None if a tokenizer defines it."""
         return None
 
     def place_of(self, init: Init) -> Path:
-        """Returns the spec path of the field that states an initialization."""
+        """Returns the spec path of the field with this initialization."""
         return ("model", *next((path for path, other in values_in(self, Init) if other is init), ()))
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype that the spec itself sets; None if the target determines the dtype."""
+        """The compute dtype of the spec. None if the target determines the dtype."""
         return None

@@ -20,8 +20,8 @@ from specc.compiler.strict import LearnedName, Problem, StrictModel, later, tag_
 
 
 def one_of(*roles: type[StrictModel]) -> Any:
-    """Returns a union type of block kinds, discriminated by `kind`. A role that is itself a block kind is a member. Any
-    other role is a base class, and stands for all block kinds that subclass it."""
+    """Returns a union type of block kinds, discriminated by `kind`. A role is a block kind or a base class. A base
+    class stands for all block kinds that inherit from it."""
     kinds = ((role,) if tag_of(role, "kind") else models(blocks, role, "kind") for role in roles)
     members = tuple(chain(*kinds))
     return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
@@ -40,16 +40,16 @@ NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: ge
 class Block(StrictModel):
     """One block: its layers in order, with norms.
 
-    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the stream after run
-    k of a block), learned values, `layer` and `layers`. With several residual streams, `read` and `write` are mappings
-    from the name of a stream to an expression, and expressions read streams by these names.
+    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the stream after
+    run k of a block), learned values, `layer` and `layers`. With several residual streams, `read` and `write` have one
+    expression per stream, by name. Expressions read streams by these names.
 
     Attributes:
-        norm: the norms of the block, before each layer or in other places; null for none.
+        norm: the norms of the block, before each layer or in other places. null for none.
         learn: learned values, by name.
-        read: an expression for the residual stream at the start of the block. If unset, the stream is unchanged.
-        write: an expression for the residual stream at the end of the block. The name of each layer stands for its
-            output. If unset, each layer writes to the stream in turn.
+        read: an expression for the residual stream at the start of the block. By default, the stream is unchanged.
+        write: an expression for the residual stream at the end of the block. The name of each layer stands for the
+            layer's output. By default, each layer writes to the stream in turn.
         layers: the layers of a block.
     """
 
@@ -61,7 +61,7 @@ class Block(StrictModel):
 
     @cached_property
     def circuit(self) -> Circuit:
-        """The layers of the block, together with the expressions that connect them."""
+        """The layers of the block and the expressions between them."""
         return Circuit(self.learn, self.read, self.layers, self.write)
 
     def reads_value(self, name: str) -> bool:
@@ -69,28 +69,28 @@ class Block(StrictModel):
         return name in self.circuit.reads
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the block stores between tokens, by layer and key."""
+        """Returns the types of the block's state between tokens, by layer and key."""
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may read, by name.
-        These are the sizes of the layer that declares the value or, if the block declares the value, of the first
+        """Returns the attention sizes, such as `heads`, for the shape of the learned value `name`. If a layer declares
+        the value, these are the sizes of that layer. If the block declares the value, these are the sizes of the first
         attention layer. Empty without attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
     def shape_of(self, shape: Shape, path: str = "") -> Shape:
-        """Returns `shape` with the attention sizes that the learned value `path` may read. The value belongs to this
-        block, or is shared by all blocks."""
+        """Returns `shape` with the attention sizes for the learned value `path`. The value belongs to this block or to
+        all blocks."""
         return shape.of_attention(self.sizes(shape.dim, path))
 
     def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:
         """Yields the problems of the block in a model of this shape. Paths are relative to the block.
 
         Args:
-            shape: the sizes of the model, and the index of the block.
-            streams: the names of the streams before the block.
-            known: the names of further values that expressions of the block may read.
+            shape: The sizes of the model, and the index of the block.
+            streams: The names of the streams before the block.
+            known: The names of additional values that expressions of the block may read.
         """
         layer, layers = shape.layer, shape.layers
         if self.norm is not None:

@@ -1,4 +1,4 @@
-"""The blocks of a stack: one block, and the changes to it in the layers where a condition holds."""
+"""The blocks of a stack: one block, and changes to it in the layers where a condition holds."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -50,15 +50,15 @@ class Between(StrictModel):
         return Circuit(self.learn, self.read)
 
     def number(self, run: int, order: tuple[int, ...], count: int) -> int | None:
-        """Returns the index of the module before the run of a block at index `run` of `order`; None if there is none.
+        """Returns the index of the module before a run, or None if there is none. `run` is the index of the run,
         `order` lists the block of each run, and `count` is the number of blocks."""
         holds = [condition_holds(self.where, index_values(i, order, count)) for i in range(run + 1)]
         return sum(holds) - 1 if holds[-1] else None
 
 
 class Blocks(Block):
-    """A stack of blocks: the fields of one block, and the changes to these fields in some layers. Layers are counted
-    from 0.
+    """A stack of blocks: the fields of one block, and changes to these fields in some layers. Layers are counted from
+    0.
 
     Attributes:
         count: the number of blocks.
@@ -82,7 +82,6 @@ class Blocks(Block):
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
-        """Merges the changes of each layer and validates the result."""
         known: dict[tuple[int, ...], Block] = {}
         for layer in range(self.count):
             changes = self.changes_of(layer)
@@ -92,7 +91,7 @@ class Blocks(Block):
         return self
 
     def changes_of(self, layer: int) -> Mapping[int, Change]:
-        """Returns the changes that apply to block `layer`, by their indices in `changes`."""
+        """Returns the changes to block `layer`. A key is the index of a change in `changes`."""
         values = {"layer": layer, "layers": self.count}
         try:
             return {i: change for i, change in enumerate(self.changes) if condition_holds(change.where, values)}
@@ -110,7 +109,7 @@ class Blocks(Block):
 
     @property
     def all_layers(self) -> Iterator[tuple[int, int, Layer]]:
-        """Yields every layer of every block, with the index of its block and its index in the block."""
+        """Yields every layer of every block, after the index of the block and the index of the layer in the block."""
         return ((i, j, layer) for i, block in enumerate(self.every) for j, layer in enumerate(block.layers))
 
     @property
@@ -125,12 +124,12 @@ class Blocks(Block):
 
     @property
     def orders(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
-        """The orders of the blocks, each with the share of the training run at which the order begins."""
+        """The orders of the blocks, and the share of the training run at which each order begins."""
         return ((0.0, tuple(range(self.count))),)
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The index of the block of each run, in the last order of the schedule."""
+        """The block index of each run, in the last order of the schedule."""
         return self.orders[-1][1]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
@@ -193,8 +192,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the modules between runs of blocks, and a problem for the first expression that reads
-        a value before the value is computed."""
+        """Yields the problems of the modules between runs, and a problem for the first expression that reads a value
+        before the value exists."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -213,7 +212,7 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Yields a problem for each `value(k)` for which run k has no attention values, or values of another size."""
+        """Yields a problem for each `value(k)` whose run k has no attention values, or has values of another size."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
@@ -262,12 +261,12 @@ class Blocks(Block):
             yield ModelValue(label, (label,), path=name, prefix=self.prefix, values=self.common, shape=wide)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        """Returns the shared computations that any block reads, without duplicates."""
+        """Returns the shared computations of all blocks, without duplicates."""
         shared = (computation for i in range(self.count) for computation in self.shared_by(i, shape))
         return tuple({computation.name: computation for computation in shared}.values())
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the blocks store between tokens, by run, layer and key."""
+        """Returns the types of the blocks' state between tokens, by run, layer and key."""
         runs = enumerate(self.runs)
         return {f"{run}.{key}": type for run, i in runs for key, type in self.every[i].state(shape).items()}
 
@@ -278,7 +277,7 @@ class Blocks(Block):
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields pairs: the prefix of the node names of a layer, and the spec path of the layer."""
+        """Yields the node-name prefix and the spec path of each layer."""
         for index in range(self.count):
             for i, layer in enumerate(self.layers):
                 yield f"{index}.{layer.title}", ("layers", i)
@@ -289,7 +288,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 
 def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, int]:
-    """Returns the variables of the formula k in `output(k)` for the run at index `run`. `count` is the number of
+    """Returns the variables of the formula k in `output(k)`, for the run at index `run`. `count` is the number of
     blocks."""
     return dict(zip(INDEX, (order[run], count, run, len(order)), strict=True))
 
@@ -297,9 +296,17 @@ def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, i
 def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of an earlier run that an expression reads, if the index of that run has no value
-    or is not before `run`. `layer` is the index of the block that contains the expression, `order` lists the block of
-    each run, and `count` is the number of blocks."""
+    """Yields a problem for each `output(k)` or `value(k)` in an expression whose k has no value or is not before
+    `run`.
+
+    Args:
+        wiring: The expression.
+        path: The spec path of the expression.
+        run: The index of the run.
+        layer: The index of the block with the expression.
+        order: The block of each run.
+        count: The number of blocks.
+    """
     for variable, value in wiring.earlier.items():
         try:
             source = formula_value(value.index, index_values(run, order, count))

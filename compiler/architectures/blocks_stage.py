@@ -18,10 +18,10 @@ def norm_name(title: str) -> str:
 
 class BlocksStage(Blocks, Part):
     """Blocks as a stage of an encoder or a decoder. A final norm follows the last block, unless the blocks normalize
-    the stream after each layer. The final norm belongs to no layer, so a `scale` that depends on the layer is omitted.
+    the stream after each layer. The final norm belongs to no layer, so it has no `scale` that depends on the layer.
 
     Attributes:
-        name: the name of the stage in paths of nodes and parameters; its kind if unset.
+        name: the name of the stage in paths of nodes and parameters. By default, its kind.
     """
 
     kind: Literal["blocks"]

@@ -25,7 +25,7 @@ Data = Mapping[str, Any]
 class Change(StrictModel):
     """Fields of a block that differ in the layers where the condition `where` holds.
 
-    A key may also be the name of a layer; the value contains the fields of the layer that differ. Mappings are merged
+    A key may also be the name of a layer. Its value contains the fields of the layer that differ. Mappings are merged
     field by field, in the order of the changes. A layer or norm of another `kind` replaces the existing one. Null
     removes a field, a learned value or a layer.
 
@@ -48,8 +48,7 @@ class Change(StrictModel):
 
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits fields that the change does not set. A field that is set to null is not omitted, because null removes
-        the field."""
+        """Omits fields that the change does not set. A null field stays, because null removes the field."""
         stated = self.model_fields_set | (self.model_extra or {}).keys()
         return {key: value for key, value in dump(self).items() if key in stated}
 
@@ -60,10 +59,10 @@ class Change(StrictModel):
 
 
 def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
-    """Returns the block with the changes applied. `changes` maps the index of each change in the stack to the change.
+    """Returns the block with the changes applied. `changes` maps the index of each change to the change.
 
     Raises:
-        ValidationError: if the block is invalid. Errors are reported at the changes that cause them.
+        ValidationError: If the block is invalid. An error is reported at the change that causes it.
     """
     data: Data = {name: value for name, value in base.stated().items() if name in Block.model_fields}
     merged = reduce(_merge_block, [change.fields for change in changes.values()], data)
@@ -83,8 +82,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path at which a field of a changed block is set. The path is in the last change that sets the
-    field or, if no change sets it, in the section of the blocks."""
+    """Returns the spec path of a field of a changed block. The path is in the last change that sets the field. Without
+    such a change, it is in the section of the blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:

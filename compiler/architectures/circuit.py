@@ -1,4 +1,4 @@
-"""The expressions of a block, or of an encoder or a decoder, over named values; and their checks."""
+"""The expressions of named values in a block, an encoder or a decoder, and the checks of these expressions."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ Streams = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Circuit:
-    """Parts that run in order, and the expressions between them.
+    """Parts in order, and the expressions between them.
 
     Attributes:
-        learn: the learned values outside of parts, by name.
-        read: the expressions of the streams before the parts.
-        layers: the parts.
-        write: the expressions of the streams after the parts.
+        learn: The learned values outside of parts, by name.
+        read: The expressions of the streams before the parts.
+        layers: The parts.
+        write: The expressions of the streams after the parts.
     """
 
     learn: Mapping[str, Learned] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Circuit:
     @property
     def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
         """Yields (path, expression, title) for each expression. `title` is the title of the part that contains the
-        expression; it is empty outside of parts."""
+        expression, or "" outside of parts."""
         fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
         owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
         owners = [((), self.learn, fields, "")]
@@ -53,13 +53,13 @@ class Circuit:
                     yield (*path, name, *filter(None, (key,))), parse_wiring(text), title
 
     def names(self, wiring: Wiring, title: str) -> Iterator[str]:
-        """Yields the names that an expression of the part `title` reads. A learned value is named by its path."""
+        """Yields the names that an expression of the part `title` reads. The name of a learned value is its path."""
         for name in wiring.names.values():
             yield f"{title}.{name}" if f"{title}.{name}" in self.learned else name
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The names of all values that expressions read. A learned value is named by its path."""
+        """The names of all values that expressions read. The name of a learned value is its path."""
         return frozenset(name for _, wiring, title in self.expressions for name in self.names(wiring, title))
 
     @cached_property
@@ -69,8 +69,8 @@ class Circuit:
         return tuple(dict.fromkeys(values))
 
     def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
-        """Returns the names of the streams after the first `parts` parts. If `parts` is None, returns the names after
-        all parts and `write`. `streams` are the names before the first part."""
+        """Returns the names of the streams after the first `parts` parts, or after all parts and `write` if `parts` is
+        None. `streams` are the names before the first part."""
         wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
         for value in (*wirings, *((self.write,) if parts is None else ())):
             if value is not None:
@@ -83,11 +83,11 @@ class Circuit:
         """Yields the problems with names and numbers in the expressions. Paths are relative to the circuit.
 
         Args:
-            streams: the names of the streams before the circuit.
-            further: the names of further values that every expression may read.
-            layer: the index of the block; None outside of blocks.
-            layers: the number of blocks.
-            also: the learned values that are read outside of the circuit.
+            streams: The names of the streams before the circuit.
+            further: The names of additional values that every expression may read.
+            layer: The index of the block. None outside of blocks.
+            layers: The number of blocks.
+            also: The learned values that are read outside of the circuit.
         """
         where = "" if layer is None else f"in layer {layer}, "
         titles = [part.title for part in self.layers]
@@ -96,7 +96,7 @@ class Circuit:
                 related = (("first use", ("layers", first)),)
                 yield Problem(("layers", i), "S207", f"two parts are named {title}", "name one of them", related)
             if self.write is not None and "write" in self.layers[i].wirings:
-                message = f"the block has a `write`, and so has its layer {title}"
+                message = f"both the block and its layer {title} have a `write`"
                 yield Problem(("layers", i, "write"), "S247", message, "remove one of the two")
         read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values} | {*also, *self.reads}
         sources: dict[str, set[str]] = {}
@@ -151,8 +151,8 @@ class Circuit:
 
 
 def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
-    """Returns the first name, in alphabetical order, that depends on itself; None if there is none. `sources` maps each
-    name to the names that it reads."""
+    """Returns the first name, in alphabetical order, that depends on itself, or None. `sources` maps each name to the
+    names on which it directly depends."""
     for name in sorted(sources):
         reached = set(sources[name])
         queue = list(reached)

@@ -41,10 +41,10 @@ else:
 
 
 def indices(text: str) -> tuple[int, ...]:
-    """Returns the indices that an order lists, such as `0..2 1..2 3`.
+    """Returns the indices in the text of an order, such as `0..2 1..2 3`.
 
     Raises:
-        ValueError: if the text is not a list of indices, or lists more than 4,000.
+        ValueError: If the text is not a list of indices, or lists more than 4,000.
     """
     indices: list[int] = []
     for word in text.split(" "):
@@ -64,7 +64,7 @@ HALVES = ("features", "nats")  # the two programs into which `score` is split, f
 
 
 class OrderSchedule(SegmentSchedule):
-    """A schedule of block orders. The parameters of a block are not updated before an order contains the block."""
+    """A schedule of block orders. The parameters of a block are not updated until an order contains the block."""
 
     at: Annotated[tuple[tuple[Unit, Order], ...], Field(min_length=1, max_length=16)]
 
@@ -74,7 +74,7 @@ class DecoderBlocks(Blocks):
     runs of a block share the same parameters.
 
     Attributes:
-        order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
+        order: the blocks in the order in which they run, or a schedule of orders. By default, each block runs once.
         between: modules between runs of blocks.
     """
 
@@ -106,10 +106,10 @@ class CacheSpec(StrictModel):
     """The cache of keys, values and latents for generation.
 
     Attributes:
-        page: the number of positions of a page. A paged cache can store texts of different lengths, and texts can join
-            and leave a batch at any time; a table lists the pages of each text. If null, the cache has one row per
-            text, and all texts of a batch have the same length.
-        dtype: the dtype of cached values; if unset, the dtype of activations. `e4m3`: 8-bit floats, with one f32 scale
+        page: the number of positions per page. A table lists the pages of each text. Texts of a batch can have
+            different lengths, and can join and leave at any time. If null, the cache has one row per text, and all
+            texts of a batch have the same length.
+        dtype: the dtype of cached values, by default the dtype of activations. `e4m3`: 8-bit floats, with one f32 scale
             per token and head.
     """
 
@@ -122,18 +122,18 @@ class Decoder(Architecture):
 
     Attributes:
         vocab: the number of token ids.
-        dim: the features of the residual stream.
-        prefix: the number of tokens at the start of a sequence that may attend to each other, under a mask such as `j
-            <= i or j < prefix`. The loss and the score begin after the prefix.
+        dim: the number of features of the residual stream.
+        prefix: the number of tokens at the start of a sequence that may attend to each other. The mask must admit this,
+            as `j <= i or j < prefix` does. The loss and the score begin after the prefix.
         context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
-        output_init: the initialization of matrices that write to the residual stream; `init` if unset.
+        output_init: the initialization of matrices that write to the residual stream. By default, `init`.
         embed: the steps that compute the input of the first block from token ids.
         blocks: the blocks.
-        norm: the norm after the last block; null for none.
+        norm: the norm after the last block. null for none.
         head: the computation of logits.
-        cache: the cache for generation. If unset, the cache has one row per text, in the dtype of activations, and all
-            texts of a batch have the same length.
+        cache: the cache for generation. By default, the cache has one row per text, in the dtype of activations, and
+            all texts of a batch have the same length.
     """
 
     kind: Literal["decoder"]
@@ -176,7 +176,7 @@ class Decoder(Architecture):
         return tuple(dict.fromkeys((("model", *at, "bos"), mark) for at, mark in marked if mark is not None))
 
     def shape(self, tables: Tables) -> Shape:
-        """Returns the properties of the model that its parts can read."""
+        """Returns the properties of the model for its parts."""
         vocab, dim = tables.size("V", self.vocab, "tokens"), tables.size("D", self.dim, "features")
         inits = (self.init, self.output_init or self.init)
         coded = self.cache is not None and self.cache.dtype is not None
@@ -254,7 +254,6 @@ class Decoder(Architecture):
 
 
 def _places(model: Decoder) -> Iterator[tuple[str, Path]]:
-    """Yields pairs: a prefix of node names, and the spec path of the part that adds these nodes."""
     yield from ((f"embed.{step.title}", ("model", "embed", i)) for i, step in enumerate(model.embed))
     yield from ((name, ("model", name)) for name in ("head", "norm"))
     yield from ((module.name, ("model", "blocks", "between", i)) for i, module in enumerate(model.blocks.between))
@@ -282,15 +281,15 @@ class _Trunk:
 
 @dataclass(frozen=True)
 class _Lowering:
-    """Lowers one decoder, in which schedules are replaced by values.
+    """Lowers one decoder without schedules.
 
     Attributes:
-        model: the decoder.
-        shape: the sizes of the model.
-        losses: the terms of the training loss.
-        title: the name of this phase's softcap in generated code; empty if the last phase of training has the same
+        model: The decoder.
+        shape: The sizes of the model.
+        losses: The terms of the training loss.
+        title: The name of this phase's softcap in generated code. Empty if the last phase of training has the same
             softcap.
-        phase: the method name of this phase's block functions; empty if the last phase of training has the same
+        phase: The method name of this phase's block functions. Empty if the last phase of training has the same
             functions.
     """
 
@@ -304,9 +303,9 @@ class _Lowering:
         """Returns the program that maps `ids` and `targets`, i64[B, T], to the cross-entropy in nats, f32.
 
         Args:
-            name: the name of the program.
-            learns: whether the program is for training. If so, dropout applies, the result is the sum of all loss
-                terms, and the weights of terms are additional inputs, f32[]. Otherwise, the result is one value per
+            name: The name of the program.
+            learns: Whether the program is for training. If so, dropout applies, and the result is the sum of all loss
+                terms. The weights of terms are then additional inputs, f32[]. Otherwise, the result is one value per
                 token.
         """
         b = Builder(name)
@@ -324,10 +323,10 @@ class _Lowering:
         return self.shape.tables.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
-        """Returns `score`, split into two programs.
+        """Returns `score` as two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss node of `nats` is outside the scope of the head, so it is not
+        cross-entropy of each token in nats, f32. The loss node of `nats` is outside of the head's scope, so it is not
         fused. A fused loss that returns one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
@@ -344,9 +343,11 @@ class _Lowering:
         return first, tables.program(b, {"nats": nats})
 
     def step(self, page: int) -> Graph:
-        """Returns the program that extends R texts whose caches are paged. Its inputs are `ids` i64[R, K]; `starts`
-        i64[R], the number of cached tokens of each text; and `table` i64[R, N], the pages of each text. Its outputs are
-        the logits f32[R, V] of each text's last token, and the new pages."""
+        """Returns the program that appends tokens to R texts with paged caches.
+
+        The inputs are `ids` i64[R, K]; `starts` i64[R], the number of cached tokens of each text; and `table` i64[R,
+        N], the pages of each text. The outputs are the logits f32[R, V] of each text's last token, and the new pages.
+        """
         b, paged = Builder("step"), replace(self, shape=replace(self.shape, page=page))
         ids = b.input("ids", TOKENS.with_shape("R", "K"))
         starts, table = b.input("starts", STARTS), b.input("table", TABLE)
@@ -358,8 +359,8 @@ class _Lowering:
         return self.shape.tables.program(b, {"logits": logits, **trunk.state})
 
     def require_codes(self) -> None:
-        """Raises LoweringError if the cache holds 8-bit codes, but the model has another state between tokens, which is
-        not stored as codes."""
+        """Raises LoweringError if the cache holds 8-bit codes, but the model has other state between tokens. Such
+        state cannot be stored as codes."""
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
                 message = f"an 8-bit cache holds only keys, values and latents, but the model has another state, {name}"
@@ -367,7 +368,7 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:
-        """Raises LoweringError if the model has a state between tokens other than pages of keys and values."""
+        """Raises LoweringError if the model has state between tokens other than pages of keys and values."""
         for name, type in self.states().items():
             if type.shape[:2] != ("P", page):
                 message = f"a paged cache holds only keys and values, but the model has another state, {name}"
@@ -375,7 +376,7 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def states(self) -> Mapping[str, TensorType]:
-        """Returns the types of all state that is stored between tokens, by name."""
+        """Returns the types of all state between tokens, by name."""
         blocks = self.model.blocks
         parts = {step.title: step.state(self.shape) for step in self.model.embed}
         parts |= {value.name: value.state() for value in blocks.shared(self.shape)}
@@ -383,9 +384,11 @@ class _Lowering:
         return {**blocks.state(self.shape), **others}
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
-        """Returns two programs that extend cached sequences: the first by any number of tokens, the second by a single
-        token. The inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the
-        logits f32[B, V] of the last token, and the new caches."""
+        """Returns two programs that continue cached sequences: with any number of tokens, and with a single token.
+
+        The inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
+        f32[B, V] of the last token, and the new caches.
+        """
         b = Builder("prefill")
         ids, start = b.input("ids", TOKENS), b.input("start", TOKENS.with_shape())
         trunk = self.trunk(b, LoweringContext(ids, start, extends=True))
@@ -394,7 +397,7 @@ class _Lowering:
         return prefill, replace(retyped(prefill, _of_one_token), name="decode")
 
     def trunk(self, b: Builder, context: LoweringContext) -> _Trunk:
-        """Adds the embedding, the blocks and the last norm to a program whose inputs are in `context`. If
+        """Adds the embedding, the blocks and the last norm to the program whose inputs are in `context`. If
         `context.extends` is true, the caches become inputs of the program."""
         blocks, norm = self.model.blocks, self.model.norm
         shared = SharedValues({"positions": context.positions} if context.positions else {})
@@ -432,7 +435,6 @@ class _Lowering:
 
 
 def _of_one_token(type: TensorType) -> TensorType:
-    """Returns the type that a value of T tokens has for a single token."""
     return type.with_shape(*(1 if dim == "T" else dim for dim in type.shape))
 
 

@@ -1,4 +1,4 @@
-"""An encoder-decoder: maps a source line to a target line, one token at a time."""
+"""An encoder-decoder, which maps a source line to a target line, one token at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -40,19 +40,20 @@ SOURCE, TARGET = (TensorType(("B", dim), "i64") for dim in ("S", "T"))
 
 
 class EncoderDecoder(Architecture):
-    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source, and a decoder writes a target.
+    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source, and a decoder writes a
+    target.
 
     The encoder and the decoder are lists of stages. Only a stage `blocks` has residual branches.
 
     Attributes:
         vocab: the characters of the source and target lines.
         context: the maximum number of tokens of a source, and of a target.
-        dtype: the compute dtype; if unset, the target's.
+        dtype: the compute dtype. By default, that of the target machine.
         init: the initialization of matrices.
-        output_init: the initialization of matrices that write to a residual stream; `init` if unset.
+        output_init: the initialization of matrices that write to a residual stream. By default, `init`.
         encoder: the stages of the encoder.
-        bridge: the part that computes the first state of the decoder from the last state of a recurrent encoder. If
-            unset, the state starts at 0.
+        bridge: the part that computes the first state of the decoder from the last state of a recurrent encoder. By
+            default, the first state is 0.
         decoder: the stages of the decoder.
         head: the computation of logits.
     """
@@ -97,7 +98,7 @@ class EncoderDecoder(Architecture):
 
     @property
     def layers(self) -> int:
-        """The value of `layers` in formulas: the number of blocks of both sides, at least 1."""
+        """The value of `layers` in formulas: the number of blocks of encoder and decoder, at least 1."""
         return max(1, sum(stage.blocks for stage in (*self.encoder, *self.decoder)))
 
     @property
@@ -123,7 +124,6 @@ class EncoderDecoder(Architecture):
 
 
 def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
-    """Yields pairs: a prefix of node names, and the spec path of the part that adds these nodes."""
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -157,8 +157,8 @@ class _Lowering:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
         nats, f32. Padding does not count.
 
-        `train` returns the mean and applies dropout. The decoder inputs are a third program input, `inputs` i64[B, T].
-        `score` returns one value per token, 0 at padding, and uses teacher-forced decoder inputs.
+        `train` returns the mean and applies dropout. A third input, `inputs` i64[B, T], holds the decoder inputs.
+        `score` returns one value per token, 0 at padding, with teacher forcing.
         """
         b = Builder(name)
         source = b.input("source", SOURCE)
@@ -202,7 +202,7 @@ class _Lowering:
         return self.tables.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
 
     def read(self, b: Builder, source: str, training: bool) -> LoweringContext:
-        """Adds the encoder and returns the lowering context of the decoder."""
+        """Adds the encoder. Returns the lowering context of the decoder."""
         b.scope = "encoder"
         seen = ""
         if self.reads_source or self.reads_seen:
@@ -214,11 +214,11 @@ class _Lowering:
         return LoweringContext(memory=memory, seen=seen, final=states, initial=self.start(b, states), training=training)
 
     def start(self, b: Builder, final: dict[str, str]) -> dict[str, str]:
-        """Adds the bridge. Returns the initial state of the first recurrent stage of the decoder, by key; an empty dict
-        if the model has no bridge.
+        """Adds the bridge. Returns the initial state of the decoder's first recurrent stage, by key. Empty without a
+        bridge.
 
-        Raises LoweringError if a side has no recurrent stage, or if the bridge's output and the decoder's state differ
-        in width.
+        Raises LoweringError if the encoder or the decoder has no recurrent stage, or if the bridge's output and the
+        decoder's state differ in width.
         """
         bridge = self.model.bridge
         first = next((stage for stage in self.model.decoder if "recurrent" in stage.traits), None)

@@ -14,13 +14,13 @@ from specc.compiler.programs.tables import Tables
 
 @dataclass
 class Function:
-    """A function under construction, and the arguments of the call to it.
+    """A function under construction, and the arguments of its call.
 
     Attributes:
-        outer: the builder of the caller.
-        tables: the functions of the model.
-        b: the builder of the function.
-        args: the arguments, in the order of the inputs.
+        outer: The builder of the caller.
+        tables: The functions of the model.
+        b: The builder of the function.
+        args: The arguments, in the order of the inputs.
     """
 
     outer: Builder
@@ -29,7 +29,7 @@ class Function:
     args: list[str] = field(default_factory=list)
 
     def take(self, name: str, ref: str, type: TensorType | None = None) -> str:
-        """Declares the input `name`, whose argument is `ref`. If no type is given, the input has the type of the
+        """Declares the input `name`, for which the caller passes `ref`. By default, the input has the type of the
         argument."""
         self.args.append(ref)
         return self.b.input(name, type or self.outer.types[ref])
@@ -43,15 +43,15 @@ class Function:
         types: Sequence[TensorType] = (),
         labels: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Adds the call to the program of the caller and returns its results.
+        """Adds the call to the caller's program. Returns the results of the call.
 
         Args:
-            node: the name of the call.
-            names: the candidate names of the function.
-            at: the path prefix of the parameters of the function.
-            outputs: the outputs of the function, by label.
-            types: the types of the results; by default, the types of the outputs.
-            labels: the names of the results in generated code.
+            node: The name of the call.
+            names: The candidate names of the function.
+            at: The path prefix of the function's parameters.
+            outputs: The outputs of the function, by label.
+            types: The types of the results. By default, the types of the outputs.
+            labels: The names of the results in generated code.
         """
         body = self.tables.intern(self.b, names, at, outputs)
         results = returned(types or [self.b.types[ref] for ref in outputs.values()])
@@ -71,12 +71,12 @@ def begin_parts(
     """Adds the call that computes the state of parts before the first token. Returns the state by part and key.
 
     Args:
-        b: the builder of the program.
-        parts: the parts, each with its sizes.
-        context: the values that the parts can read.
-        names: the candidate names of the function.
-        at: the path prefix of the parameters of the function.
-        name: the prefix of the name of the call.
+        b: The builder of the program.
+        parts: The parts, each with its sizes.
+        context: The values that the parts can read.
+        names: The candidate names of the function.
+        at: The path prefix of the function's parameters.
+        name: The prefix of the call's name.
     """
     if not parts:
         return {}
@@ -96,5 +96,5 @@ def begin_parts(
 
 
 def below(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values whose names begin with `prefix`. The returned names omit the prefix."""
+    """Returns the values whose names begin with `prefix`, under names without the prefix."""
     return {key.removeprefix(prefix): ref for key, ref in values.items() if key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The values that the expressions of one function or program can read, and the lowering of parts that read them."""
+"""The values that expressions of one function or program can read. Lowers the parts of this function or program."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,23 +24,22 @@ class Scope:
     """The values that expressions of one function or program can read.
 
     Attributes:
-        b: the builder.
-        shape: the sizes of the model.
-        streams: the residual streams, by name.
-        learned: the learned values, by path.
-        earlier: the inputs that hold values of earlier runs of blocks.
-        common: further values, by name.
-        at: the prefix of the names of nodes.
-        norm: the norm of the block.
-        shape_of: a function that returns the sizes that the learned value with a given path may read.
-        values: the values of parts, by title.
-        branches: the input `h` and the output `y` of the last part.
-        inputs: the results of `read` expressions. A key consists of an expression and the references of the values that
-            it reads.
-        head_values: the per-head values of attention layers, by the title of the layer.
-        shared: the token positions of the program, and the computations that its parts share.
-        added: the references of learned values. A key consists of the path of a learned value and the value that it
-            reads.
+        b: The builder.
+        shape: The sizes of the model.
+        streams: The residual streams, by name.
+        learned: The learned values, by path.
+        earlier: The inputs that hold values of earlier runs of blocks.
+        common: Additional values, by name.
+        at: The prefix of the names of nodes.
+        norm: The norm of the block.
+        shape_of: A function that returns the sizes for the learned value with a given path.
+        values: The values of parts, by title.
+        branches: The input `h` and the output `y` of the last part.
+        inputs: The results of `read` expressions. A key has an expression, and the references of the values that the
+            expression reads.
+        head_values: The per-head values of attention layers, by the title of the layer.
+        shared: The token positions of the program, and the shared computations.
+        added: The references of learned values. A key has the path of a learned value, and the value that it reads.
     """
 
     b: Builder
@@ -61,16 +60,15 @@ class Scope:
 
     @property
     def value(self) -> str:
-        """The first stream; empty if there is none."""
+        """The first stream, or "" without streams."""
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Sets the name prefix of the nodes that are added next: `at` and the title `part`, or only `at` if `part` is
-        empty."""
+        """Sets the name prefix of the next nodes: `at`, followed by the title `part` unless the title is empty."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
-        """Returns the input of a part, before the norm of the part. Empty if the part has no input."""
+        """Returns the input of a part, before the part's norm. Empty if the part has no input."""
         self.enter(part.title)
         text = part.wirings.get("read")
         if not isinstance(text, str):
@@ -78,17 +76,17 @@ class Scope:
         return self._add(parse_wiring(text), "read", f"{part.title}_factor", part.title, known=self.inputs)
 
     def normalized(self, place: Place, value: str) -> str:
-        """Applies the block's norm at `place`, if the block has a norm there, and returns the result."""
+        """Applies the block's norm at `place`, if there is one, and returns the result."""
         return value if self.norm is None else self.norm.lower_at(place, self.b, value, self.shape)
 
     def add(self, part: Part, h: str, context: LoweringContext, write: str | None) -> Mapping[str, str]:
-        """Adds a part and returns its new state, by key.
+        """Adds a part. Returns the new state of the part, by key.
 
         Args:
-            part: the part.
-            h: the input of the part, after the norm.
-            context: the values that the part can read.
-            write: the expressions of the streams after a part without `write`; None if parts do not write to streams.
+            part: The part.
+            h: The input of the part, after the norm.
+            context: The values that the part can read.
+            write: The stream expressions after a part without `write`. None if parts do not write to streams.
         """
         title = part.title
         self.enter(title)
@@ -117,17 +115,17 @@ class Scope:
         title: str = "",
         replaced: Mapping[str, str] | None = None,
     ) -> Mapping[str, str]:
-        """Adds the expression of each stream and returns the new streams, by name.
+        """Adds the expression of each stream. Returns the new streams, by name.
 
         Args:
-            value: one expression, or one per stream.
-            name: the name of the node, for a single expression; else nodes are named after their streams.
-            prefix: the name of scalars that depend on the layer, such as `mlp_residual`.
-            base: the expression that `value` replaces. If `value` is `base` with an expression E in place of the
-                stream, E becomes a separate node. Blocks with `value` and blocks with `base` then share all other
+            value: One expression, or one per stream.
+            name: The name of the node of a single expression. Otherwise, nodes have the names of streams.
+            prefix: The name of scalars that depend on the layer, such as `mlp_residual`.
+            base: The expression that `value` replaces. `value` may equal `base` with an expression E in place of the
+                stream. E then becomes a separate node, and blocks with `value` and blocks with `base` share all other
                 nodes.
-            title: the title of a part. The expression reads the learned values of this part by their short names.
-            replaced: values that override values of the scope, by name.
+            title: The title of a part, whose learned values the expression reads by their short names.
+            replaced: Values that override values of the scope, by name.
         """
         if isinstance(value, str) and isinstance(base, str) and base != value:
             outside, wiring = parse_wiring(base), parse_wiring(value)
@@ -141,7 +139,7 @@ class Scope:
         }
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds the node of an expression over `values` [B, T, H, C], and returns its result.
+        """Adds the node of an expression of `values` [B, T, H, C], and returns the result.
 
         Other values and learned numbers are split into heads: [B, T, H C] becomes [B, T, H, C], and [B, T, H] becomes
         [B, T, H, 1].
@@ -158,9 +156,8 @@ class Scope:
         heads: int = 0,
         known: dict[tuple[object, ...], str] | None = None,
     ) -> str:
-        """Adds an expression as the node `name`, and returns its value. `replaced` overrides values of the scope, by
-        name. `known` maps added expressions to their values; an equal expression of the same values is not added
-        again."""
+        """Adds an expression as the node `name`, and returns the value. `replaced` overrides values of the scope, by
+        name. An expression that was already added for the same values is not added again."""
         named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
         named |= replaced or {}
         values: dict[str, tuple[str, str]] = {}
@@ -183,7 +180,7 @@ class Scope:
         return known[key]
 
     def _learned(self, path: str, title: str) -> str:
-        """Returns the reference of a learned value. Adds the value when it is first read."""
+        """Returns the reference of a learned value. The first call adds the value."""
         spec, value = self.learned[path], ""
         outer = self.b.scope
         self.enter("")
@@ -196,8 +193,8 @@ class Scope:
         return self.added[path, value]
 
     def _split(self, ref: str, label: str, heads: int, title: str) -> str:
-        """Adds the split of features into heads, [..., H C] to [..., H, C]. A value with a single feature is the same
-        for all heads."""
+        """Splits features into heads, [..., H C] to [..., H, C]. A value with a single feature is the same for all
+        heads."""
         type = self.b.types[ref]
         if len(type.shape) not in (1, 3) or type.shape == (1,):
             return ref
@@ -205,14 +202,13 @@ class Scope:
         return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
 
     def split(self, streams: Streams) -> None:
-        """Splits the stream x [B, T, n D] into the n named streams [B, T, D]. Does nothing if there is only one
-        stream."""
+        """Splits the stream x [B, T, n D] into n named streams [B, T, D]. A single stream is not split."""
         if len(streams) > 1:
             node = self.b.add("streams.split", Split(streams), (self.streams[STREAM],))
             self.streams = dict(zip(streams, output_refs(node, len(streams)), strict=True))
 
     def joined(self) -> str:
-        """Returns the streams as one value. If there are several, adds a node that concatenates them."""
+        """Returns the streams as one value. Several streams are concatenated."""
         self.enter("")
         first, *rest = self.streams.values()
         for i, ref in enumerate(rest):

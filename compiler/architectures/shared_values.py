@@ -1,4 +1,4 @@
-"""The positions of the tokens of a program, and the computations that its parts share."""
+"""The positions of a program's tokens, and the computations that parts of the program share."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,13 +11,12 @@ from specc.compiler.ops.positions import Positions
 
 @dataclass
 class SharedValues:
-    """The positions and the shared computations of one program. A computation is added to the program when a part first
-    reads it.
+    """The positions and the shared computations of one program. A computation is added when a part first reads it.
 
     Attributes:
-        refs: the refs of `positions`, and of the computations that depend on positions only, by the key in
+        refs: The refs of `positions`, and of the computations that depend on positions only, by the key in
             `LoweringContext.shared`.
-        state: the new state of the computations, by name and key.
+        state: The new state of the computations, by name and key.
     """
 
     refs: dict[str, str] = field(default_factory=dict)
@@ -30,15 +29,15 @@ class SharedValues:
         return replace(context, positions=self.refs["positions"])
 
     def with_shared(self, b: Builder, part: Part | Blocks, shape: Shape, context: LoweringContext) -> LoweringContext:
-        """Returns the context with the positions and the shared computations that a part reads. Adds each computation
-        that no earlier part has added. In a program that extends a sequence, the previous state of a computation is an
-        input of the program.
+        """Returns the context with the positions and the shared computations of a part. Adds each computation that no
+        earlier part has added. In a program that continues a sequence, the previous state of a computation is an
+        input.
 
         Args:
-            b: the builder of the program.
-            part: the part.
-            shape: the sizes of the part.
-            context: the values that the part can read.
+            b: The builder of the program.
+            part: The part.
+            shape: The sizes of the part.
+            context: The values that the part can read.
         """
         computations = part.shared(shape)
         positional = any(value.positional for value in computations)

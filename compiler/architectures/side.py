@@ -1,5 +1,5 @@
-"""The encoder or the decoder of an encoder-decoder, called a side. Its stages run in order. A stage is a part of the
-program, or of one step of a loop over time."""
+"""The encoder or the decoder of an encoder-decoder, called a side. Its stages run in order. Each stage is a part of
+the program, or of a loop over time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +16,11 @@ from specc.compiler.strict import Path, Problem
 
 
 def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
-    """Yields the stages in order: one entry per loop over time, and one entry per stage outside of loops. An entry
-    consists of the name of the loop (empty outside of loops), the index of the first stage, and the stages.
+    """Yields an entry for each loop over time and for each stage outside of loops. An entry has the name of the loop
+    (empty outside of loops), the index of the first stage, and the stages.
 
-    A loop starts at a stage that attends with the state of a later stage, and contains this later stage. If a stage in
-    the loop attends with the state of a stage after the loop, the loop also extends to that stage.
+    A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. If
+    another stage in the loop has such a query from a stage after the loop, the loop extends to that stage.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0
@@ -37,7 +37,7 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
 
 
 def owner_of(side: str, stage: Part) -> str:
-    """Returns the base name of the class that contains the functions of a stage."""
+    """Returns the base name of the class with the functions of a stage."""
     return f"{side}_{stage.title}".removesuffix("s")
 
 
@@ -47,9 +47,9 @@ class Side:
 
     Attributes:
         name: `encoder` or `decoder`.
-        stages: the stages, in order.
-        shape: the sizes of the model.
-        widths: the number of input features of each added stage, by the title of the stage.
+        stages: The stages, in order.
+        shape: The sizes of the model.
+        widths: The number of input features of each added stage, by title.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def shape_of_learned(self, path: str) -> Shape:
-        """Returns the sizes of the stage that declares the learned value `path`. The value may read these sizes."""
+        """Returns the sizes of the stage that declares the learned value `path`."""
         return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
 
     def shape_of(self, stage: Part) -> Shape:
@@ -66,8 +66,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the state that `stages`, by default all stages, store between tokens. The names consist
-        of side, stage and key. The result is valid only after the stages have been added."""
+        """Returns the types of the stages' state between tokens, by side, stage and key. The stages must have been
+        added before. The default is all stages."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)
@@ -78,8 +78,8 @@ class Side:
         return ("model", self.name, list(self.stages).index(stage))
 
     def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
-        """Returns the context of a stage outside of loops: the cache and the call site of the stage and, for the first
-        recurrent stage, the initial state."""
+        """Returns the context of a stage outside of loops, with its cache and its call site. The first recurrent stage
+        also gets the initial state."""
         at = f"{self.name}.{stage.title}"
         first = next((other for other in self.stages if "recurrent" in other.traits), None)
         initial = context.initial if stage is first else {}
@@ -87,8 +87,8 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the nodes of the initial state of a stage, or of the stages of a loop. Returns the state by side, stage
-        and key."""
+        """Adds the nodes of the initial state: for one stage, or for all stages of a loop. Returns the state by side,
+        stage and key."""
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:
@@ -101,8 +101,8 @@ class Side:
         return state | {f"{self.name}.{key}": ref for key, ref in begun.items()}
 
     def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
-        """Returns the input of a stage, and records its number of features in `widths`. For a stage that repeats the
-        last state of the encoder, records the number of features of that state."""
+        """Returns the input of a stage. Records the number of features of the input in `widths`. For a stage that
+        repeats the encoder's last state, records the number of features of that state."""
         x = scope.input(stage)
         ref = context.final.get("h", "") if "reads_final" in stage.traits else x
         if "reads_final" in stage.traits and not ref and not context.extends:
@@ -115,16 +115,16 @@ class Side:
         return x
 
     def add(self, scope: Scope, stage: Part, x: str, context: LoweringContext) -> Mapping[str, str]:
-        """Adds a stage and returns its new state, by side, stage and key.
+        """Adds a stage. Returns the new state of the stage, by side, stage and key.
 
         Args:
-            scope: the values of the program or function.
-            stage: the stage.
-            x: the input of the stage.
-            context: the values that the stage can read. `context.cache` is the state of the stage.
+            scope: The values of the program or function.
+            stage: The stage.
+            x: The input of the stage.
+            context: The values that the stage can read. `context.cache` is the state of the stage.
 
         Raises:
-            LoweringError: if the stage does not fit the number of features of its input.
+            LoweringError: If the stage does not fit the number of features of its input.
         """
         self._check(stage)
         scope.enter("")
@@ -135,7 +135,7 @@ class Side:
         return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
 
     def _check(self, stage: Part) -> None:
-        """Raises LoweringError if a stage has problems for its number of input features."""
+        """Raises LoweringError if the stage does not fit the number of its input features."""
         shape = self.shape_of(stage)
         problems = list(stage.problems_in(shape))
         for name, learned in stage.learned.items():

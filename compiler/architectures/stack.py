@@ -25,7 +25,7 @@ NOTHING: Mapping[Any, str] = {}
 
 @dataclass(frozen=True)
 class Stack:
-    """Lowers blocks in one program, at the paths 0, 1, ... under the path of the call site."""
+    """Lowers blocks in one program. The blocks have the paths 0, 1, ... under the path of the call site."""
 
     blocks: Blocks
     shape: Shape
@@ -34,7 +34,7 @@ class Stack:
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
         """For each block, the input names of the shared values that the block reads, by ref. A name that would occur
-        twice in a block is prefixed with the name of the computation."""
+        twice is prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -52,7 +52,7 @@ class Stack:
     def shown(self) -> Sequence[tuple[str, ...]]:
         """For each block, the titles of the attention layers whose values `v` the block returns.
 
-        A layer is listed if an expression of any block reads its values with `value(...)`.
+        These are the layers whose values an expression reads with `value(...)`.
         """
         read = {v.layer for block in self.blocks.every for v in block.circuit.earlier if v.function == VALUE}
         return [
@@ -63,11 +63,11 @@ class Stack:
     def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds one call per run of a block.
 
-        The arguments of a call are, in order: the stream; the values that all blocks read; the state; the values that
-        only some blocks read; and the outputs of earlier runs of blocks.
+        The arguments of a call are in this order: the stream, the values that all blocks read, the state, the values
+        that only some blocks read, and the outputs of earlier runs.
 
         Args:
-            b: the builder of the program.
+            b: The builder of the program.
             x: the input of the first block, [B, T, D].
             context: the values that the blocks can read. If `context.extends` is true, `context.cache` is the previous
                 state.
@@ -109,15 +109,15 @@ class Stack:
     ) -> str:
         """Adds the call of a module between runs of blocks. Returns the stream after the module.
 
-        The module is not part of a block, because the same block may run with and without it.
+        The module is not part of a block, because a block may run with and without it.
 
         Args:
-            outer: the builder of the program.
-            module: the module.
-            number: the index of the module.
-            x: the stream.
-            source: the values that the module reads from earlier runs of blocks.
-            streams: the names of the streams.
+            outer: The builder of the program.
+            module: The module.
+            number: The index of the module.
+            x: The stream.
+            source: The values that the module reads from earlier runs of blocks.
+            streams: The names of the streams.
         """
         function, labels = Function(outer, self.shape.tables), labels_of(module.circuit.earlier)
         for name, ref in {STREAM: x, **{labels[value]: ref for value, ref in source.items()}}.items():
@@ -145,11 +145,11 @@ class Stack:
         return state
 
     def names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
-        """Returns the names CLASS.METHOD that a function of block `i` may have, in order of preference. All functions
-        of a block belong to one class.
+        """Returns the names CLASS.METHOD that a function of block `i` may have, most preferred first. All functions of
+        a block belong to one class.
 
-        The first function of a block determines the class: the class of an earlier block if its function is equal,
-        otherwise a new class.
+        The first function of a block determines the class: the class of an earlier block with an equal function, or a
+        new class.
         """
         owners, at = self.shape.tables.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
@@ -176,16 +176,16 @@ class BlockCall:
     def add(
         self, x: str, source: Mapping[EarlierValue, str], run: int
     ) -> tuple[str, Mapping[str, str], Mapping[str, str]]:
-        """Adds the call to the program.
+        """Adds the call.
 
         Args:
-            x: the stream before the block; several streams are concatenated.
+            x: the stream before the block. Several streams are concatenated.
             source: the values that the block reads from earlier runs of blocks.
             run: the index of the run.
 
         Returns:
-            The stream after the block, its new state by layer and key, and the attention values that it returns, by
-            layer.
+            Three values: the stream after the block, the new state of the block by layer and key, and the returned
+                attention values by layer.
         """
         stack, outer, context = self.stack, self.outer, self.context
         caches = self.block.state(replace(stack.shape, layer=self.i)) if context.extends else {}
@@ -241,13 +241,13 @@ class BlockCall:
         and key.
 
         Args:
-            b: the builder of the function.
-            x: the stream; several streams are concatenated.
-            context: the values that the layers of the block can read.
-            state: the inputs that hold the previous state, by layer and key.
-            earlier: the inputs that hold values of earlier runs of blocks.
-            common: further values that expressions can read, by name.
-            at: the prefix of the names of nodes.
+            b: The builder of the function.
+            x: The stream. Several streams are concatenated.
+            context: The values that the layers of the block can read.
+            state: The inputs that hold the previous state, by layer and key.
+            earlier: The inputs that hold values of earlier runs of blocks.
+            common: Additional values that expressions can read, by name.
+            at: The prefix of the names of nodes.
         """
         block, shape, part = self.block, replace(self.stack.shape, layer=self.i), Path()
         learned, shape_of = block.circuit.learned, partial(block.shape_of, shape)
@@ -280,11 +280,11 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields two mappings from input names to the values that the block reads: first the values that all blocks
-        read, then the values that only some blocks read.
+        """Yields two mappings from input names to values of the block: the values that all blocks read, then the
+        others.
 
-        In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and values
-        of the source.
+        In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and
+        values of the source.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]
@@ -307,8 +307,8 @@ class BlockCall:
         yield later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
-        """Returns the problem for a type error in a part of the block. The problem names both nodes that disagree, and
-        their spec paths."""
+        """Returns the problem for a type error in the block. The problem states the names and spec paths of the two
+        nodes that disagree."""
         site, places = self.stack.site, self.stack.shape.tables.places
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
@@ -319,7 +319,7 @@ class BlockCall:
 
 
 def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
-    """Returns, for each value that a block function reads from an earlier run, the name of its input."""
+    """Returns the input name of each value that a block function reads from an earlier run."""
     labels: dict[EarlierValue, str] = {}
     for value in values:
         name = "skip" if value.function == OUTPUT else f"{value.layer}_skip"

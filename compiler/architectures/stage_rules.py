@@ -13,7 +13,7 @@ BEFORE_THE_LOOP = "put it before the stage that attends with the state of a late
 
 
 def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
-    """Yields the problems of stages that are in an invalid position. Paths are relative to the model."""
+    """Yields the problems of stages in invalid positions. Paths are relative to the model."""
     looped = {first + i for _, first, group in groups(stages) for i in range(1, len(group))}
     for i, stage in enumerate(stages):
         earlier, later = [other.title for other in stages[:i]], stages[i + 1 :]
@@ -36,7 +36,7 @@ def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
             yield problem("S236", message, "name an earlier stage")
         if query is not None and query not in [other.title for other in later if "recurrent" in other.traits]:
             message = f"{title} attends with the state of `{query}`, which is not a later recurrent stage"
-            yield problem("S236", message, "name an lstm that follows it")
+            yield problem("S236", message, "name a later lstm")
         if isinstance(stage.wirings.get("write"), dict):
             message = f"{title} writes several streams, but a stage has one output"
             yield problem("S246", message, "write one expression", "write")
@@ -49,10 +49,8 @@ def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
 
 
 def name_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
-    """Yields a problem for each stage whose name in generated code collides with another name of the side.
-
-    Paths are relative to the model.
-    """
+    """Yields a problem for each stage whose name in generated code collides with another name of the side. Paths begin
+    at the model."""
     titles = {stage.title: i for i, stage in enumerate(stages)}
     modules = [(first, LOOP, name) for name, first, _ in groups(stages) if name]
     classes = [(first, LOOP, f"{side}_{name}") for first, _, name in modules]

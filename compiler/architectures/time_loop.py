@@ -1,5 +1,8 @@
-"""Lowers the stages of an encoder or a decoder over the tokens of a program. A loop over time begins with a stage that
-attends with the state of a later stage, and ends with this later stage. A function computes one step of the loop."""
+"""Lowers the stages of an encoder or a decoder over the tokens of a program.
+
+A loop over time begins with a stage whose attention query is the state of a later stage, and ends with this later
+stage. A function computes one step of the loop.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ from specc.compiler.ops.sequence import StateWrite
 
 
 def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-    """Adds all stages of an encoder or a decoder, over the tokens of the context.
+    """Adds all stages of an encoder or a decoder.
 
     Args:
         side: the side.
@@ -58,7 +61,7 @@ class Loop:
     Attributes:
         side: the side.
         name: the name of the loop.
-        first: the index of its first stage.
+        first: the index of the first stage.
         stages: the stages of the loop, in order.
     """
 
@@ -72,17 +75,17 @@ class Loop:
         return [stage for stage in self.stages if "recurrent" in stage.traits]
 
     def add(self, scope: Scope, context: LoweringContext) -> dict[str, str]:
-        """Adds the loop over whole sequences, or one step if the context extends a sequence.
+        """Adds the loop over whole sequences, or one step if the context continues a sequence.
 
         Args:
-            scope: the values of the program, to which the outputs of the stages are added.
-            context: the values that the stages can read, with the state of the side.
+            scope: The values of the program, to which the outputs of the stages are added.
+            context: The values that the stages can read, with the state of the side.
 
         Returns:
             The new state of the recurrent stages, by side, stage and key.
 
         Raises:
-            LoweringError: if a stage does not fit the number of features of its input.
+            LoweringError: If a stage does not fit the number of features of its input.
         """
         b, side, last = scope.b, self.side, self.stages[-1]
         before = side.stages[self.first - 1].title if self.first else ""
@@ -120,20 +123,20 @@ class Loop:
         read: Sequence[str],
         context: LoweringContext,
     ) -> Mapping[str, str]:
-        """Adds one step to the function `step` and returns the outputs by name. The state of all recurrent stages comes
+        """Adds one step to the function `step`. Returns the outputs by name. The state of all recurrent stages comes
         first in the inputs and outputs. The argument of a state input is the name of the state, which the caller
-        replaces with its value.
+        replaces by the value.
 
-        Input names are distinct for all stage titles: fixed names contain no `_`; an output of a stage is named by the
-        title, `_` and a suffix without `_`; and only names of state end in a key.
+        Input names never collide. Fixed names contain no `_`. The output of a stage is named TITLE_SUFFIX, and the
+        suffix contains no `_`. Only names of state end in a key.
 
         Args:
-            step: the function.
-            sequences: the sequences, by input name. The step reads one position of each. The first is the input of the
+            step: The function.
+            sequences: The sequences, by input name. The step reads one position of each. The first is the input of the
                 loop.
-            before: the title of the stage before the loop; empty if there is none.
-            read: the titles of those stages, other than the last one, whose values are read after the loop.
-            context: the values that the stages can read.
+            before: The title of the stage before the loop, or "".
+            read: The titles of stages whose values are read after the loop, without the last stage.
+            context: The values that the stages can read.
         """
         b, side = step.b, self.side
         states = {stage.title: self._state(step, stage) for stage in self._recurrent}
@@ -164,8 +167,8 @@ class Loop:
         return {name.rpartition(".")[2]: step.take(label, name, type) for label, (name, type) in entries}
 
     def _labels(self, stages: Sequence[Part]) -> tuple[str, ...]:
-        """Returns the names that the state of `stages` has in a step: TITLE_KEY, or only KEY if the loop has a single
-        recurrent stage."""
+        """Returns the names of the stages' state in a step: TITLE_KEY, or KEY if the loop has a single recurrent
+        stage."""
         return tuple(
             key if "recurrent" in stage.traits and len(self._recurrent) == 1 else f"{stage.title}_{key}"
             for stage in stages
@@ -174,6 +177,6 @@ class Loop:
 
 
 def _reads(stages: Sequence[Part]) -> tuple[str, ...]:
-    """Returns the names of the values that stages read in addition to their inputs: titles of stages, and `ids`."""
+    """Returns the names of the values that stages read besides their inputs: titles of stages, and `ids`."""
     named = sorted(Circuit(layers=stages).reads - {STREAM, "h", "y"})
     return tuple(dict.fromkeys((*(stage.reads for stage in stages if stage.reads is not None), *named)))

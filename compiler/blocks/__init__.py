@@ -1,1 +1,1 @@
-"""The block kinds, one file per kind: the fields that a spec can set, and the lowering."""
+"""The block kinds, one file per kind. A kind has the fields that a spec can set, and the lowering to graph nodes."""

@@ -1,4 +1,4 @@
-"""Additive attention to the source, with the state of the decoder as the query."""
+"""Additive attention to the source. The query is the state of the decoder."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -17,11 +17,11 @@ from specc.compiler.strict import Name, Positive, Problem
 class AdditiveStage(Stage):
     """The mean of the encoder's values, weighted by the softmax of scores (Bahdanau, Cho and Bengio, 2015).
 
-    Let h be the last h of the recurrent stage `query`. The score of a position is relu(w . [h; value] + b). With `form:
-    tanh`, the score is w . tanh(W h + U value + b), where the argument of tanh has `width` features.
+    The query h is the last h of the recurrent stage `query`. The score of a position is relu(w . [h; value] + b). With
+    `form: tanh`, it is w . tanh(W h + U value + b), and the argument of tanh has `width` features.
 
     Attributes:
-        query: the name of the recurrent stage that gives the query h.
+        query: the name of the recurrent stage with the query h.
         form: the formula of the score.
         width: with `form: tanh`, the number of features to which tanh is applied.
     """

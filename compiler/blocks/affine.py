@@ -22,14 +22,14 @@ def affine(
     """Adds the nodes of the product x W^T and, if `bias` is set, of the sum with a bias. Returns the result.
 
     Args:
-        b: the builder of the function or program.
-        x: the input, [..., K].
-        name: the name of the parameter W and of the product's node. The bias is the parameter `name`_bias [N], which
-            starts at 0. The node of the sum is `name`.biased.
-        size: the dims [N, K] of W.
-        shape: the sizes of the model.
-        bias: whether to add a bias, or the names of the matrices that have a bias.
-        init: the initialization of W; that of the model's matrices if unset.
+        b: The builder of the function or program.
+        x: The input, [..., K].
+        name: The name of the parameter W and of the product's node. The bias is the parameter `name`_bias [N],
+            initially 0. The node of the sum is `name`.biased.
+        size: The dims [N, K] of W.
+        shape: The sizes of the model.
+        bias: Whether to add a bias, or the names of the matrices with a bias.
+        init: The initialization of W. By default, that of the model's matrices.
     """
     weight = b.param(name, shape.activation(*size), init or shape.matrix_init)
     product = b.add(name, Linear(), (x, weight))

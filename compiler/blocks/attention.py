@@ -1,4 +1,5 @@
-"""Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, any score and mask."""
+"""Self-attention and cross-attention with grouped queries, rotary positions, normalized q and k, and any score and
+mask."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -27,16 +28,16 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel,
 
 
 class QkNorm(StrictModel):
-    """The norms of q and k. Each has its own parameters.
+    """The norms of q and k, which have separate parameters.
 
     Attributes:
         kind: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
-        bias: whether to add a learned number per feature, which starts at 0.
-        over: the features that are normalized together. `head`: the features of one head; all heads share the weights.
-            `all`: the features of all heads.
-        after_rope: whether the norm follows the rotation of the heads. If false, the norm precedes the rotation.
-        gain: the initial value of one learned factor per head, which scales q; no factor if unset.
+        bias: whether to add a learned number per feature, initially 0.
+        over: the features that are normalized together. `head`: the features of one head, with the same weights for all
+            heads. `all`: the features of all heads.
+        after_rope: whether the norm follows the rotation of the heads. Otherwise, it precedes the rotation.
+        gain: the initial value of a learned factor of q, one per head. If unset, there is no factor.
         eps: the epsilon added to the mean square or variance.
     """
 
@@ -55,8 +56,8 @@ class QkNorm(StrictModel):
 
 
 class Exclude(StrictModel):
-    """Exclusive self-attention (XSA, arXiv 2603.09078): subtracts from the output of each head the projection onto the
-    value of the token itself."""
+    """Exclusive self-attention (XSA, arXiv 2603.09078). Subtracts the component along the token's own value from the
+    output of each head."""
 
 
 Biases = Annotated[tuple[Literal["q", "k", "v", "out"], ...], Field(min_length=1, max_length=4)]
@@ -66,21 +67,21 @@ class Attention(ScoreAndMask):
     """softmax(q k^T / sqrt(C)) v in several heads (Ainslie et al., 2023).
 
     Attributes:
-        kv_heads: the number of key heads, which equals the number of value heads; `heads` if unset.
-        head_dim: the features C of a head; if unset, the features of the model divided by `heads`.
+        kv_heads: the number of key heads and of value heads. By default, `heads`.
+        head_dim: the number of features C per head. By default, the features of the model divided by `heads`.
         rope: rotary positions.
         qk_norm: the normalization of q and k.
-        of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
-            `encoder`: each token attends to the source.
-        bias: whether the four matrices have a bias, or the list of the matrices that have a bias.
+        of: what each token attends to. `self`: itself and earlier tokens, or in an encoder all tokens of the source.
+            `encoder`: the source.
+        bias: whether the four matrices have a bias, or a list of the matrices with a bias.
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
         v: the values: an expression of the projected `v` of each head. If the expression does not read `v`, there is no
-            projection. `value(k)` stands for the values that the layer of the same name has in run k of a block, after
-            its expression `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
+            projection. `value(k)` is the result of this expression in the layer of the same name, in run k of a block
+            (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
-        pool: keys and values that represent blocks of earlier tokens. A query attends to them in addition to the tokens
-            that the mask admits.
+        pool: keys and values of whole blocks of earlier tokens. A query attends to such blocks and to the tokens that
+            the mask admits.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")
@@ -119,7 +120,6 @@ class Attention(ScoreAndMask):
         return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
 
     def _groups(self, shape: Shape) -> int:
-        """Returns the number of key and value heads."""
         if self.kv_heads in (None, self.heads):
             return self.queries(shape)
         assert self.kv_heads is not None
@@ -207,15 +207,16 @@ class Attention(ScoreAndMask):
     def _pooled(
         self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the node that attends to pooled blocks and to single tokens. Returns its output and the new state.
+        """Adds the node that attends to pooled blocks and to single tokens. Returns the output of the node and the new
+        state.
 
         Args:
-            b: the builder of the function.
-            pool: the pooling.
-            q: the queries, [B, T, H, C].
-            rows: the keys `k` and values `v` of the input tokens, [B, T, G, C].
-            shape: the sizes of the model.
-            context: the other values that the layer can read.
+            b: The builder of the function.
+            pool: The pooling.
+            q: The queries, [B, T, H, C].
+            rows: The keys `k` and values `v` of the input tokens, [B, T, G, C].
+            shape: The sizes of the model.
+            context: The other values that the layer can read.
         """
         fields = self.score_fields(shape)
         mask = pool.bound(fields.mask, self.heads, shape)
@@ -233,8 +234,8 @@ class Attention(ScoreAndMask):
         return b.add("y", pool.cached_op(fields, mask, ring), inputs), {**written, **pooled}
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """Adds the nodes that project `x` to k and v. If `q` is given, also adds the norm and the rotary positions of
-        q. Returns the values by name."""
+        """Adds the nodes of k and v, projected from `x`. If `q` is given, also adds the norm and the rotation of `q`.
+        Returns the values by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self.wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)

@@ -21,14 +21,14 @@ from specc.compiler.strict import Positive
 class Bigram(Embed):
     """BigramHash: x + scale * P E[bucket], for a table E, a matrix P, and a learned number.
 
-    The bucket is a hash of the token and the previous token. The first token has the last bucket.
+    The bucket is a hash of the token and the previous token. The first token is in the last bucket.
 
     Attributes:
         buckets: the number of rows of the table E.
         dim: the number of columns of the table E.
         scale: the initial value of the learned number.
         init: the initialization of E.
-        bos: the id that starts a document. A token with this id is treated as a first token.
+        bos: the id that begins a document. A token with this id counts as a first token.
     """
 
     kind: Literal["bigram"]

@@ -23,7 +23,8 @@ class ConcatBridge(Bridge):
 
 
 class LinearBridge(Bridge):
-    """Applies one matrix with bias to the concatenated last h of all directions, and another to the last c."""
+    """Applies one matrix with bias to the last h, and another to the last c. h and c are concatenated over all
+    directions."""
 
     kind: Literal["linear"]
 

@@ -13,23 +13,23 @@ from specc.compiler.strict import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of the model that the checks and the lowering of a part can read.
+    """Properties of the model, for the checks and the lowering of a part.
 
     Attributes:
-        dim: the number of features.
-        tables: the functions and parameters of the model's programs.
-        context: the context length, in tokens.
-        vocab: the number of token ids.
-        matrix_init: the initialization of matrices.
-        output_init: the initialization of the matrices that write to the residual stream.
-        cache_length: the number of positions that a cache stores.
-        source: the number of features of the encoder's output; 0 without an encoder.
-        layer: the index of the block being lowered, from 0.
-        attention: the attention sizes, such as `heads`, that formulas of the block may read, by name.
-        prefix: the number of tokens at the start of a sequence that may attend to each other.
-        page: the number of positions per cache page; 0 if the cache has one row per text.
-        coded: whether the cache holds 8-bit codes.
-        causal: whether tokens attend only to themselves and earlier tokens. Tokens of the prefix are exempt.
+        dim: The number of features.
+        tables: The functions and parameters of the model's programs.
+        context: The context length, in tokens.
+        vocab: The number of token ids.
+        matrix_init: The initialization of matrices.
+        output_init: The initialization of the matrices that write to the residual stream.
+        cache_length: The number of positions that a cache stores.
+        source: The number of features of the encoder's output. 0 without an encoder.
+        layer: The index of the block being lowered, from 0.
+        attention: The attention sizes, such as `heads`, that formulas of the block may read.
+        prefix: The number of tokens at the start of a sequence that may attend to each other.
+        page: The number of positions per cache page. 0 if the cache has one row per text.
+        coded: Whether the cache holds 8-bit codes.
+        causal: Whether tokens attend only to themselves and earlier tokens. Tokens of the prefix are exempt.
     """
 
     dim: int
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def size(self) -> Callable[..., int]:
-        """A function that returns a size as a named dim. Generated code refers to the dim by its name; see
+        """A function that returns a size as a named dim. Generated code refers to the dim by name; see
         `Tables.size`."""
         return self.tables.size
 
@@ -69,7 +69,7 @@ class Shape:
         return replace(self, dim=width)
 
     def of_attention(self, sizes: Mapping[str, int]) -> "Shape":
-        """Returns this shape with the attention sizes that formulas may read."""
+        """Returns this shape with attention sizes, which formulas may read."""
         return replace(self, attention=tuple(sizes.items()))
 
     def activation(self, *dims: int | str) -> TensorType:
@@ -84,7 +84,7 @@ class Lowered:
         value: the output.
         state: the new state, by key.
         losses: the losses f32[] of the layer, by name.
-        head_values: the values [B, T, G, C] that attention reads; empty without attention.
+        head_values: the values `v` [B, T, G, C] of attention. Empty without attention.
     """
 
     value: str
@@ -98,10 +98,11 @@ class CallSite:
     """The call site of a part that calls functions.
 
     Attributes:
-        at: the prefix of the paths at which the functions run.
-        owner: the base name of the functions' class.
-        place: the path of the part in the spec.
-        phase: the name of the functions in this phase of training, if the last phase has other parts; otherwise empty.
+        at: The prefix of the paths of the calls.
+        owner: The base name of the functions' class.
+        place: The path of the part in the spec.
+        phase: The method name of the functions in this training phase. Empty if the functions are those of the last
+            phase.
     """
 
     at: str
@@ -112,28 +113,28 @@ class CallSite:
 
 @dataclass(frozen=True, slots=True)
 class LoweringContext:
-    """The values that a part can read in addition to its input. A value is empty if the program does not have it.
+    """The values that a part can read besides its input. A value is empty if the program lacks it.
 
     Attributes:
-        ids: the tokens, i64[B, T].
-        start: the number of tokens that precede `ids`, i64[], in a program that extends a sequence.
-        positions: the positions of the input's tokens, i64[T].
-        table: the pages of each text, i64[R, N], in a program with a paged cache.
-        shared: values that are computed once for all layers, by name.
-        cache: the state of this part, by key, in a program that extends a sequence.
-        embedded: the input of the first block, [B, T, D].
-        memory: the output of the encoder, [B, S, D], in an encoder-decoder.
-        seen: the mask of source positions that hold tokens, bool[B, S].
-        final: the last state of the encoder, by key.
-        initial: the initial state of a recurrent part, by key. For a part with a `query_stage`, the state of that
-            stage.
-        values: the outputs of earlier parts, by title.
-        training: whether to apply dropout.
-        extends: whether the input continues a sequence whose state is in `cache`.
-        site: the call site of a part that calls functions.
-        weights: in training, the weights of the layers' auxiliary losses, f32[], by LAYER.LOSS.
-        wire: in a block, a function that adds an expression over heads. Its arguments are the expression, the name of
-            the node, values by name, and the number of heads.
+        ids: The tokens, i64[B, T].
+        start: The number of tokens before `ids`, i64[], in a program that continues a sequence.
+        positions: The positions of the input's tokens, i64[T].
+        table: The pages of each text, i64[R, N], in a program with a paged cache.
+        shared: Values that are computed once for all layers, by name.
+        cache: The state of this part, by key, in a program that continues a sequence.
+        embedded: The input of the first block, [B, T, D].
+        memory: The output of the encoder, [B, S, D], in an encoder-decoder.
+        seen: The mask of source positions that hold tokens, bool[B, S].
+        final: The last state of the encoder, by key.
+        initial: The initial state of a recurrent part, by key. For a part with a `query_stage`, this is the state of
+            that stage.
+        values: The outputs of earlier parts, by title.
+        training: Whether to apply dropout.
+        extends: Whether the input continues a sequence whose state is in `cache`.
+        site: The call site of a part that calls functions.
+        weights: In training, the weights of the layers' auxiliary losses, f32[], by LAYER.LOSS.
+        wire: In a block, a function that adds an expression of head values. Its arguments are the expression, the name
+            of the node, values by name, and the number of heads.
     """
 
     ids: str = ""
@@ -157,15 +158,15 @@ class LoweringContext:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A computation that runs once and whose outputs several layers read.
+    """A computation that runs once, for several layers.
 
-    Parts that declare equal `Shared` values use the same computation. Two `Shared` values with the same name must be
+    Parts that declare equal `Shared` values use the same computation. `Shared` values with the same name must be
     equal.
 
     Attributes:
-        name: the name of the computation.
-        labels: the names of the outputs in generated code.
-        positional: whether the outputs depend only on the positions of the tokens.
+        name: The name of the computation.
+        labels: The names of the outputs in generated code.
+        positional: Whether the outputs depend only on the positions of the tokens.
     """
 
     name: str
@@ -173,14 +174,14 @@ class Shared:
     positional: bool = False
 
     def state(self) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the computation stores between tokens, by key."""
+        """Returns the types of the computation's state between tokens, by key."""
         return {}
 
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
-        """Adds the computation to the scope of the whole model.
+        """Adds the computation to the scope of the whole model. Returns one value per label.
 
-        Returns one value per label. In a program that extends a sequence, `context.cache` holds the previous state, and
-        the new state follows the values.
+        In a program that continues a sequence, `context.cache` holds the previous state. The new state follows the
+        values.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 

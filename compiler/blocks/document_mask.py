@@ -1,6 +1,6 @@
 """The document mask: attention only within a document. Mask expressions are in compiler/expr/mask.py.
 
-All layers share the input of the mask: the position at which the document of each token starts.
+All layers share the input of the mask, the first position of each token's document.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from specc.compiler.ops.previous import KeepLast
 
 @dataclass(frozen=True, slots=True)
 class Documents(Shared):
-    """The position at which the document of each token starts, i64[B, T]. `mark` is the id that starts a document."""
+    """The first position of each token's document, i64[B, T]. `mark` is the id that begins a document."""
 
     mark: int = 0
 

@@ -16,13 +16,13 @@ from specc.compiler.strict import Positive
 
 
 class EmbedStage(Stage):
-    """The first stage of an encoder or a decoder: looks up a learned row of features for each id in a table [V, D].
+    """The first stage of an encoder or a decoder. Looks up a learned row for each id in a table [V, D].
 
     Attributes:
         dim: the number of features D.
         positions: the position features that are added: rows of a learned table [context, D], or sinusoids.
         dropout: the probability that a feature is dropped in training.
-        init: the initialization of the table; if unset, the model's `init`.
+        init: the initialization of the table. By default, the model's `init`.
     """
 
     kind: Literal["embed"]

@@ -27,14 +27,14 @@ class CapSchedule(SegmentSchedule):
 
 
 class LogitHead(StrictModel):
-    """The output head: one matrix to the vocabulary.
+    """The output head: one matrix from features to the vocabulary.
 
     Attributes:
-        tied: whether the matrix is the token table itself (Press and Wolf, 2017).
-        softcap: a number that limits the logits z to softcap * tanh(z / softcap); or an expression of z, such as `30 *
-            sigmoid(z / 7.5)`, or `z / 8` for a scale. Both forms may have a schedule.
+        tied: whether the matrix is the token table (Press and Wolf, 2017).
+        softcap: a number that limits the logits z to softcap * tanh(z / softcap), or an expression of z. Examples are
+            `30 * sigmoid(z / 7.5)`, and `z / 8` for a scale. Numbers and expressions may have a schedule.
         bias: whether a learned vector is added to the logits.
-        init: the initialization of the matrix; if unset, the model's `init`.
+        init: the initialization of the matrix. By default, the model's `init`.
     """
 
     tied: bool = True
@@ -46,12 +46,11 @@ class LogitHead(StrictModel):
         """Adds the nodes of the head, and returns the logits, f32[..., V].
 
         Args:
-            b: the builder of the program.
-            x: the last block's output, [..., D].
-            shape: the sizes of the model.
-            embedding: the reference of the token table's parameter, [V, D].
-            title: the part of kernel names that states the softcap, if it differs from the name of the softcap's
-                function.
+            b: The builder of the program.
+            x: The last block's output, [..., D].
+            shape: The sizes of the model.
+            embedding: The reference of the token table's parameter, [V, D].
+            title: The name of the softcap in kernel names. By default, the name of the softcap's function.
         """
         weight = embedding
         if not self.tied:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads are computed from one small latent per token."""
+"""Multi-head latent attention. The keys and values of all heads are computed from one small latent per token."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -40,23 +40,23 @@ class LatentNorm(StrictModel):
 class Latent(ScoreAndMask):
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
-    The latent c of a token is a normalized product of its input, [B, T, kv_rank]. The keys and values of all heads are
-    computed from c by matrix products. Separate channels carry the positions: each head has a rotated part of q, and
-    all heads share one rotated part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs with a
-    cache never compute keys and values of cached tokens: they multiply q by the key matrix, and the attended latents by
-    the value matrix.
+    The latent c [B, T, kv_rank] of a token is a normalized matrix product of the token's input. Matrix products of c
+    are the keys and values of all heads. Separate channels carry the positions: each head has a rotated part of q, and
+    all heads share one rotated part of k, [B, T, rope_dim].
+
+    A cache stores c and the rotated part of k. Programs with a cache never compute keys and values of cached tokens.
+    They multiply q by the key matrix, and the attended latents by the value matrix.
 
     Attributes:
-        kv_rank: the number of features of the latent from which keys and values are computed.
-        q_rank: the number of features of a second latent, from which queries are computed; if unset, queries are
-            computed from the input.
-        head_dim: the number of channels of q and k per head that are not rotated; if unset, `dim` divided by `heads`.
-        rope_dim: the number of channels of q and k per head that are rotated.
-        v_dim: the number of channels of v per head; `head_dim` if unset.
+        kv_rank: the number of features of the latent for keys and values.
+        q_rank: the number of features of a second latent, for queries. If unset, queries are computed from the input.
+        head_dim: the number of unrotated channels of q and k per head. By default, `dim` divided by `heads`.
+        rope_dim: the number of rotated channels of q and k per head.
+        v_dim: the number of channels of v per head. By default, `head_dim`.
         rope: the rotary positions.
-        norm: the norm of the latents; none if null.
-        bias: whether all matrices have a bias, or the list of the matrices that have one. The matrices that map the
-            latent to keys and values have none.
+        norm: the norm of the latents. null for no norm.
+        bias: whether all matrices have a bias, or a list of the matrices with a bias. The matrices from the latent to
+            keys and values have none.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("y",)
@@ -83,7 +83,6 @@ class Latent(ScoreAndMask):
         return {"heads": self.heads, "kv_heads": self.heads, "head_dim": self.size(dim), "values": values}
 
     def _keys(self, dim: int) -> int:
-        """Returns the number of channels of q and k per head that are not rotated."""
         return self.head_dim or dim // self.heads
 
     def _values(self, dim: int) -> int:
@@ -121,8 +120,8 @@ class Latent(ScoreAndMask):
         return Lowered(affine(b, merged, "out", size, shape, self.bias, shape.output_init), state)
 
     def _queries(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> tuple[str, str]:
-        """Adds the nodes of the queries. Returns the part that is not rotated, [B, T, H, N], and the rotated part, [B,
-        T, H, R]."""
+        """Adds the nodes of the queries. Returns two parts of the queries: unrotated [B, T, H, N] and rotated [B, T,
+        H, R]."""
         heads, features = self.queries(shape), shape.dim
         if self.q_rank is not None:
             features = shape.size("Q_RANK", self.q_rank, "features of the latent of queries", self.title)
@@ -137,8 +136,8 @@ class Latent(ScoreAndMask):
     def _naive(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the node that attends to the keys and values of all heads. Returns its output [B, T, H, V] and no
-        state."""
+        """Adds the node that attends to the keys and values of all heads. Returns the output of the node, [B, T, H,
+        V], and no state."""
         heads = self.queries(shape)
         products = ((name, b.add(name, Linear(), (c, weight))) for name, weight in self._up(b, shape))
         k, v = (b.add(f"{name}.heads", SplitHeads(heads), (product,)) for name, product in products)
@@ -150,7 +149,8 @@ class Latent(ScoreAndMask):
     def _absorbed(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the node that attends to the cached latents. Returns its output [B, T, H, V] and the new state."""
+        """Adds the node that attends to the cached latents. Returns the output of the node, [B, T, H, V], and the new
+        state."""
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))
@@ -165,8 +165,7 @@ class Latent(ScoreAndMask):
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 
     def _up(self, b: Builder, shape: Shape) -> Iterator[tuple[str, str]]:
-        """Yields the name and the reference of the key matrix [H N, kv_rank], and of the value matrix [H V,
-        kv_rank]."""
+        """Yields the name and the reference of the key matrix [H N, kv_rank] and the value matrix [H V, kv_rank]."""
         for name, channels in (("k", self._key_channels(shape)), ("v", self._value_channels(shape))):
             size = shape.activation(self.queries(shape) * channels, self._rank(shape))
             yield name, b.param(name, size, shape.matrix_init)

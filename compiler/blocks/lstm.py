@@ -22,13 +22,12 @@ class LstmStage(Stage):
     """One layer of long short-term memory (Hochreiter and Schmidhuber, 1997).
 
     Attributes:
-        hidden: the number of features H in each direction.
-        directions: the directions in which tokens are read. With both, the features of the two directions are
-            concatenated.
-        biases: the number of bias vectors in each direction: 1, or 2 as in most libraries.
+        hidden: the number of features H per direction.
+        directions: the directions in which tokens are read. With `both`, the features of both are concatenated.
+        biases: the number of bias vectors per direction: 1, or 2 as in most libraries.
         gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
         dropout: the probability that a feature of the output is dropped in training.
-        init: the initialization of the matrices; uniform within 1 / sqrt(`hidden`) if unset.
+        init: the initialization of the matrices. By default, uniform in +-1 / sqrt(`hidden`).
     """
 
     kind: Literal["lstm"]
@@ -85,8 +84,10 @@ class LstmStage(Stage):
 
 
 class RepeatStage(Stage):
-    """Repeats the encoder's last h at every position. A decoder that starts with this stage reads no tokens. It is
-    non-autoregressive: it writes all tokens of a line at once."""
+    """Repeats the encoder's last h at every position.
+
+    A decoder that begins with this stage reads no tokens. It writes all tokens of a line at once (non-autoregressive).
+    """
 
     kind: Literal["repeat"]
 

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, with any activation of the pointwise language, and the fields of all such layers."""
+"""The dense feed-forward layer with any pointwise activation, and the fields of all feed-forward layers."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
@@ -22,11 +22,11 @@ Expression = Annotated[ExprText, reading("x", "an activation must read x", "gate
 
 
 class NamedActivation(StrictModel):
-    """An activation with an explicit kernel name, for a model in which two activations would have the same name.
+    """An activation with a kernel name, for a model in which two activations would have the same name.
 
     Attributes:
-        expr: the expression, in `x` and `gate`.
-        name: the name in the file names and symbols of the kernels.
+        expr: the expression of `x` and `gate`.
+        name: the name in files and symbols of kernels.
     """
 
     expr: Expression
@@ -41,7 +41,7 @@ class FeedForward(Layer):
         ratio: the number of inner features divided by the number of features of the model. Exactly one of `ratio` and
             `hidden` is set.
         hidden: the number of inner features.
-        act: the activation: an expression in `x` and `gate`, or an expression with a name.
+        act: the activation: an expression of `x` and `gate`, optionally with a name.
     """
 
     kind: str
@@ -72,13 +72,12 @@ class FeedForward(Layer):
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def activated(self, b: Builder, product: Callable[[str], str]) -> str:
-        """Adds the nodes of the activation and of the matrix products that it reads. Returns the result of the
-        activation.
+        """Adds the matrix products and the activation. Returns the result of the activation.
 
         Args:
-            b: the builder of the function.
-            product: a function that adds the matrix product `up` or `gate` of the layer's input, and returns the
-                product [..., E].
+            b: The builder of the function.
+            product: A function that adds the matrix product `up` or `gate` of the layer's input, and returns the result
+                [..., E].
         """
         read, label = variables(parse(self.expression)), "" if isinstance(self.act, str) else self.act.name
         values = {operand: product(source) for operand, source in SOURCES.items() if operand in read}
@@ -89,7 +88,7 @@ class Mlp(FeedForward):
     """down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate` (Shazeer, 2020).
 
     Attributes:
-        bias: whether the matrices have a bias, or the list of the matrices that have a bias.
+        bias: whether the matrices have a bias, or a list of the matrices with a bias.
     """
 
     kind: Literal["mlp"]

@@ -34,16 +34,16 @@ class Router(StrictModel):
     """The router, which chooses the experts of each token. Logits and scores are computed in f32.
 
     Attributes:
-        score: how scores are computed from logits: the softmax over the experts, or the sigmoid of each logit.
-        bias: whether a bias per expert is added to the scores when experts are chosen, but not to the weights. The
+        score: how logits become scores: by the softmax over the experts, or by the sigmoid of each logit.
+        bias: whether experts are chosen by the scores plus a bias per expert. The weights do not include the bias. The
             gradient of an expert's bias is the load of the expert minus the mean load. The optimizer `sign` can
             therefore balance the load without a loss (Wang et al. 2024, arXiv 2408.15664).
-        normalize: whether the weights of a token's experts, which are their scores, are divided by the sum of the
-            weights.
+        normalize: whether the weights of a token's experts are divided by their sum. The weights are the experts'
+            scores.
         scale: the factor of the weights.
         groups: the number of groups into which the experts are divided. All groups have the same size. The experts of a
             token are all from `top_groups` groups (DeepSeek-V3, arXiv 2412.19437).
-        top_groups: the number of groups from which a token's experts are chosen; all if unset.
+        top_groups: the number of groups from which a token's experts are chosen. By default, all groups.
         group_best: groups are ranked by the sum of their `group_best` largest scores.
     """
 
@@ -57,23 +57,23 @@ class Router(StrictModel):
 
 
 class Moe(FeedForward):
-    """The weighted sum of the `top_k` experts that a router chooses for each token. Each expert is an MLP. No token is
+    """The weighted sum of `top_k` experts per token, which a router chooses. Each expert is an MLP. No token is
     dropped, and no choice depends on another token.
 
-    An `auxiliary` loss term can name these losses of the layer: `balance` (Fedus et al. 2022), which is 1 for equal
-    loads; `sequence_balance`, the same within each sequence; and `z`, the mean of log(sum(exp(logits))) ** 2 (Zoph et
+    An `auxiliary` loss term can select these losses of the layer. `balance` is 1 for equal loads (Fedus et al. 2022).
+    `sequence_balance` is the same loss within each sequence. `z` is the mean of log(sum(exp(logits))) ** 2 (Zoph et
     al. 2022).
 
     Attributes:
         experts: the number of experts.
-        top_k: the number of experts per token. With 1, the layer is the one of Switch Transformers.
-        shared_experts: the number of additional experts that every token uses, with weight 1. They are computed as one
-            MLP whose hidden width is `shared_experts` times the hidden width of an expert.
+        top_k: the number of experts per token. With 1, the layer is as in Switch Transformers.
+        shared_experts: the number of additional experts that every token uses, with weight 1. Shared experts are
+            computed as one MLP. Its hidden width is `shared_experts` times the hidden width of an expert.
         router: the choice of experts.
-        router_input: an expression for the value that the router reads; if unset, the input of the layer. `x0` is the
+        router_input: an expression for the input of the router. By default, the input of the layer. `x0` is the
             embedding of the token.
-        bias: whether the matrices of each expert and of the router have a bias, or the list of the matrices that have a
-            bias. Shared experts have none.
+        bias: whether the matrices of the experts and the router have a bias, or a list of the matrices with a bias.
+            Shared experts have none.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("router_input",)
@@ -157,7 +157,6 @@ class Moe(FeedForward):
         return Lowered(self._with_shared(b, x, y, shape, context), losses=losses)
 
     def _logits(self, b: Builder, x: str, count: int, shape: Shape, context: LoweringContext) -> str:
-        """Adds the nodes that compute the router's logits, and returns the logits f32[B, T, N]."""
         if self.router_input is not None and context.wire is not None:
             x = context.wire(self.router_input, "router.input", {"router_input": x}, 0)
         if b.types[x].dtype != "f32":
@@ -170,7 +169,6 @@ class Moe(FeedForward):
         return pointwise(b, "router.biased", "x + bias", x=logits, bias=bias)
 
     def _chosen(self, b: Builder, scores: str, bias: Sequence[str], count: int) -> str:
-        """Adds the node that chooses K experts for each token, and returns its output i64[B, T, K]."""
         router = self.router
         if router.top_groups in (None, router.groups):
             return b.add("experts", TopExperts(count, router.bias), (scores, *bias))
@@ -181,7 +179,6 @@ class Moe(FeedForward):
         return b.add("experts", TopExperts(count), (b.add("scores.best", best, (scores,)),))
 
     def _weights(self, b: Builder, scores: str, experts: str) -> str:
-        """Adds the nodes that compute the weights of the chosen experts, and returns the weights f32[B, T, K]."""
         weights = b.add("weights", ScoresOf(), (scores, experts))
         if self.router.normalize:
             weights = b.add("weights.normalized", ShareOfSum(), (weights,))
@@ -193,7 +190,7 @@ class Moe(FeedForward):
     def _losses(
         self, b: Builder, logits: str, scores: str, experts: str, count: int, context: LoweringContext
     ) -> tuple[Mapping[str, str], str]:
-        """Adds the nodes of the losses that have a weight in training.
+        """Adds the nodes of those losses that have a weight in training.
 
         Args:
             b: the builder of the function.
@@ -204,7 +201,7 @@ class Moe(FeedForward):
             context: the weights of losses.
 
         Returns:
-            The losses by name, and the load f32[B, N], which is empty if neither a loss nor the bias reads it.
+            The losses by name, and the load f32[B, N]. The load is empty if nothing reads it.
         """
         stated = [name for name in (*BALANCE, "z") if f"{self.title}.{name}" in context.weights]
         losses: dict[str, str] = {}
@@ -221,7 +218,6 @@ class Moe(FeedForward):
         return losses, load
 
     def _with_shared(self, b: Builder, x: str, routed: str, shape: Shape, context: LoweringContext) -> str:
-        """Adds the shared experts, if there are any. Returns the sum of `routed` and their output, [B, T, D]."""
         if not self.shared_experts:
             return routed
         outer = b.scope

@@ -26,13 +26,12 @@ WEIGHTLESS = "none"  # the `weight` of a norm that has no weight
 
 
 def _starts(text: str) -> float:
-    """Returns the initial value of the parameter `w`, which the expression `text` reads: 0 or 1, such that the weight
-    is 1."""
+    """Returns the initial value of the parameter `w` in the expression `text`: 0 or 1, so that the weight is 1."""
     expr = parse(text, ("w",))
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
             return start
-    raise ValueError("a weight must read w, and must be 1 for w = 0 or for w = 1, as is `1 + w`")
+    raise ValueError("a weight must read w, and must be 1 for w = 0 or w = 1; an example is `1 + w`")
 
 
 NormWeight = Annotated[ExprText, accepted_by(lambda text: text == WEIGHTLESS or _starts(text))]
@@ -43,8 +42,8 @@ class Norm(StrictModel):
 
     Attributes:
         weight: a learned factor of each feature: an expression of a parameter `w`, such as `w` or `1 + w`; `none` for
-            no weight. `w` is initialized to 0 or 1, whichever makes the factor 1.
-        bias: whether to add a learned number per feature, which starts at 0.
+            no weight. The initial `w` is 0 or 1, whichever makes the factor 1.
+        bias: whether to add a learned number per feature, initially 0.
         scale: a factor of the result. It may depend on `layer`, which is counted from 0.
         places: where the norms of a block are: `before` each layer, `after` each layer, or on the `stream`. A norm
             after a layer normalizes the output of the layer, before `write`. A norm of the stream normalizes the result
@@ -60,19 +59,19 @@ class Norm(StrictModel):
 
     @property
     def op(self) -> Op:
-        """The op of the norm. The inputs of the op are the value, then the weight and the bias, if the norm has
-        them."""
+        """The op of the norm. The inputs of the op are the value, the weight if there is one, and the bias if there is
+        one."""
         raise TypeError(f"{type(self).__name__} must override `op`")
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
-        """Adds the nodes that normalize `x` and multiply the result by the scale. Returns the product.
+        """Adds the nodes that normalize `x` and multiply it by the scale. Returns the product.
 
         Args:
-            b: the builder of the function.
-            x: the input, [..., D].
-            name: the name of the node. The scaled result is `name`.scaled.
-            shape: the sizes of the model.
-            learned: the prefix of the parameter names.
+            b: The builder of the function.
+            x: The input, [..., D].
+            name: The name of the node. The scaled result is `name`.scaled.
+            shape: The sizes of the model.
+            learned: The prefix of the parameter names.
         """
         normed = normalized(b, x, name, self.op, self.weight, self.bias, learned)
         if self.scale is None:
@@ -81,7 +80,7 @@ class Norm(StrictModel):
         return pointwise(b, f"{name}.scaled", f"x * {text}", x=normed, **numbers)
 
     def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
-        """Applies the norm to `x` if the block has a norm at `place`, and returns the result."""
+        """Applies the norm to `x` if the block has a norm at `place`."""
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
@@ -92,16 +91,16 @@ class Norm(StrictModel):
 
 
 def normalized(b: Builder, x: str, name: str, op: Op, weight: str, bias: bool, learned: str) -> str:
-    """Adds the nodes of a norm, and returns its result.
+    """Adds the nodes of a norm, and returns the result.
 
     Args:
-        b: the builder of the function.
-        x: the input, [..., D].
-        name: the name of the node.
-        op: the op. Its inputs are the value, then the weight and the bias, if the norm has them.
-        weight: the weight, an expression of a learned `w` [D], or `none`.
-        bias: whether to add a learned vector [D]. The sum is a separate node if the op has no input for the vector.
-        learned: the prefix of the parameter names `learned`_weight and `learned`_bias.
+        b: The builder of the function.
+        x: The input, [..., D].
+        name: The name of the node.
+        op: The op of the norm. The inputs are the value, the weight if there is one, and the bias if there is one.
+        weight: The weight, an expression of a learned `w` [D], or `none`.
+        bias: Whether to add a learned vector [D]. If the op has no input for a bias, a separate node adds the bias.
+        learned: The prefix of the parameter names `learned`_weight and `learned`_bias.
     """
     features, inputs = TensorType((b.types[x].width,), b.types[x].dtype), [x]
     if weight != WEIGHTLESS:
@@ -135,7 +134,7 @@ Trait = Literal[
 
 
 class Part(StrictModel):
-    """The base class of layers and stages, which compute one value [B, T, D] from another."""
+    """The base class of layers and stages. A part computes one value [B, T, D] from another."""
 
     # The fields that are expressions over attention values, and may read those of earlier blocks.
     over_values: ClassVar[tuple[str, ...]] = ()
@@ -147,12 +146,12 @@ class Part(StrictModel):
 
     @property
     def mark(self) -> int | None:
-        """The id that starts a document, if the part separates documents; None otherwise."""
+        """The id that begins a document, if the part separates documents. Otherwise None."""
         return getattr(self, "bos", None)
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """The properties of the part that concern the parts around it; see `Trait`."""
+        """The properties of the part that concern other parts; see `Trait`."""
         return frozenset()
 
     @property
@@ -162,33 +161,32 @@ class Part(StrictModel):
 
     @property
     def further_modules(self) -> Mapping[str, str]:
-        """The modules that the part adds to generated code in addition to its main module: name -> description."""
+        """The additional modules of the part in generated code: their names and descriptions."""
         return {}
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields a pair for each part inside this part: the prefix of its node names, and its spec path."""
+        """Yields two values for each part inside this part: the prefix of node names, and the spec path."""
         yield from ()
 
     def sizes(self, dim: int) -> Mapping[str, int]:
-        """Returns the attention sizes, such as `heads`, in a model of `dim` features; empty without attention."""
+        """Returns the attention sizes, such as `heads`, in a model of `dim` features. Empty without attention."""
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
-        """Returns two numbers for the attention values that later blocks may read, in a model of `dim` features: the
-        number of heads, and the number of channels per head. None if there are no such values."""
+        """Returns the number of heads and the number of channels of the values that later blocks may read, in a model
+        of `dim` features. None if there are no such values."""
         return None
 
     @property
     def reads(self) -> str | None:
-        """The title of the earlier part whose output this part reads in addition to its input; None if there is no such
-        part."""
+        """The title of the earlier part whose output this part also reads, or None."""
         return None
 
     @property
     def query_stage(self) -> str | None:
-        """The title of the later recurrent part whose last h is the query of this part; None without such a query. All
-        parts from this part to the recurrent part form a loop over time."""
+        """The title of the later recurrent part whose last h is the query of this part, or None. The parts from this
+        one to the recurrent part form a loop over time."""
         return None
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
@@ -204,26 +202,26 @@ class Part(StrictModel):
         return ()
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the part stores between tokens, by key. The first dim is the batch B."""
+        """Returns the types of the part's state between tokens, by key. The first dim is the batch B."""
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the nodes of the initial state, in a model with an encoder. Returns the state by key. State that is not
-        returned starts at 0."""
+        """Adds the nodes of the initial state, in a model with an encoder. Returns the state by key. Missing state is
+        initially 0."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        """Adds the part. Returns the output and the new state of the part.
+        """Adds the part. Returns its output and its new state.
 
         Args:
-            b: the builder of the function or program.
-            x: the input, [B, T, D]; empty for a part with the trait `starts`.
-            shape: the sizes of the model, with D features. For a part of `embed`, D is the number of features of the
+            b: The builder of the function or program.
+            x: The input, [B, T, D]. Empty for a part with the trait `starts`.
+            shape: The sizes of the model, with D features. For a part of `embed`, D is the number of features of the
                 model.
-            context: the other values that the part can read.
+            context: The other values that the part can read.
 
         Raises:
-            TypeRuleError: if an op does not accept the shapes or dtypes of its inputs.
+            TypeRuleError: If an op does not accept the shapes or dtypes of its inputs.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 
@@ -234,13 +232,12 @@ class Part(StrictModel):
 
     @property
     def wirings(self) -> Mapping[str, Expressions]:
-        """The expressions of the part over named values, by field: `read`, then the expressions over inner values of
-        the part, then `write`."""
+        """The part's expressions, by field: `read`, then those of values inside the part, then `write`."""
         return {}
 
     @property
     def own_values(self) -> tuple[str, ...]:
-        """The learned values that the computation of the part reads, in addition to those that its expressions read."""
+        """The learned values that the part reads outside of its expressions."""
         return ()
 
     @property
@@ -249,7 +246,7 @@ class Part(StrictModel):
         return ()
 
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
-        """Attaches the losses of the part to its output. Returns the output of the last attached loss.
+        """Attaches the losses of the part to its output. Returns the output.
 
         A loss is attached if `context` has a weight for it. The backward pass then adds the gradient of the weighted
         loss to the gradient of the output.
@@ -263,26 +260,26 @@ class Part(StrictModel):
         return y
 
     def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
-        """Returns `y`, the output of the part. In training, drops each element of `y` with the probability in the field
-        `dropout`, if the part has that field."""
+        """Returns `y`, the output of the part. In training, its elements are dropped with the probability in the field
+        `dropout`, if there is one."""
         share = getattr(self, "dropout", 0.0)
         return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
 
 
 class Embed(Part):
-    """One step of the computation from token ids to the first block's input."""
+    """One step from token ids to the first block's input."""
 
 
 class Wired(Part):
-    """A part that reads and writes named values by expressions.
+    """A part whose expressions read and write named values.
 
     Attributes:
-        name: the name of the part in paths of nodes and parameters; its kind if unset.
+        name: the name of the part in paths of nodes and parameters. By default, its kind.
         learn: learned values, by name.
-        read: an expression for the input of the part, before the norm. If unset, the first residual stream of a block,
-            or the output of the stage before.
-        write: an expression for the residual stream after a layer of a block, or for the output of a stage. If unset,
-            `x + y` in blocks, and `y` elsewhere.
+        read: an expression for the input of the part, before the norm. By default, the first residual stream of a
+            block, or the output of the previous stage.
+        write: an expression for the residual stream after a layer of a block, or for the output of a stage. The default
+            is `x + y` in blocks, and `y` elsewhere.
     """
 
     # The fields that are expressions over a value inside the part. The value has the same name as the field.
@@ -304,24 +301,24 @@ class Wired(Part):
 
 
 class Stage(Wired):
-    """A part whose output replaces its input and may have another number of features."""
+    """A part whose output replaces the input. The output may have another number of features."""
 
 
 class Layer(Wired):
     """One residual branch of a block.
 
-    The branch computes an output `y` from a normalized value of the block. Its expressions can read the same values as
-    the expressions of the block.
+    The branch computes an output `y` from a normalized value of the block. Expressions of a layer can read the same
+    values as the expressions of the block.
 
     Attributes:
-        dropout: the probability with which each element of `y` is dropped in training.
+        dropout: the probability with which an element of `y` is dropped in training.
     """
 
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The names of the auxiliary losses that the layer can compute. `activation` is the mean square of its
+        """The names of the auxiliary losses that the layer can compute. `activation` is the mean square of the layer's
         output."""
         return ("activation",)
 
@@ -333,13 +330,13 @@ class Bridge(StrictModel):
         """Adds the nodes of the decoder's initial state. Returns `h` and `c`, each [B, width].
 
         Args:
-            b: the builder of the program.
-            h: the last h of the encoder, [B, D].
-            c: the last c of the encoder, [B, D].
-            width: the number of features of the decoder's state.
-            shape: the sizes of the decoder.
+            b: The builder of the program.
+            h: The last h of the encoder, [B, D].
+            c: The last c of the encoder, [B, D].
+            width: The number of features of the decoder's state.
+            shape: The sizes of the decoder.
 
         Raises:
-            TypeRuleError: if the bridge cannot return `width` features.
+            TypeRuleError: If the bridge cannot return `width` features.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")

@@ -1,4 +1,4 @@
-"""Pooled keys and values: each block of earlier tokens is attended to as a whole, through a few keys."""
+"""Pooled keys and values: a query attends to a whole block of earlier tokens through a few keys."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -19,20 +19,20 @@ MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole
 
 
 class Pool(StrictModel):
-    """Pooled keys and values, which represent whole blocks of tokens. A query attends to them in addition to the single
+    """Pooled keys and values. They represent whole blocks of tokens. A query attends to pooled keys, and to the single
     tokens that the attention mask admits.
 
     Attributes:
-        block: the number of tokens of a block.
+        block: the number of tokens per block.
         by: how the keys and the values of a block are pooled. `mean` or `max`: over the block, for each channel.
-            `reservoir`: the keys and values of random tokens of the block. `latent`: weighted means, whose weights are
-            the attention of learned latent tokens to the keys of the block.
+            `reservoir`: the keys and values of random tokens of the block. `latent`: weighted means, where learned
+            latent tokens attend to the keys of the block.
         tokens: the number of random or latent tokens per block.
         seed: the seed that selects the random tokens.
-        mask: the condition under which a query attends to a block, over the position `i` of the query, the first
-            position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to each
-            complete block whose first token is hidden by the attention mask. In a mask that calls `document`, all
-            tokens of the block must be in the document of the query.
+        mask: the condition under which a query attends to a block. The condition reads the position `i` of the query,
+            the first position `j` of the block, the head `h` and the number of tokens `block`. By default, a query
+            attends to each complete block whose first token is hidden by the attention mask. In a mask that calls
+            `document`, all tokens of the block must be in the document of the query.
     """
 
     block: Annotated[int, Field(ge=2, le=4096)] = 64
@@ -42,8 +42,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens. Causality is not checked here, because it needs a proof.
-        `masks` are the attention masks. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens, except causality, which needs a proof. `masks` are the
+        attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
@@ -70,29 +70,28 @@ class Pool(StrictModel):
             )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the mask that applies to blocks, as canonical text, given the `mask` that applies to single tokens.
-        Raises ExprError as `bound_blocks` does."""
+        """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError like
+        `bound_blocks`."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
-        """Returns the number of pooled keys that a cache of `context` positions stores."""
+        """Returns the number of pooled keys in a cache of `context` positions."""
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """Declares the latent tokens, if the pooling uses them, and returns them as further inputs of the pooling's
-        ops."""
+        """Declares the latent tokens, if the pooling has any. Returns the additional inputs of the pooling's ops."""
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)
 
     def op(self, fields: ScoreFields, pooled: str) -> SdpaPooled:
-        """Returns the attention op for a whole sequence. `pooled` is the mask of blocks. The inputs of the op are q, k,
-        v, the further inputs that `fields` needs, and the latents."""
+        """Returns the attention op for a whole sequence. `pooled` is the mask of blocks. The inputs of the op are q,
+        k, v, the additional inputs of `fields`, and the latents."""
         return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
-        """Returns the attention op for a cache. Its inputs are the inputs of `op`, with the positions and the state
-        inserted after v."""
+        """Returns the attention op for a cache. The inputs are those of `op`, with the positions and the state after
+        v."""
         return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(
@@ -103,15 +102,14 @@ class Pool(StrictModel):
         context: LoweringContext,
         ring: tuple[int, int] | None,
     ) -> Mapping[str, str]:
-        """Adds the op that pools the blocks to which the input tokens belong. Returns the new state.
+        """Adds the op that pools the blocks of the input tokens. Returns the new state.
 
         Args:
-            b: the builder of the function.
-            rows: the keys `k` and values `v` to attend to, [B, S, G, C], including the keys and values of the input
-                tokens.
-            latents: the latent tokens, if the pooling reads them.
-            context: the context, which contains the positions of the input tokens and the state of the layer.
-            ring: the ring buffer that stores single tokens.
+            b: The builder of the function.
+            rows: The keys `k` and values `v` to attend to, [B, S, G, C], including those of the input tokens.
+            latents: The latent tokens, if the pooling reads them.
+            context: The positions of the input tokens and the state of the layer.
+            ring: The sizes of the ring buffer of single tokens, or None.
         """
         op, state = PoolWrite(*self._settings, ring), {}
         values = {"keys": (rows["k"],), "latents": latents}

@@ -1,4 +1,4 @@
-"""The previous token's value, in whole sequences and in decoding."""
+"""Selects the value of the previous token, in whole sequences and in decoding."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -15,18 +15,19 @@ TokenId = Annotated[int, Field(ge=0, lt=2**24)]
 def previous(
     b: Builder, x: str, title: str, context: LoweringContext, bos: int | None, fill: int = 0
 ) -> tuple[str, Mapping[str, str]]:
-    """Adds a node that selects, for each token, the row of `x` that belongs to the previous token.
+    """Adds a node that selects the previous token's row of `x` for each token.
 
     Args:
-        b: the builder of the program.
-        x: one row per token, [B, T, ...].
-        title: the prefix of the names of the nodes.
-        context: the token inputs. If the program extends a sequence, `context.cache["previous"]` is the last row of x.
-        bos: the id that starts a document; None if documents are not separated.
-        fill: the value for tokens without a previous token: the first token, and each `bos`.
+        b: The builder of the program.
+        x: One row per token, [B, T, ...].
+        title: The prefix of the names of the nodes.
+        context: The token inputs. If the program continues a sequence, `context.cache["previous"]` is the last row of
+            x.
+        bos: The id that begins a document. None if documents are not separated.
+        fill: The value for tokens without a previous token: the first token, and each `bos`.
 
     Returns:
-        The rows of the previous tokens, [B, T, ...], and the new state `previous` if the program extends a sequence.
+        The rows of the previous tokens, [B, T, ...], and the new state `previous` if the program continues a sequence.
     """
     state: dict[str, str] = {}
     if context.start:

@@ -23,12 +23,12 @@ Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "
 
 
 class Scaling(StrictModel):
-    """Frequency scaling. Slow pairs of channels rotate `factor` times slower, and fast pairs are unchanged. Frequencies
-    in between are a linear blend of both.
+    """Frequency scaling. Slow pairs of channels rotate `factor` times slower. Fast pairs are unchanged. The
+    frequencies of other pairs are linear blends of the slow and the fast rule.
 
     Attributes:
         factor: the divisor of slow frequencies.
-        trained: the context length with which the model was trained before the scaling.
+        trained: the context length in training, before the scaling.
         low: a pair is slow if it makes at most this many turns over `trained` tokens.
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
     """
@@ -40,11 +40,11 @@ class Scaling(StrictModel):
 
     @property
     def multiplier(self) -> float:
-        """The factor by which queries and keys are multiplied after the rotation."""
+        """The factor of queries and keys after the rotation."""
         return 1.0
 
     def settings(self) -> str:
-        """Returns a text that is equal for two scalings if and only if their angles are equal."""
+        """Returns a text that identifies the angles. Scalings with equal texts have equal angles."""
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
@@ -73,14 +73,13 @@ class Llama3(Scaling):
 
 
 class Yarn(Scaling):
-    """YaRN (Peng et al., 2023): the blend is linear in the index of the pair. Queries and keys are multiplied by
+    """YaRN (Peng et al., 2023). The blend is linear in the index of the pair. Queries and keys are multiplied by
     `magnitude`.
 
     Attributes:
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
         whole: whether the bounds of the blend are rounded outward to whole pairs.
-        magnitude: the factor by which queries and keys are multiplied after the rotation: a number or a formula of
-            `factor`.
+        magnitude: the factor of queries and keys after the rotation: a number or a formula of `factor`.
     """
 
     kind: Literal["yarn"]
@@ -107,13 +106,12 @@ class Yarn(Scaling):
 class RopeSpec(StrictModel):
     """Rotary positions (Su et al., 2021). Pair i of R pairs of channels turns by base ** (-i / R) radians per token.
 
-    With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The rotation
-    of the slowest pair over the whole context then equals its rotation over `trained` tokens with `base` (NTK-aware
-    scaling). In this formula, the context is the maximum context of the model, not the length of the input, so cached
-    keys stay valid when a text grows.
+    With `trained`, a longer context has a larger base: base * (context / trained) ** (dims / (dims - 2)). The slowest
+    pair then rotates over the whole context as far as it did over `trained` tokens (NTK-aware scaling). The context is
+    the maximum context of the model, not the length of the input. Cached keys therefore stay valid when a text grows.
 
     Attributes:
-        dims: how many of the first channels of each head are rotated; all if unset.
+        dims: how many of the first channels of each head are rotated. By default, all.
         base: the base of the powers in the formula above.
         trained: the context length, in tokens, with which `base` was trained.
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
@@ -132,19 +130,18 @@ class RopeSpec(StrictModel):
 
     @property
     def magnitude(self) -> float:
-        """The factor by which queries and keys are multiplied after the rotation."""
+        """The factor of queries and keys after the rotation."""
         return self.scaling.multiplier if isinstance(self.scaling, Scaling) else 1.0
 
     def angles(self, size: int, context: int) -> RopeAngles:
-        """Returns the angles, before scaling, for heads of `size` channels in a model of `context` tokens."""
+        """Returns the angles without scaling, for heads of `size` channels in a model of `context` tokens."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return RopeAngles(dims, self.base)
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
     def formula(self, size: int, context: int) -> str | None:
-        """Returns the formula, as text, by which `trained` raises the base for a longer context. None if the base is
-        unchanged."""
+        """Returns the formula by which `trained` raises the base for a longer context, or None."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return None

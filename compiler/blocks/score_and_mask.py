@@ -1,4 +1,5 @@
-"""Base of layers that attend to earlier tokens by a score and a mask: expressions, proofs, and the key-value cache."""
+"""The base class of layers that attend to earlier tokens by a score and a mask. This class checks the expressions of
+score and mask, and has the key-value cache."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -50,19 +51,19 @@ class ScoreAndMask(Layer):
 
     Attributes:
         heads: the number of query heads.
-        score: the score of a query and a key: an expression of `s`, the scaled product of the two. It may read the
+        score: the score of a query and a key: an expression of `s`, the scaled product of both. The score may read the
             position `i` of the query, the position `j` of the key, the head `h`, the sizes `heads`, `kv_heads`,
             `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022), `bucket` (T5,
             Raffel et al., 2020), and elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`.
-        mask: the condition under which a query attends to a key, over `i`, `j`, `h` and these sizes, such as `j <= i
-            and i - j < 512`. `document(i) == document(j)` holds within a document. Only tokens within the `prefix` of
-            the model may attend to later tokens, and only to those within the prefix: `j <= i or j < prefix`. The mask
+        mask: the condition under which a query attends to a key. The mask reads `i`, `j`, `h` and the same sizes as the
+            score. An example is `j <= i and i - j < 512`. `document(i) == document(j)` holds within a document. Only
+            tokens of the model's `prefix` may attend to later tokens of the prefix: `j <= i or j < prefix`. The mask
             may have a schedule.
-        scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
-            `1/sqrt(head_dim)` if unset.
+        scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`. By
+            default, `1/sqrt(head_dim)`.
         sinks: whether each head has a learned logit that is added only to the denominator of the softmax.
         y: the output: an expression of the result `y` of each head.
-        bos: the id that starts a document, for `document` in the mask.
+        bos: the id that begins a document, for `document` in the mask.
     """
 
     # The fields that may be set only if the layer attends to earlier tokens.
@@ -87,31 +88,29 @@ class ScoreAndMask(Layer):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The masks that the schedule contains, in order."""
+        """The masks of the schedule, in order."""
         return tuple(mask for _, mask in points_of(self.mask))
 
     def sees_later(self, shape: Shape) -> bool:
         return any(sees_later(self.bound_mask(mask, shape), self.heads) for mask in self.masks)
 
     def bound_mask(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if the mask is invalid in
-        this model."""
+        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if the mask is invalid
+        there."""
         return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
     def bound_score(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of the score, given a canonical mask. Raises ExprError if the score is invalid."""
+        """Returns the canonical text of the score for a canonical mask. Raises ExprError if the score is invalid."""
         sizes, visible = self._sizes(shape), self.visible(mask, shape)
         tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
         settings = (self.heads, shape.context, shape.prefix, tuple(sizes.items()))
         return bound_score(self.score, tables, visible, *settings)
 
     def _sizes(self, shape: Shape) -> Mapping[str, int]:
-        """Returns the sizes that the score, the mask and the table shapes may read."""
         return shape.of_attention(self.sizes(shape.dim)).sizes
 
     def visible(self, mask: str, shape: Shape) -> str:
-        """Returns the condition under which attention evaluates the score of a query and a key, given a canonical
-        mask."""
+        """Returns the condition under which attention evaluates a score, for a canonical mask."""
         return mask
 
     def queries(self, shape: Shape) -> int:
@@ -119,7 +118,7 @@ class ScoreAndMask(Layer):
         return shape.size("H", self.heads, "heads", self.title)
 
     def expression_problems(self) -> Iterator[Problem]:
-        """Yields those problems of the score and the mask that do not depend on the context length."""
+        """Yields the problems of the score and the mask that do not depend on the context length."""
         documents = any("document" in mask for mask in self.masks)
         if documents and self.bos is None:
             message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"
@@ -173,7 +172,7 @@ class ScoreAndMask(Layer):
             yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the condition that `visible` returns, if the masks are valid."""
+        """Yields the problems of the condition `visible`, if the masks are valid."""
         yield from ()
 
     def _score_problems(self, shape: Shape) -> Iterator[Problem]:
@@ -186,12 +185,12 @@ class ScoreAndMask(Layer):
 
     @property
     def tables(self) -> Mapping[str, Counts]:
-        """The shapes of the learned tables of the score, by name, as the spec states them."""
+        """The shapes of the score's learned tables, by name, as in the spec."""
         return {name: value.shape for name, value in self.learn.items() if isinstance(value.shape, tuple)}
 
     @property
     def read_as_tables(self) -> tuple[str, ...]:
-        """The learned values that the score reads as tables, although their shapes are not lists of dims."""
+        """The learned values that the score reads as tables although their shapes are not lists of dims."""
         return tuple(n for n in self.learn if n not in self.tables and re.search(rf"\b{n}\s*\[", self.score))
 
     @property
@@ -208,19 +207,17 @@ class ScoreAndMask(Layer):
 
     @property
     def _layered(self) -> bool:
-        """Whether the scale depends on the layer. If so, q is multiplied by the scale before attention, so that layers
+        """Whether the scale depends on the layer. q is then multiplied by the scale before attention, so that layers
         can share one function."""
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
     def _scale(self, shape: Shape) -> float | None:
-        """Returns the factor of the product of q and k; None if `scale` is unset. Raises ExprError if the formula has
-        no value."""
+        """Returns the factor of the product of q and k, or None. Raises ExprError if the formula has no value."""
         values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns the number of first positions, and of last positions, that the cache stores. None if the cache stores
-        all positions."""
+        """Returns how many first and last positions the cache stores. None if it stores all positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)
@@ -231,22 +228,21 @@ class ScoreAndMask(Layer):
         return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
 
     def rope_table(self, shape: Shape) -> RopeTable | None:
-        """Returns the table of the rotary angles; None without rotary positions."""
+        """Returns the table of the rotary angles, or None without rotary positions."""
         raise TypeError(f"{type(self).__name__} must override `rope_table`")
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         return tuple(value for value in (self.rope_table(shape), self.documents) if value is not None)
 
     def rows(self, shape: Shape, *dims: int) -> TensorType:
-        """Returns the type of a cache with `dims` per position, [B, positions, *dims], or of its pages,
-        [P, page, *dims]."""
+        """Returns the type of a cache with values [*dims] per position: [B, positions, *dims], or [P, page, *dims]
+        with pages."""
         ring = self.ring(shape)
         positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
         return TensorType(("P", shape.page, *dims) if shape.page else ("B", positions, *dims), COMPUTE)
 
     def caches(self, shape: Shape, **rows: TensorType) -> Mapping[str, TensorType]:
-        """Returns the types of the state of a cache with `rows`, by key: the rows, or their codes and the scales of the
-        codes."""
+        """Returns the types of a cache with `rows`, by key. The cache holds the rows, or their codes and scales."""
         if not shape.coded:
             return rows
         coded = {name: coded_types(type) for name, type in rows.items()}
@@ -277,19 +273,20 @@ class ScoreAndMask(Layer):
         fields: ScoreFields,
         values: int | None = None,
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the attention op of a program: without a cache, with a cache, or with a paged cache. The rows of the
-        input tokens are written to the cache before the op. In a ring, these rows are written after the op, because
-        they replace older rows that the op reads.
+        """Adds the attention op of a program: without a cache, with a cache, or with a paged cache.
+
+        The rows of the input tokens are written to the cache before the op. In a ring buffer, the rows are written
+        after the op, because they replace older rows that the op reads.
 
         Args:
             b: The graph, to which the op is added.
             q: The queries [B, T, H, C].
-            rows: The keys [B, T, G, C] and values [B, T, G, D] of the input tokens, or rows that serve as both, by the
-                name of the cache.
+            rows: By name of the cache: the keys [B, T, G, C] and values [B, T, G, D] of the input tokens, or rows that
+                are both keys and values.
             shape: The sizes of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
-            values: The number of leading features of a cached key that form the value; None if values are cached
+            values: The number of leading features of a cached key that form the value. None if values are cached
                 separately.
 
         Returns:
@@ -312,7 +309,8 @@ class ScoreAndMask(Layer):
         return y, state or self.written(b, rows, shape, context)
 
     def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
-        """Yields the inputs of attention other than q, k and v: the starts of documents, the sinks, and the tables."""
+        """Yields the inputs of attention after q, k and v: the first positions of documents, the sinks, and the
+        tables."""
         if form.documents:
             assert self.documents is not None
             yield context.shared[self.documents.name]
@@ -323,7 +321,7 @@ class ScoreAndMask(Layer):
             yield self.learn[name].declare(b, name, shape.of_attention(sizes))
 
     def scaled(self, b: Builder, q: str, shape: Shape) -> str:
-        """Returns q, multiplied by the scale if the scale depends on the layer."""
+        """Returns q times the scale, if the scale depends on the layer. Otherwise q."""
         if not self._layered:
             return q
         formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
@@ -331,8 +329,8 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` is a function that adds
-        the value that the expression reads. Without an expression, this value is the result."""
+        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` adds the value that the
+        expression reads. Without an expression, the result is the value from `plain`."""
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

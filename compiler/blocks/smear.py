@@ -17,12 +17,10 @@ from specc.compiler.strict import Positive
 
 class Smear(Embed):
     """(1 - g) x + g p, where p is the value of the previous token. g is the sigmoid of a learned number per feature,
-    which starts at 0.
-
-    p is 0 at the first token.
+    initially 0. p is 0 at the first token.
 
     Attributes:
-        bos: the id that starts a document. p is also 0 at each token with that id.
+        bos: the id that begins a document. p is also 0 at each token with that id.
     """
 
     kind: Literal["smear"]
@@ -41,11 +39,11 @@ class Smear(Embed):
 class SmearByToken(Embed):
     """x + scale * sigmoid(w . x[:features]) p, where p is the value of the previous token (after modded-nanogpt).
 
-    `scale` is one learned number. Both `scale` and w start at 0. p is 0 at the first token.
+    `scale` is one learned number. `scale` and w are initially 0. p is 0 at the first token.
 
     Attributes:
         features: how many of the first features w reads.
-        bos: the id that starts a document. p is also 0 at each token with that id.
+        bos: the id that begins a document. p is also 0 at each token with that id.
     """
 
     kind: Literal["smear_by_token"]

@@ -1,4 +1,4 @@
-"""The token table and the embedding steps that may follow it."""
+"""The token table, and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -20,8 +20,8 @@ class Token(Embed):
     """Looks up a learned row of features for each id in a table [V, dim].
 
     Attributes:
-        dim: the number of features of the table; if unset, the features of the model.
-        init: the initialization of the table; if unset, the model's `init`.
+        dim: the number of features of the table. By default, the features of the model.
+        init: the initialization of the table. By default, the model's `init`.
     """
 
     kind: Literal["token"]
@@ -36,8 +36,8 @@ class Token(Embed):
 
 
 class Project(Embed):
-    """Multiplies by a matrix that maps the current features to the features of the model. With a token table of smaller
-    `dim`, this is factorized embedding (Lan et al., 2020)."""
+    """Multiplies by a matrix that maps the current features to the features of the model. After a token table with
+    fewer features, this is factorized embedding (Lan et al., 2020)."""
 
     kind: Literal["project"]
 
@@ -71,7 +71,7 @@ class EmbedPositions(Embed):
     """Adds a learned row of features for each position, from a table [context, features] (Vaswani et al., 2017).
 
     Attributes:
-        init: the initialization of the table; if unset, the model's `init`.
+        init: the initialization of the table. By default, the model's `init`.
     """
 
     kind: Literal["positions"]
@@ -94,7 +94,7 @@ class EmbedNorm(Embed):
     Attributes:
         norm: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
-        bias: whether to add a learned number per feature, which starts at 0.
+        bias: whether to add a learned number per feature, initially 0.
         eps: the epsilon added to the mean square or variance.
     """
 
@@ -110,7 +110,7 @@ class EmbedNorm(Embed):
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
-    """Yields a problem if the token table is not the first step, or if two steps are of the same kind."""
+    """Yields a problem if the token table is not the first step, or if two steps have the same kind."""
     kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):
@@ -118,4 +118,4 @@ def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
             yield Problem((i,), "S207", message, "remove one of the two", (("first use", (first,)),))
         if isinstance(step, Token) != (i == 0):
             message = f"embed starts with {getattr(step, 'kind', '')}" if i == 0 else "embed has a second token table"
-            yield Problem((i,), "S206", message, "start the list with its only `{kind: token}`")
+            yield Problem((i,), "S206", message, "keep one `{kind: token}`, as the first item of the list")

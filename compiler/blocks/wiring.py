@@ -1,4 +1,4 @@
-"""Wiring: pointwise expressions over named values, by which a block reads the residual stream and writes to it."""
+"""Wiring: the pointwise expressions by which a block reads and writes the residual stream and other named values."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
@@ -38,17 +38,18 @@ def texts_of(value: Expressions) -> Mapping[str, str]:
 
 
 class Learned(StrictModel):
-    """A learned value: numbers that all tokens share; or, with `of`, numbers for each token.
+    """A learned value: numbers that all tokens share or, with `of`, numbers for each token.
 
     Attributes:
         init: the initial value of numbers: a number, or a formula of `layer` and `layers`. For a matrix, an
-            initialization; if unset, the model's `init`.
-        shape: the number of learned numbers; if unset, the features of the model. A list such as `[heads, 32]`: the
-            dims of a table that a score reads. A formula may read `dim`, `context`, `prefix` and the sizes of attention
-            in the layer or block: `heads`, `kv_heads`, `head_dim` and `values`, the total width of the value heads.
-        of: an expression. Its value is multiplied by a learned matrix [shape, features]. `ids`: looks up a row of a
-            learned table [vocabulary, shape] for each token.
-        features: how many features of the value `of` are read, starting with the first; all if unset.
+            initialization. By default, the model's `init`.
+        shape: the number of learned numbers, by default the features of the model. A list such as `[heads, 32]` states
+            the dims of a table that a score reads. A formula may read `dim`, `context`, `prefix` and the sizes of
+            attention in the layer or block: `heads`, `kv_heads`, `head_dim` and `values`, the total width of the value
+            heads.
+        of: an expression. A learned matrix [shape, features] multiplies the value of the expression. `ids` looks up a
+            row of a learned table [vocabulary, shape] for each token.
+        features: how many of the first features of `of` are read. By default, all.
     """
 
     init: LayerFormula | Init | None = None
@@ -58,7 +59,7 @@ class Learned(StrictModel):
 
     @property
     def reads(self) -> Wiring | None:
-        """The parsed expression `of`; None for numbers that all tokens share."""
+        """The parsed expression `of`. None for numbers that all tokens share."""
         return None if self.of is None else parse_wiring(self.of)
 
     def problems(self) -> Iterator[Problem]:
@@ -78,17 +79,17 @@ class Learned(StrictModel):
 
     @property
     def counts(self) -> Counts:
-        """The dims of one token's value, as the spec states them."""
+        """The dims of one token's value, as in the spec."""
         return self.shape if isinstance(self.shape, tuple) else (self.shape or "dim",)
 
     def size_problem(self, sizes: Mapping[str, int], *at: str | int) -> Iterator[Problem]:
-        """Yields a problem if a formula of the shape has no value for `sizes`, or a dim is not positive."""
+        """Yields a problem if a formula of the shape has no value for `sizes`, or if a dim is not positive."""
         for i, count in enumerate(self.counts):
             path = (*at, "shape", *((i,) if isinstance(self.shape, tuple) else ()))
 
             def check(count: Count = count) -> None:
                 if (dim := _number(count, sizes)) < 1:
-                    raise ExprError(f"the shape has a dim of {dim}", hint="it must be at least 1")
+                    raise ExprError(f"the shape has a dim of {dim}", hint="a dim must be at least 1")
 
             yield from failure(check, path, "S241", "")
 
@@ -96,10 +97,10 @@ class Learned(StrictModel):
         """Adds the learned value `name`, a path such as `mix.stream`, and returns its reference.
 
         Args:
-            b: the builder of the function.
-            name: the path of the parameter and of the nodes.
-            shape: the sizes of the model.
-            value: the value of the expression `of`: ids i64[B, T], or [B, T, D].
+            b: The builder of the function.
+            name: The path of the parameter and of the nodes.
+            shape: The sizes of the model.
+            value: The value of the expression `of`: ids i64[B, T], or [B, T, D].
         """
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         leaf = name.rpartition(".")[2]
@@ -127,16 +128,16 @@ def _number(count: Count, sizes: Mapping[str, int]) -> int:
 
 
 def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:
-    """Adds an expression as the node `name` and returns its value. If the expression is only a variable, no node is
-    added.
+    """Adds an expression as the node `name` and returns the value. An expression that is only a variable needs no
+    node.
 
     Args:
-        b: the builder of the function.
-        name: the name of the node.
-        expr: the expression.
-        values: the value of each variable, and its name in generated code.
-        prefix: the name of scalars that depend on the layer, such as `attention_residual`.
-        shape: the sizes of the model.
+        b: The builder of the function.
+        name: The name of the node.
+        expr: The expression.
+        values: The value of each variable, and the value's name in generated code.
+        prefix: The name of scalars that depend on the layer, such as `attention_residual`.
+        shape: The sizes of the model.
     """
     if isinstance(expr, Var):
         return values[expr.name][0]
@@ -169,8 +170,7 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
 
 
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
-    """Returns a number or formula of the spec as text for use in an expression, and the operands that this text reads,
-    by name.
+    """Returns a number or formula of the spec as text of an expression, and the operands of this text by name.
 
     A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
     """
@@ -186,8 +186,8 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
 def number_problem(
     value: Wiring | Init | float | str | None, at: Path, layer: int | None, layers: int
 ) -> Iterator[Problem]:
-    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer. Outside of
-    blocks, `layer` is None."""
+    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer. Outside
+    of blocks, `layer` is None."""
     if not isinstance(value, str | Wiring):
         return
     values = {"layers": float(layers)} | ({} if layer is None else {"layer": float(layer)})
@@ -219,11 +219,11 @@ def failure(compute: Callable[[], object], path: Path, code: str, hint: str, whe
     """Yields a problem if `compute` raises ExprError.
 
     Args:
-        compute: a function that evaluates an expression.
-        path: the spec path of the expression.
-        code: the code of the error.
-        hint: what to do, if the error does not state it.
-        where: the beginning of the message, such as `in layer 2, `.
+        compute: A function that evaluates an expression.
+        path: The spec path of the expression.
+        code: The code of the error.
+        hint: What to do, if the error does not state it.
+        where: The beginning of the message, such as `in layer 2, `.
     """
     try:
         compute()

@@ -1,4 +1,4 @@
-"""The changes to a spec after which its old checkpoints and artifacts no longer load."""
+"""Finds the changes to a spec after which old checkpoints and artifacts no longer load."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -21,13 +21,13 @@ _WHOLE_NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """The properties of a spec on which its checkpoints and artifacts depend.
+    """The properties of a spec on which checkpoints and artifacts of the spec depend.
 
     Attributes:
-        source: the text of the spec.
-        programs: the lowered programs, which hold the parameters.
-        storage: for each parameter, the name of the form in which an artifact stores it.
-        tokens: the value of each field that determines the token ids.
+        source: The text of the spec.
+        programs: The lowered programs, with the parameters.
+        storage: The form in which an artifact stores each parameter.
+        tokens: The fields that determine the token ids, and their values.
     """
 
     source: Source
@@ -74,8 +74,8 @@ def _tokens(spec: Spec) -> dict[str, object]:
 def breaking_changes(old: Interface, new: Interface) -> tuple[Diagnostic, ...]:
     """Returns one finding per kind of change, each at the line of the new spec that causes it.
 
-    Parameters whose names differ only in numbers, such as those of different layers, share one finding. Any other
-    change, such as a new activation or learning rate, is not breaking.
+    Parameters whose names differ only in numbers, such as those of different layers, share one finding. A new
+    activation or learning rate, for example, is not breaking.
     """
     findings: dict[tuple[str, str], list[tuple[str, Path]]] = {}
     for name, path, change in _changes(old, new):
@@ -99,8 +99,7 @@ def _finding(source: Source, subject: str, change: str, places: list[tuple[str, 
 
 
 def _changes(old: Interface, new: Interface) -> Iterator[tuple[str, Path, str]]:
-    """Yields each breaking change as (subject, path in the new spec, change). The subject is the name of a parameter or
-    a field."""
+    """Yields each breaking change: the name of a parameter or field, the path in the new spec, and the change."""
     before, after = old.parameters, new.parameters
     for name in sorted(before.keys() - after.keys()):
         yield name, old.programs.place(name), "is removed"

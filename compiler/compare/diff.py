@@ -23,7 +23,8 @@ CONTEXT = 0  # context lines in diffs of generated code; none, because reviewers
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two built specs. `before` and `after` are the spec files; `spec_diff` has the lines of their unified diff."""
+    """Two built specs. `before` and `after` are the spec files. `spec_diff` has the lines of the unified diff of both
+    files."""
 
     before: Path
     after: Path
@@ -35,7 +36,7 @@ class Comparison:
     def of(cls, before: Path, after: Path) -> "Comparison":
         """Builds both specs.
 
-        A spec without a lock uses the lock of the other spec, so that a copied spec selects the same measured tiles.
+        A spec without a lock uses the lock of the other spec. A copied spec therefore gets the same measured tiles.
         Raises SpecError if either spec does not build.
         """
         paths = (before, after)
@@ -89,8 +90,8 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """Describes the values that fused groups save for the backward pass: the total size in MB per micro-batch, and
-        the values that changed."""
+        """Describes the values that fused groups save for the backward pass: the size in MB per micro-batch, and what
+        changed."""
         sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -148,19 +149,17 @@ class Comparison:
             yield word, sorted(name for name in names if not self._quiet(name))
 
     def _quiet(self, name: str) -> bool:
-        """Returns True if `name` belongs to the CPU target and one of the two specs also has a GPU target.
-
-        Such files are plain Torch, and their diffs are not shown.
-        """
+        """Returns whether `name` is a file of the CPU target, and one of the specs also has a GPU target. Such files
+        are plain Torch, and their diffs are not shown."""
         target = name.partition("/")[0]
         plans = {**self.old.plans, **self.new.plans}
         return target in plans and not plans[target].target.arch and any(plan.target.arch for plan in plans.values())
 
     @property
     def details(self) -> tuple[str, ...]:
-        """Returns unified diffs of the spec, model.py and the kernels, which are paired by node.
+        """Returns unified diffs of the spec, model.py and the kernels. Kernels are paired by node.
 
-        Unpaired files are listed by name. If there is a GPU target, CPU files are only counted.
+        Unpaired files are listed by name. With a GPU target, CPU files are only counted.
         """
         lines = [*self.spec_diff]
         left, right = (_code(built) for built in (self.old, self.new))
@@ -206,8 +205,8 @@ def _body(text: str) -> list[str]:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Returns the text of the kernel file `old` with the kernel's name replaced by the name in `new`, so that a diff
-    omits the renaming."""
+    """Returns the text of a kernel file under another name. A diff with the result does not show the renaming. `old`
+    and `new` are the file names."""
     before, after = Path(old).stem, Path(new).stem
     if before == after:
         return text
@@ -218,7 +217,8 @@ def _renamed(text: str, old: str, new: str) -> str:
 
 
 def _change(old: str, new: str, difference: int | None = None) -> str:
-    """Returns `old -> new`, with `difference` in parentheses if given, or `new, as before` if they are equal."""
+    """Returns `old -> new`, followed by `difference` in parentheses if it is given. Returns `new, as before` if both
+    are equal."""
     if old == new:
         return f"{new}, as before"
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
@@ -234,8 +234,7 @@ def _named(names: list[str]) -> str:
 
 
 def _folded(word: str, entries: list[str]) -> Iterator[str]:
-    """Yields one line per entry for the first three entries. The third line also states the number of omitted
-    entries."""
+    """Yields one line for each of the first three entries. The third also states the number of omitted entries."""
     for i, entry in enumerate(entries[:3]):
         more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
         yield f"{word if i == 0 else '':<12} {entry}{more}"

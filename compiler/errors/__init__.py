@@ -35,8 +35,8 @@ class Diagnostic:
     Attributes:
         code: the code of the problem, a key of `codes.CODES`.
         message: the problem.
-        hint: how to fix it; empty if that is obvious.
-        file: the file at fault; empty if there is none.
+        hint: how to fix it. Empty if that is obvious.
+        file: the file with the problem, or "".
         mark: the position in the file.
         related: (note, position) pairs in the same file.
     """
@@ -118,8 +118,7 @@ class Bug(Exception):
 
 
 class SpecError(SpeccError):
-    """Raised with all problems of a spec, sorted by location. `texts` maps each file in a diagnostic to the text of the
-    file."""
+    """Raised with all problems of a spec, sorted by location. `texts` maps each file of a diagnostic to its text."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
         self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))
@@ -135,7 +134,7 @@ class SpecError(SpeccError):
 
 
 def quote(value: object, width: int = 60) -> str:
-    """Formats a value for a message in backquotes, on one line, escaped and cut to at most `width` characters."""
+    """Formats a value for a message: in backquotes, on one line, escaped and cut to at most `width` characters."""
     text = safe(value if isinstance(value, str) else _spell(value))
     return f"`{text}`" if len(text) <= width else f"`{text[: width - 3]}...`"
 
@@ -147,7 +146,7 @@ def one_of(words: Iterable[object]) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns `text` with non-printable characters escaped, so that the text cannot move the cursor or hide other
+    """Returns `text` with escapes in place of non-printable characters, which could move the cursor or hide other
     text."""
     if text.isascii() and text.isprintable():
         return text
@@ -219,9 +218,9 @@ def _as_text(diagnostic: Diagnostic, lines: list[str], color: bool) -> str:
 
 
 def _window(line: str, column: int) -> tuple[str, int, int]:
-    """Returns the displayable part of a line around a column, and the position and width of the caret under it.
+    """Returns the displayable part of a line around a column, and the position and width of the caret under this part.
 
-    Non-printable characters are replaced. The position and the width are in terminal cells.
+    Non-printable characters are replaced. Position and width are in terminal cells.
     """
     start = 0 if len(line) <= SNIPPET_WIDTH else max(0, column - 1 - SNIPPET_WIDTH // 2)
     end = min(len(line), start + SNIPPET_WIDTH)

@@ -1,5 +1,5 @@
-"""The pointwise expression language: parsing, simplification, differentiation, plans for the backward pass, and
-printing as Torch, Triton or CUDA C++."""
+"""The pointwise expression language: parsing, simplification, differentiation, plans for the backward pass, and text
+in Torch, Triton or CUDA C++."""
 
 from .backward import KEEPS, Backward, Keep, plan_backward
 from .derive import derive, homogeneous_degree

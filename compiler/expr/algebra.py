@@ -2,12 +2,12 @@
 
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
-Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is treated as the decimal number
-in its printed form. Terms and factors are ordered by first appearance, so that printed text resembles the input. Two
+Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is read as the decimal number in
+its printed form. Terms and factors are in order of first appearance, so printed text resembles the input. Two
 expressions have the same `key` if they differ only in the order of terms and factors.
 
-A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c is not rewritten as a *
-c / b, because a * c may overflow although a / b * c does not. Likewise, a / b / b is not rewritten as a / b ** 2.
+A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c does not become a * c
+/ b, because a * c may overflow although a / b * c does not. Likewise, a / b / b does not become a / b ** 2.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -29,12 +29,12 @@ HALF = Fraction(1, 2)
 
 
 def rational(value: float) -> Fraction:
-    """Returns a fraction that is equal to the decimal number in the printed form of `value`."""
+    """Returns the exact fraction of the decimal number that `value` prints as."""
     return Fraction(repr(value))
 
 
 def settle(value: Fraction) -> Fraction:
-    """Rounds a fraction with a numerator or denominator above LARGEST to a double. Raises ExprError if the double
+    """Rounds a fraction to a double if its numerator or denominator exceeds LARGEST. Raises ExprError if the double
     overflows."""
     if max(abs(value.numerator), value.denominator) <= LARGEST:
         return value
@@ -45,10 +45,8 @@ def settle(value: Fraction) -> Fraction:
 
 
 def exponent_of(value: float) -> Fraction:
-    """Converts an exponent to a fraction.
-
-    A float close to a simple fraction becomes that fraction: 0.3333333333333333 is 1/3.
-    """
+    """Converts an exponent to a fraction. A float close to a simple fraction becomes that fraction: 0.3333333333333333
+    is 1/3."""
     exact = rational(value)
     near = exact.limit_denominator(64)
     return near if abs(near - exact) < Fraction(1, 10**12) else exact
@@ -63,7 +61,7 @@ def is_sum(expr: Expr) -> bool:
 
 
 def is_quotient(expr: Expr) -> bool:
-    """Returns True if `expr` divides by a sum, min, max or where, or by a product or power of these."""
+    """Returns whether `expr` divides by a sum, min, max or where, or by a product or power of these."""
     return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
 
 
@@ -72,7 +70,7 @@ def _unbounded(base: Expr) -> bool:
 
 
 def split(expr: Expr) -> Term:
-    """Splits `expr` into coefficient * base ** exponent * ... The same base may occur several times."""
+    """Splits `expr` into coefficient * base ** exponent * ... A base may occur several times."""
     match expr:
         case Const(value):
             return rational(value), ()
@@ -96,7 +94,7 @@ def split(expr: Expr) -> Term:
 
 
 def ratio(a: Expr, b: Expr) -> Term:
-    """Returns a / b as one term: the factors of `a`, then those of `b` with negated exponents.
+    """Returns a / b as one term: the factors of `a`, then the factors of `b` with negated exponents.
 
     Raises ExprError if `b` is 0.
     """
@@ -107,8 +105,8 @@ def ratio(a: Expr, b: Expr) -> Term:
 
 
 def flat(factors: Iterable[Factor]) -> Iterator[Factor]:
-    """Yields the factors. In place of a quotient, yields the factors of its numerator and, with negated exponents, of
-    its denominator."""
+    """Yields the factors. A quotient is replaced by the factors of the numerator and, with negated exponents, the
+    factors of the denominator."""
     for base, exponent in factors:
         if is_quotient(base) and exponent.denominator == 1:
             assert isinstance(base, Binary)
@@ -140,8 +138,7 @@ def monomial_key(factors: Iterable[Factor]) -> Hashable:
 
 @lru_cache(maxsize=1 << 14)
 def key(expr: Expr) -> Hashable:
-    """Returns a key that does not depend on the order of the terms, of the factors, and of the arguments of min and
-    max."""
+    """Returns a key that ignores the order of terms, of factors, and of the arguments of min and max."""
     if is_sum(expr):
         return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:
@@ -164,20 +161,18 @@ def key(expr: Expr) -> Hashable:
 
 
 def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
-    """Returns the numerator and denominator to print for a number.
-
-    1/2 prints as 0.5. 1/30, which has no finite decimal, prints as a division by 30.
-    """
+    """Returns the numerator and denominator to print for a number. 1/2 prints as 0.5. 1/30 has no finite decimal, so
+    it prints as a division by 30."""
     if rational(float(value)) == value:
         return value, Fraction(1)
     return Fraction(value.numerator), Fraction(value.denominator)
 
 
 def rank(factor: Factor) -> int:
-    """Returns the sort key of a factor in a product: variables, quotients, functions, sums.
+    """Returns the sort key of a factor in a product: variables first, then quotients, functions and sums.
 
-    Factors of equal rank stay in order of first appearance. A quotient comes before functions and sums, which may be as
-    large as its divisor, so that intermediate results stay small.
+    Factors of equal rank stay in order of first appearance. Functions and sums may be as large as the divisor of a
+    quotient, so the quotient comes first. Intermediate results then stay small.
     """
     base, _ = factor
     return 0 if isinstance(base, Var) else 1 if is_quotient(base) else 3 if is_sum(base) else 2
@@ -192,7 +187,7 @@ def raised(base: Expr, exponent: Fraction) -> Expr:
 
 
 def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
-    """Builds the expression of a term: the coefficient first, and one division at the end."""
+    """Builds the expression of a term, with the coefficient first and one division at the end."""
     if not coefficient:
         return ZERO
     ordered = sorted(factors, key=rank)
@@ -215,7 +210,7 @@ def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
 
 
 def sum_of(terms: Iterable[Term]) -> Expr:
-    """Builds the expression of a sum. The sum begins with the first positive term: 1 - x instead of -x + 1."""
+    """Builds the expression of a sum, which begins with the first positive term: 1 - x, not -x + 1."""
     left = list(terms)
     if not left:
         return ZERO
@@ -228,7 +223,7 @@ def sum_of(terms: Iterable[Term]) -> Expr:
 
 
 def nonnegative(expr: Expr) -> bool:
-    """Returns True if `expr` is provably >= 0 wherever it is defined."""
+    """Returns whether `expr` is provably >= 0 wherever it is defined."""
     match expr:
         case Const(value):
             return value >= 0
@@ -247,7 +242,7 @@ def nonnegative(expr: Expr) -> bool:
 
 
 def positive(expr: Expr) -> bool:
-    """Returns True if `expr` is provably > 0 wherever it is defined, except for underflow."""
+    """Returns whether `expr` is provably > 0 wherever it is defined, except for underflow."""
     match expr:
         case Const(value):
             return value > 0

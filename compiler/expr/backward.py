@@ -1,22 +1,23 @@
-"""Chooses the values that the forward pass of a pointwise epilogue y = f(...) saves, so that the backward pass is
-cheap.
+"""Chooses what the forward pass of a pointwise epilogue y = f(...) saves, so that the backward pass is cheap.
 
-Strategies, in order of preference:
+These are the strategies, in order of preference:
 
-linear The derivative depends only on constants and operands. Nothing is saved. output The derivative is a function g(y)
-of the output, which is in memory anyway. f must be a chain of invertible maps (times a constant, or to a power if the
-base is >= 0) around one function whose derivative is a function of its own value. Because y may be rounded to bf16, g
-must be homogeneous of degree at most 2: the gradient then has at most twice the relative error of y, and rounding does
-not change the sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do
-not: y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1. derivative The derivatives are saved as extra outputs,
-so that the backward pass is one multiplication without a branch. A function homogeneous of degree k is computed as
-slope * x / k if that is cheaper. inputs Like derivative, for the case that the derivatives are the inputs themselves,
-as for x * gate.
+- linear: The derivative depends only on constants and operands. Nothing is saved.
+- output: The derivative is a function g(y) of the output. The output is in memory anyway.
+- derivative: The derivatives are saved as additional outputs. The backward pass is then one multiplication without a
+  branch. If f is homogeneous of degree k, the forward pass may compute it as slope * x / k.
+- inputs: Like derivative, if the derivatives are the inputs themselves, as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
 
-recomputed The inputs of f are saved, and the backward computes the derivatives. This strategy moves arithmetic from the
-epilogue of the forward product to the epilogue of the backward product. Measurements decide which is faster.
+- recomputed: The inputs of f are saved, and the backward pass computes the derivatives. This moves arithmetic from the
+  forward epilogue to the backward epilogue. Measurements decide which is faster.
+
+The strategy output requires that f applies one function whose derivative depends only on the function's value. Before
+and after this function, f may multiply by a constant, or take a power of a base that is >= 0. Because y may be rounded
+to bf16, g must be homogeneous of degree at most 2. The gradient then has at most twice the relative error of y. exp,
+relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2
+lose all digits if y rounds to 1.
 """
 
 from collections.abc import Iterable
@@ -58,10 +59,11 @@ class Backward:
     """A plan for the value and the gradients of a pointwise y = f(...).
 
     Attributes:
-        saves: extra outputs of the forward pass, as pairs (name, expression over the variables of f).
-        value: y, as an expression over the variables of f and the saved names.
-        grads: (variable, gradient), as expressions over `d` (the gradient of y), `y`, the saved names and `needs`.
-        needs: the variables of f that the backward reads. These values must be in memory during the backward pass.
+        saves: Additional outputs of the forward pass, as pairs (name, expression in variables of f).
+        value: y, as an expression of the variables of f and the saved names.
+        grads: Pairs (variable, gradient). A gradient is an expression of `d` (the gradient of y), `y`, saved names and
+            `needs`.
+        needs: The variables of f that the backward pass reads. They must be in memory during the backward pass.
         strategy: linear, output, derivative, inputs or recomputed.
     """
 
@@ -74,24 +76,23 @@ class Backward:
 
 @lru_cache(maxsize=1024)  # cached, because the programs of all targets contain the same expressions
 def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
-    """Plans the backward of `expr` for the variables `wrt`.
+    """Plans the backward pass of `expr` for the variables `wrt`.
 
     Args:
-        expr: the expression of y.
-        wrt: the variables to differentiate with respect to. They are the results of matrix products, which are in
-            registers. All other variables are in memory.
-        keep: what is saved if the backward pass needs saved values: the derivatives, or those variables of `wrt` that
-            the derivatives read.
+        expr: The expression of y.
+        wrt: The variables to differentiate with respect to. They are results of matrix products, in registers. All
+            other variables are in memory.
+        keep: What is saved if the backward pass needs saved values: the derivatives, or the variables that they read.
 
     Raises:
-        ExprError: if `expr` uses the name d, y, or the name of a saved value, or if `wrt` has duplicates.
+        ExprError: If `expr` uses the name d, y, or the name of a saved value, or if `wrt` has duplicates.
     """
     if len(set(wrt)) < len(wrt):
         raise ExprError(f"{', '.join(wrt)} repeats a name")
     names = {name: "slope" if len(wrt) == 1 else f"slope_{name}" for name in wrt}
     for name in variables(expr):
         if name in ("d", "y", *names.values()):
-            raise ExprError(f"{name} is a reserved name of the backward", hint="rename the operand")
+            raise ExprError(f"{name} is a reserved name of the backward pass", hint="rename the operand")
     slopes = {name: derive(expr, name) for name in wrt}
     value = min(expr, simplify(expr), key=lambda choice: _cost((choice,)))
     if not any(set(variables(slope)) & set(wrt) for slope in slopes.values()):
@@ -126,8 +127,8 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """Returns the gradients as functions of y, by variable. None if there are no such functions, or if they do not
-    tolerate a rounded y."""
+    """Returns the gradients as functions of y, by variable. None if there are no such functions, or if they would be
+    inaccurate for a rounded y."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
@@ -157,8 +158,8 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 
 def _rate(atom: Call, u: Var) -> Expr | None:
-    """Returns the derivative of a one-argument function as an expression of the function's value u, or None if u does
-    not determine it."""
+    """Returns the derivative of a one-argument function in terms of the function's value u. None if u does not
+    determine the derivative."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")
@@ -187,7 +188,7 @@ def _with_leaky_relu(expr: Expr) -> Expr:
 
 
 def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
-    """Simplifies `expr` under the assumption that the variable `name` is >= 0 if `positive`, otherwise <= 0."""
+    """Simplifies `expr`, given that the variable `name` is >= 0 if `positive`, otherwise <= 0."""
     if expr == Call("relu", (name,)):
         return name if positive else ZERO
     if expr == Call("abs", (name,)):
@@ -196,7 +197,7 @@ def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
 
 
 def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
-    """Returns the cheapest expression of f, which may read the saved values, because the forward pass computes them
+    """Returns the cheapest expression of f. The expression may read the saved values, which the forward pass computes
     anyway."""
     by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
 
@@ -214,10 +215,8 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
 
 
 def _singular(slope: Expr, name: str) -> bool:
-    """Returns True if `slope` divides by a function of `name` that may be 0.
-
-    slope * x is then not finite at some points where f is finite.
-    """
+    """Returns whether `slope` divides by a function of `name` that may be 0. slope * x is then infinite at some points
+    where f is finite."""
     match slope:
         case Binary("/", _, b) if name in variables(b) and not positive(b):
             return True
@@ -227,7 +226,7 @@ def _singular(slope: Expr, name: str) -> bool:
 
 
 def _cost(exprs: Iterable[Expr]) -> int:
-    """Returns the total instruction count of `exprs`. Equal subexpressions count once."""
+    """Returns the number of instructions of `exprs`. Equal subexpressions count once."""
     seen: set[Expr] = set()
     waiting = list(exprs)
     while waiting:

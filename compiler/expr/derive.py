@@ -1,4 +1,4 @@
-"""Derivatives of expressions, comparisons of derivatives by case distinction, and degrees of homogeneity."""
+"""Derivatives of expressions, and degrees of homogeneity, which are determined case by case."""
 
 from collections.abc import Hashable
 from fractions import Fraction
@@ -85,17 +85,16 @@ def _derive_quotient(expr: Expr, var: str) -> Expr:
 
 
 def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) -> Expr:
-    """Returns `first_arm` where the min or max is `a`, `second_arm` where it is `b`, and their mean where a == b."""
     first, second = (">", "<") if name == "max" else ("<", ">")
     tie = Call("where", (Compare(second, a, b), second_arm, 0.5 * first_arm + 0.5 * second_arm))
     return Call("where", (Compare(first, a, b), first_arm, tie))
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """Returns the degree k of homogeneity, for which x f'(x) == k f(x) for all x (Euler). Returns None if there is no
-    such k, or if there are too many cases to distinguish.
+    """Returns the degree of homogeneity k, for which x f'(x) == k f(x) for all x (Euler). None if there is no such k,
+    or too many cases.
 
-    f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. The zero function has degree 0.
+    For example, f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so f(x) = f'(x) x / 2. The zero function has degree 0.
     """
     degree: Fraction | None = None
     slope = derive(expr, var)
@@ -120,8 +119,7 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Returns True if x f'(x) / f(x) is the same at a few sample points. If the ratio differs, no case distinction is
-    necessary."""
+    """Returns whether x f'(x) / f(x) is the same at a few sample points. If not, no case distinction is necessary."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
@@ -133,7 +131,7 @@ def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
 
 
 def _as_where(expr: Expr) -> Expr:
-    """Rewrites abs, min and max as `where`. Does not rewrite relu and leaky_relu, which `assume` handles."""
+    """Rewrites abs, min and max as `where`. `assume` handles relu and leaky_relu, so they stay."""
     expr = rebuild(expr, _as_where)
     match expr:
         case Call("abs", (u,)):
@@ -144,10 +142,8 @@ def _as_where(expr: Expr) -> Expr:
 
 
 def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
-    """Returns one version of `exprs` for every combination of outcomes of their conditions.
-
-    The results have no conditions, unless there are more than CASES combinations.
-    """
+    """Returns one version of `exprs` for every combination of the conditions' outcomes. The results have no
+    conditions, unless there are more than CASES combinations."""
     done: list[tuple[Expr, ...]] = []
     waiting = [tuple(simplify(expr) for expr in exprs)]
     while waiting:
@@ -161,8 +157,7 @@ def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
 
 
 def _condition(expr: Expr) -> Compare | None:
-    """Returns, in simplified form, the first condition on which the value of `expr` depends by cases; None if there is
-    none."""
+    """Returns the first condition that decides between cases of `expr`, simplified. None if there is none."""
     match expr:
         case Call("where", (Compare() as condition, _, _)):
             return condition
@@ -175,8 +170,8 @@ Powers = frozenset[tuple[Hashable, Fraction]]
 
 
 def polynomial(expr: Expr) -> dict[Powers, Fraction]:
-    """Expands a simplified expression to a polynomial: a dict from monomial to coefficient. Expressions with equal
-    polynomials are equal."""
+    """Expands a simplified expression to a polynomial, a dict from monomials to coefficients. Equal polynomials mean
+    equal expressions."""
     total: dict[Powers, Fraction] = {}
     for coefficient, factors in addends(expr):
         terms: dict[Powers, Fraction] = {frozenset(): coefficient}

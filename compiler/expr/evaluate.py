@@ -1,4 +1,4 @@
-"""Evaluates expressions: to a float, and to a Torch tensor for the float64 reference of the kernel tests."""
+"""Evaluates expressions as a float, or as a Torch tensor for float64 references."""
 
 import math
 import operator
@@ -38,7 +38,7 @@ def apply(name: str, *values: float) -> float:
 
 
 def number(expr: Expr, /, **values: float) -> float:
-    """Evaluates in double precision: `number(parse("1 / sqrt(layer + 1)"), layer=3) == 0.5`.
+    """Evaluates an expression in double precision: `number(parse("1 / sqrt(layer + 1)"), layer=3) == 0.5`.
 
     Raises ExprError if a variable has no value, or if the result is undefined or overflows.
     """
@@ -66,10 +66,9 @@ def number(expr: Expr, /, **values: float) -> float:
 def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates an expression with Torch operations. The result is differentiable, with Torch's subgradients.
 
-    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. If no tensor
-    is floating-point, constants have the dtype and device of the first tensor. Without tensors, constants are float64
-    on the CPU. If all floating-point values are float64, the result is therefore a float64 reference, even if other
-    values are integer tensors.
+    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`, or of the
+    first tensor if there is none. Without tensors, they are float64 on the CPU. Float64 inputs therefore give a
+    float64 reference, even with additional integer inputs.
     """
     import torch
     from torch.nn import functional as F

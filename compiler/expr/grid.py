@@ -1,4 +1,4 @@
-"""Compares the planned backward of an expression with autograd on inputs of many magnitudes."""
+"""Compares the planned backward pass of an expression with autograd, on inputs of many magnitudes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A point at which a planned value or gradient differs from Torch's results in float32 and in float64."""
+    """A point at which a planned value or gradient is wrong: it differs from Torch's results in float32 and in
+    float64."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -34,14 +35,14 @@ class Deviation:
 
 
 def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
-    """Yields the first deviation of the value and of each gradient of `plan_backward`, for every choice of `keep`.
+    """Yields the first deviation of the value and of each gradient, for every choice of `keep`.
 
-    Values are computed in float32 on GRID and compared with float64 autograd of `expr`. Points are excluded if plain
-    Torch in float32 is not finite there, or if a part of `expr` comes close to overflow.
+    The plan of `plan_backward` is computed in float32 on GRID and compared with float64 autograd of `expr`. Points are
+    excluded if Torch in float32 is not finite there, or if a part of `expr` is close to overflow.
 
     Args:
-        expr: the expression, differentiable by Torch.
-        wrt: the variables for which the backward pass computes gradients.
+        expr: The expression, differentiable by Torch.
+        wrt: The variables for which the backward pass computes gradients.
     """
     import torch
 
@@ -72,7 +73,7 @@ def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
 
 
 def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: object) -> "dict[str, Tensor]":
-    """Returns the value `y` and its gradient with respect to each of `wrt`, computed by Torch autograd in `dtype`."""
+    """Returns `y` and the gradients of `y` with respect to `wrt`, by Torch autograd in `dtype`."""
     import torch
 
     leaves = {name: column.to(dtype).requires_grad_() for name, column in at.items()}  # type: ignore[call-overload]
@@ -83,7 +84,7 @@ def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: 
 
 
 def _near_overflow(expr: Expr, at: "dict[str, Tensor]") -> "Tensor":
-    """Returns a mask of the points at which a part of `expr` is finite but above HEADROOM times float32's maximum."""
+    """Returns a mask of the points at which a part of `expr` is finite, but above HEADROOM times float32's maximum."""
     import torch
 
     largest = torch.finfo(torch.float32).max

@@ -1,4 +1,4 @@
-"""Formulas and conditions over whole numbers, such as the index of a layer: `9 - layer`, `layer % 6 == 5`.
+"""Formulas and conditions of whole numbers, such as the index of a layer: `9 - layer`, `layer % 6 == 5`.
 
 A text is parsed with Python's grammar and an allowlist of node types. It is never evaluated as Python.
 """
@@ -32,19 +32,20 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
 
 
 def formula_value(text: str, values: Mapping[str, int]) -> int:
-    """Returns the value of a formula of whole numbers with + - * // % and the names in `values`.
+    """Returns the value of a whole-number formula with + - * // % and the names in `values`.
 
     Raises:
-        ExprError: if the text is not a formula, divides by 0, or exceeds 2^31.
+        ExprError: If the text is not a formula, divides by 0, or exceeds 2^31.
     """
     return _number(_parsed(text), values)
 
 
 def condition_holds(text: str, values: Mapping[str, int]) -> bool:
-    """Returns whether a condition holds: comparisons of formulas, joined by `and`, `or` and `not`.
+    """Returns whether a condition holds. A condition consists of comparisons of formulas, joined by `and`, `or` and
+    `not`.
 
     Raises:
-        ExprError: if the text is not a condition, divides by 0, or exceeds 2^31.
+        ExprError: If the text is not a condition, divides by 0, or exceeds 2^31.
     """
     return _truth(_parsed(text), values)
 

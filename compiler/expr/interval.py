@@ -1,10 +1,10 @@
-"""Interval analysis of whole-number expressions and conditions over boxes of positions.
+"""Interval analysis of whole-number expressions and conditions on boxes of query-key pairs.
 
-A box is a set of pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i -
-j <= d1, for the heads h0 <= h <= h1. The documents of the queries start at positions from start0 to start1. The
-analysis is symbolic: bounds are expressions over these variables. Kernels use the compiled expressions to classify
-tiles. A search over boxes uses the compiled expressions to prove that a condition never holds, or to find a pair for
-which the condition holds.
+A box contains the pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i
+- j <= d1, for the heads h0 <= h <= h1. The documents of the queries begin at positions from start0 to start1.
+
+The analysis is symbolic: bounds are expressions of these variables. Kernels classify tiles by such bounds. A search
+over boxes proves that a condition never holds, or finds a pair for which it holds.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Undecided(ExprError):
 
 
 def bounds(expr: Expr) -> Interval:
-    """Returns expressions for a lower and an upper bound of a whole-number expression over a box.
+    """Returns expressions of a lower and an upper bound of a whole-number expression on a box.
 
     The bounds of a linear expression are exact, unless the expression depends on i + j and the box limits i - j.
     """
@@ -72,7 +72,7 @@ def _bounds(expr: Expr) -> Interval:
 
 
 def _mod_as_division(expr: Expr) -> Expr:
-    """Replaces x % n with x - n * (x // n), so that bounds of x apply."""
+    """Replaces x % n by x - n * (x // n), whose bounds follow from the bounds of x."""
     expr = rebuild(expr, _mod_as_division)
     match expr:
         case Binary("%", a, n):
@@ -81,10 +81,8 @@ def _mod_as_division(expr: Expr) -> Expr:
 
 
 def _sum_bounds(expr: Expr) -> Interval:
-    """Returns bounds of a simplified sum.
-
-    min, max and abs are moved out of the sum, so that terms in their arguments can cancel other terms.
-    """
+    """Returns bounds of a simplified sum. min, max and abs are moved out of the sum, so that terms in their arguments
+    can cancel other terms."""
     terms = addends(expr)
     for place, (coefficient, factors) in enumerate(terms):
         match factors:
@@ -98,7 +96,6 @@ def _sum_bounds(expr: Expr) -> Interval:
 
 
 def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
-    """Returns bounds of a sum without min, max and abs."""
     rest: dict[Expr, Fraction] = {}
     for coefficient, factors in terms:
         base = product_of(Fraction(1), factors)
@@ -114,9 +111,11 @@ def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
 
 
 def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
-    """Yields pairs of terms a and b with opposite signs, with bounds of a - b. A pair is i and j, because the box
-    limits i - j, or two quotients with the same divisor, because the difference of their dividends limits their
-    difference."""
+    """Yields pairs of terms a and b with opposite signs, and bounds of a - b.
+
+    One pair is i and j, because the box limits i - j. The other pairs are quotients with the same divisor, because the
+    difference of the dividends limits the difference of the quotients.
+    """
     for a in list(rest):
         for b in list(rest):
             if rest[a] * rest[b] >= 0:
@@ -188,11 +187,10 @@ def _smallest(*values: Expr) -> Expr:
 
 
 def truth(condition: Expr) -> tuple[Expr, Expr]:
-    """Returns two conditions over a box. The first states that `condition` may hold for some element, and the second
-    that it holds for all elements.
+    """Returns two conditions on a box: that `condition` may hold somewhere, and that `condition` holds everywhere.
 
     The analysis is sound, but not exact. If the first condition is false, `condition` holds nowhere. If the second is
-    true, it holds everywhere.
+    true, `condition` holds everywhere.
     """
     some, every = _truth(condition)
     return _reduced(some), _reduced(every)
@@ -220,7 +218,7 @@ def _truth(condition: Expr) -> tuple[Expr, Expr]:
 
 
 def negation(condition: Expr) -> Expr:
-    """Returns the negation of a condition. Comparisons are inverted instead of prefixed with `not`."""
+    """Returns the negation of a condition. A comparison is inverted, without `not`."""
     match condition:
         case Compare(op, a, b):
             return Compare(NEGATED[op], a, b)
@@ -260,7 +258,7 @@ _HOLDS: Mapping[str, Callable[[float], bool]] = {
 
 
 def _balanced(op: str, difference: Expr) -> Expr:
-    """Returns `difference op 0` with negative terms on the right: `j0 <= i1` instead of `j0 - i1 <= 0`."""
+    """Returns `difference op 0` with negative terms on the right: `j0 <= i1`, not `j0 - i1 <= 0`."""
     sides: tuple[list[Expr], list[Expr]] = ([], [])
     for coefficient, factors in addends(difference):
         sides[coefficient < 0].append(product_of(abs(coefficient), factors))
@@ -269,10 +267,10 @@ def _balanced(op: str, difference: Expr) -> Expr:
 
 @lru_cache(maxsize=1 << 10)
 def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
-    """Returns a Python function of whole numbers, with arguments `names`, that computes an expression or condition.
+    """Compiles an expression or condition to a Python function of whole numbers with the arguments `names`.
 
-    The function is compiled from the canonical text of the expression, which contains only numbers, operators and known
-    names.
+    The source of the function is the canonical text of the expression. This text contains only numbers, operators and
+    known names.
     """
     if unknown := set(variables(expr)) - set(names):
         raise ExprError(f"{min(unknown)} has no value")
@@ -306,7 +304,7 @@ class Box:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The bounds, in the order of BOX."""
+        """The bounds, in the order of the names in BOX."""
         return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
 
     def tight(self) -> "Box | None":
@@ -319,8 +317,8 @@ class Box:
         return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
 
     def halves(self, sides: Collection[str]) -> "tuple[Box, Box]":
-        """Splits the box along the longest of the given sides. The side i - j is split at 0 if the box contains both
-        signs of i - j. The half with the smaller numbers comes first."""
+        """Splits the box along the longest of the given sides. The side i - j is split at 0 if both signs occur. The
+        half with the smaller numbers comes first."""
         signs = "d" in sides and self.d0 < 0 <= self.d1
         side = "d" if signs else max(sides, key=lambda name: (self.length(name), name))
         low, high = f"{side}0", f"{side}1"
@@ -335,8 +333,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A compiled comparison. `some` states whether the condition may hold in a box, and `every` whether it holds in the
-    whole box. `sides` are the sides of the box on which it depends."""
+    """A compiled comparison. `some` states whether the comparison may hold in a box, and `every` whether it holds in
+    the whole box. The comparison depends on `sides` of the box."""
 
     some: Callable[..., int]
     every: Callable[..., int]
@@ -353,7 +351,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A condition over i, j and h, compiled so that boxes can be searched for elements that satisfy it."""
+    """A condition of i, j and h, compiled for a search over boxes."""
 
     some: Callable[..., int]
     every: Callable[..., int]
@@ -366,8 +364,8 @@ class Search:
         return Search(some, every, tuple(map(Question.of, comparisons)))
 
     def parts(self, box: Box) -> tuple[Box, ...]:
-        """Splits a box in two, and returns the halves in which the condition may hold, as tight boxes. If the condition
-        holds in the whole box, returns the box unsplit."""
+        """Splits a box in two, and returns the halves in which the condition may hold, as tight boxes. A box in which
+        the condition holds everywhere is not split."""
         values = box.values
         if self.every(*values):
             return (box,)
@@ -378,10 +376,10 @@ class Search:
 
 
 def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
-    """Returns i, j < `positions` and h < `heads` for which a condition holds; None if the condition never holds.
+    """Returns i, j < `positions` and h < `heads` for which a condition holds, or None if it never holds.
 
     Raises:
-        Undecided: if the search neither finds a pair nor excludes one within `work` boxes.
+        Undecided: If the search does not end within `work` boxes.
     """
     search = Search.of(condition)
     waiting = [box] if (box := Box.all(positions, heads)) and search.some(*box.values) else []
@@ -397,11 +395,11 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
-    """Returns the largest i - j for which a condition holds, for positions and heads as in `example`. None if the
-    condition never holds.
+    """Returns the largest i - j for which a condition holds, or None if it never holds. Positions and heads are
+    limited as in `example`.
 
     Raises:
-        Undecided: if WORK boxes do not suffice.
+        Undecided: If WORK boxes do not suffice.
     """
     search = Search.of(condition)
     box = Box.all(positions, heads)
@@ -419,7 +417,7 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | N
 
 
 def atoms(expr: Expr) -> Iterator[Expr]:
-    """Yields all subexpressions of an expression, including the expression itself."""
+    """Yields an expression and all of its subexpressions."""
     yield expr
     for part in children(expr):
         yield from atoms(part)

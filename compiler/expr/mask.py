@@ -1,6 +1,6 @@
-"""Mask expressions of attention: conditions over positions that state whether a query attends to a key.
+"""Mask expressions of attention. They are conditions of positions: whether a query attends to a key.
 
-compiler/blocks/document_mask.py contains the mask that restricts attention to documents.
+The mask that restricts attention to documents is in compiler/blocks/document_mask.py.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from .values import (
 
 CAUSAL = "j <= i"
 FARTHEST = 1 << 20  # a proof first tries to cover all positions below this
-NEAREST = 4096  # if that fails, a proof covers the context, or this many positions if the context is shorter
+NEAREST = 4096  # otherwise, it covers the context, but at least this many positions
 SIZES = ("dim", "kv_heads", "head_dim", "values")
 NUMBERS = ("heads", "context", "prefix", *SIZES)  # numbers of the model and the layer that an expression may read
 Sizes = tuple[tuple[str, int], ...]
@@ -44,35 +44,33 @@ def parse_mask(text: str) -> Expr:
     """Parses a mask.
 
     Raises:
-        ExprError: if the text is not a condition over whole numbers i, j, h and NUMBERS.
+        ExprError: If the text is not a condition of the whole numbers i, j, h and NUMBERS.
     """
     return parse(text, (*POSITIONS, *NUMBERS), LANGUAGE)
 
 
 @lru_cache(maxsize=256)
 def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Sizes = ()) -> str:
-    """Returns the canonical text of a mask, with the model's numbers substituted. A mask that is equivalent to the
-    causal mask becomes `j <= i`.
+    """Returns the canonical text of a mask. In this text, numbers replace names such as `context`. A mask that is
+    equivalent to the causal mask becomes `j <= i`.
 
     Args:
-        text: the mask.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-        prefix: the number of tokens at the start of a sequence that may attend to each other.
-        sizes: the values of the names SIZES.
+        text: The mask.
+        heads: The number of query heads.
+        context: The number of tokens of a sequence.
+        prefix: The number of tokens at the start of a sequence that may attend to each other.
+        sizes: The values of the names in SIZES.
 
     Raises:
-        ExprError: if the text is not a mask, if the mask lets a query attend to a later key outside of the prefix, or
-            if that cannot be excluded by a proof. The message states the query and the key.
+        ExprError: If the text is not a mask. Also unless a proof shows that no query attends to a later key outside of
+            the prefix. The message states the query and the key.
     """
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
     _refuse_later_keys(text, condition, numbers, heads, context)
     if prefix and sees_later(str(condition), heads):
         if with_documents(condition, ALWAYS) != condition:
-            message = (
-                "a mask that calls `document` lets a query attend to a later key, whose document is not known there"
-            )
+            message = "a mask that calls `document` lets a query attend to a later key, whose document is not known yet"
             raise ExprError(message, hint=f"add the condition j <= i: `{CAUSAL} and ...`")
         return str(condition)
     hidden = Logic("and", (Compare("<=", Var("j"), Var("i")), negation(condition)))
@@ -80,8 +78,7 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
 
 
 def of_tokens(condition: Expr, block: int) -> Expr:
-    """Converts a mask of blocks, where j is the first position of a block, to a mask of tokens, where j is any
-    token."""
+    """Converts a mask of blocks to a mask of tokens. In a mask of blocks, j is the first position of a block."""
     return substitute(condition, {"j": Binary("//", Var("j"), Const(block)) * block})
 
 
@@ -90,21 +87,21 @@ BLOCKS = Positions((*LANGUAGE.whole, "block"), condition=True)
 
 @lru_cache(maxsize=256)
 def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: int, prefix: int = 0) -> str:
-    """Returns the mask that applies to pooled blocks, as canonical text, with the model's numbers substituted.
+    """Returns the mask of pooled blocks as canonical text. In this text, numbers replace names such as `context`.
 
     Args:
-        text: the mask, over the position `i` of the query, the first position `j` of the block, the head `h` and the
-            number of tokens `block`. If None, a block is visible if it contains no token after the query, and if the
-            mask of single tokens hides its first token.
-        mask: the mask of single tokens.
-        block: the number of tokens of a block.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-        prefix: the number of tokens at the start of a sequence that may attend to each other.
+        text: The mask, in terms of the query position `i`, the block's first position `j`, the head `h` and the block
+            size `block`. By default, a block is visible if all tokens of the block precede the query, and if the mask
+            of single tokens hides the first token of the block.
+        mask: The mask of single tokens.
+        block: The number of tokens per block.
+        heads: The number of query heads.
+        context: The number of tokens of a sequence.
+        prefix: The number of tokens at the start of a sequence that may attend to each other.
 
     Raises:
-        ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, if no query
-            attends to a block, or if a proof fails. The message states the query and the token.
+        ExprError: If the text is not a mask, if no query attends to a block, or if a query may attend to a block with a
+            later token. The message states the query and the token.
     """
     whole = Compare("<=", Var("j") + (block - 1), Var("i"))
     condition: Expr = NEVER
@@ -138,14 +135,13 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
 
 def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[str, Const]:
-    """Returns the values of NUMBERS, by name. Sizes that are not in `sizes` are left out."""
+    """Returns the values of NUMBERS, by name. Names without a value are left out."""
     known = {**dict(sizes), "heads": heads, "context": context, "prefix": prefix}
     return {name: Const(known[name]) for name in NUMBERS if name in known}
 
 
 def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
-    """Returns the expression with the names in NUMBERS replaced by their values. Raises ExprError if a name has no
-    value."""
+    """Returns the expression with values in place of the names in NUMBERS. Raises ExprError if a name has no value."""
     bound = substitute(expr, numbers)
     if unknown := [name for name in variables(bound) if name in NUMBERS]:
         raise ExprError(f"{unknown[0]} has no value in this layer", hint=f"choose from {', '.join(sorted(numbers))}")
@@ -153,18 +149,8 @@ def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
 
 
 def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const], heads: int, context: int) -> None:
-    """Raises ExprError if a mask lets a query attend to a later key outside of the prefix.
-
-    Args:
-        text: the mask as written.
-        condition: the mask, with the model's numbers substituted.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-
-    Raises:
-        ExprError: with a pair of positions. If the mask is an `or`, the error points to the operand that holds for the
-            pair.
-    """
+    """Raises ExprError if a mask lets a query attend to a later key outside of the prefix. If the mask is an `or`, the
+    error points to the operand that admits the key."""
     prefix = numbers["prefix"]
     pair = find_pair(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
     if pair is not None:
@@ -186,13 +172,13 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
 
 @lru_cache(maxsize=256)
 def sees_later(text: str, heads: int) -> bool:
-    """Returns whether a canonical mask lets a query attend to a later key, in a prefix."""
+    """Returns whether a canonical mask lets a query attend to a later key. Only tokens of the prefix may do so."""
     return text != CAUSAL and find_pair(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
 
 
 @lru_cache(maxsize=256)
 def sees_itself(text: str) -> bool:
-    """Returns whether a canonical mask provably lets each query attend to the key at the same position."""
+    """Returns whether a canonical mask provably lets each query attend to the key at its own position."""
     condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     hidden = substitute(negation(condition), {"j": Var("i")})
     try:
@@ -202,8 +188,7 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds for some assignment of the positions to documents; None if there
-    are no such numbers."""
+    """Returns i, j and h for which a condition holds if the documents are chosen freely. None if there are none."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -216,7 +201,7 @@ def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int]
 
 
 def with_documents(condition: Expr, same: Expr) -> Expr:
-    """Returns `condition` with `same` in place of the comparison that both positions are in the same document."""
+    """Returns `condition` with `same` in place of the comparison of documents."""
     if isinstance(condition, Compare):
         opposite = Compare("!=", SAME.a, SAME.b)
         return same if condition == SAME else negation(same) if condition == opposite else condition
@@ -224,8 +209,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns a condition that is true if the mask holds for some assignment of the positions to documents. The result
-    does not read documents."""
+    """Returns a condition that does not read documents. The condition is true if the mask holds for some choice of
+    documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 
@@ -235,11 +220,10 @@ class Mask:
     """A causal mask.
 
     Attributes:
-        text: the canonical text.
-        condition: the condition over i, j, h and, if it reads documents, `start`: the position at which the document of
-            the query starts. For keys up to the query's position, document(i) == document(j) is equivalent to j >=
-            start.
-        heads: the number of query heads.
+        text: The canonical text.
+        condition: The condition in terms of i, j, h and `start`, the first position of the query's document. For keys
+            up to the query, document(i) == document(j) is equivalent to j >= start.
+        heads: The number of query heads.
     """
 
     text: str
@@ -249,7 +233,7 @@ class Mask:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str, heads: int) -> "Mask":
-        """Returns the mask with the canonical text `text`, which `bound_mask` has returned."""
+        """Returns the mask of a canonical text from `bound_mask`."""
         condition = with_documents(reread(text, LANGUAGE), Compare(">=", Var("j"), Var("start")))
         return Mask(text, condition, heads)
 
@@ -264,15 +248,16 @@ class Mask:
 
     @property
     def any(self) -> Expr:
-        """The condition under which a tile may contain a pair that is not masked.
+        """The condition that a tile has at least one pair that is not masked.
 
-        The inclusive bounds of a tile are i0 and i1, j0 and j1. The documents of i0 and i1 start at start0 and start1.
+        The condition reads the inclusive bounds i0, i1, j0 and j1 of the tile. It also reads start0 and start1, the
+        positions at which the documents of i0 and i1 begin.
         """
         return self._over_tile(0)
 
     @property
     def all(self) -> Expr:
-        """The condition under which no pair of a tile is masked, over the variables of `any`."""
+        """The condition that no pair of a tile is masked, in the variables of `any`."""
         return self._over_tile(1)
 
     def _over_tile(self, which: int) -> Expr:
@@ -282,23 +267,23 @@ class Mask:
     def pairs(self, tokens: int) -> int:
         """Returns the number of unmasked query-key pairs in a sequence of one document, averaged over heads.
 
-        The number is exact for masks that depend only on i - j, and for up to 4,096 tokens. In other cases, partly
-        masked tiles are sampled.
+        The number is exact for up to 4,096 tokens, and for masks that depend only on i - j. Otherwise, partly masked
+        tiles are sampled.
         """
         return _count(with_documents(reread(self.text, LANGUAGE), ALWAYS), self.heads, tokens)
 
     def block_pairs(self, block: int, tokens: int) -> int:
-        """Returns the number of pairs of a query and a block, for a mask of blocks; see `pairs`."""
+        """Returns the number of unmasked query-block pairs for a mask of blocks, as `pairs` does for tokens."""
         condition = with_documents(reread(self.text, LANGUAGE), ALWAYS)
         return _count(of_tokens(condition, block), self.heads, tokens) // block
 
 
 @lru_cache(maxsize=256)
 def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
-    """Returns (first, window). Each query attends only to keys j with j < first or i - j < window.
+    """Returns (first, window) if each query attends only to keys j with j < first or i - j < window.
 
-    `first` is as small as possible, and then `window`. Returns None if first + window exceeds three quarters of
-    `context`.
+    `first` is the smallest possible number, and `window` the smallest for this `first`. Returns None if first + window
+    exceeds three quarters of `context`.
     """
     condition = in_some_documents(reread(text, LANGUAGE))
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}

@@ -1,4 +1,4 @@
-"""Names of epilogues for file and kernel names."""
+"""Names of epilogues, for files and kernels."""
 
 from .evaluate import number
 from .values import Binary, Call, Expr, ExprError, Var, children, plain, variables
@@ -10,11 +10,14 @@ POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt"}
 
 
 def name_of(expr: Expr) -> str:
-    """Joins the functions and operators of `expr`, in reading order, with `_`. The identity has the name "".
+    """Returns the names of the functions and operators in `expr`, in reading order, joined by `_`. The identity has
+    the name "".
 
     A small integer power of a function is a digit (relu2). Other powers are words: square, cube, pow4, pow1p5, powm1.
     Operands, signs, constant factors and constant divisors are omitted: 30 * tanh(x / 30) is tanh, acc * slope is mul,
-    silu(gate) * x is silu_mul, 1 / x is div, x + 1 is add. Raises ExprError if the name exceeds 48 characters.
+    silu(gate) * x is silu_mul, 1 / x is div, x + 1 is add.
+
+    Raises ExprError if the name exceeds 48 characters.
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
@@ -39,7 +42,7 @@ def _words(expr: Expr) -> list[str]:
 
 
 def _digits(exponent: float) -> str:
-    """Formats an exponent as part of a word, with four digits: 1 / 3 becomes 0p3333."""
+    """Formats an exponent as part of a word, with four digits: `0p3333` for 1 / 3."""
     return plain(float(f"{exponent:.4g}")).replace(".", "p").replace("-", "m")
 
 

@@ -41,14 +41,14 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The additional syntax that expressions over token positions may use.
+    """The additional syntax of expressions of token positions.
 
-    Such expressions may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
+    They may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
 
     Attributes:
-        whole: the variables that are whole numbers.
-        tables: the names of the tables, each with its number of dims, or 0 for any number.
-        condition: whether the text is a condition: comparisons of whole numbers, joined by `and`, `or` and `not`.
+        whole: The variables that are whole numbers.
+        tables: The names of the tables with their numbers of dims, or 0 for any number.
+        condition: Whether the text is a condition: comparisons of whole numbers, joined by `and`, `or` and `not`.
     """
 
     whole: tuple[str, ...]
@@ -59,9 +59,11 @@ class Positions:
 def parse(text: str, variables: Collection[str] | None = None, positions: Positions | None = None) -> Expr:
     """Parses one expression.
 
-    `variables` are the allowed variable names; None allows any identifier that is not a function name. With
-    `positions`, its additional syntax is allowed. Raises ExprError, with the column and a hint, if the text is outside
-    the language, too long or too deeply nested, or if it has a constant that is not finite.
+    `variables` are the allowed variable names. None allows every identifier that is not a function name. `positions`
+    allows additional syntax.
+
+    Raises ExprError, with the column and a hint, if the text is not in the language. The error is also raised if the
+    text is too long or nested too deeply, or if a constant is not finite.
     """
     return _written(text, None if variables is None else frozenset(variables), positions)
 
@@ -75,7 +77,8 @@ def _written(text: str, variables: Collection[str] | None, positions: Positions 
 def reread(text: str, positions: Positions | None = None) -> Expr:
     """Parses text that this package printed.
 
-    The limits of length and depth are larger, because derivatives are longer than written expressions.
+    The limits of length and depth are larger than in `parse`, because derivatives are longer than the expressions of a
+    spec.
     """
     return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT, positions)
 
@@ -96,7 +99,7 @@ def _parse(
 
 
 def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple[int, ...]]]:
-    """Yields the reads of tables in a text that `parse` accepts, each with the columns of its indices."""
+    """Yields the reads of tables in a text that `parse` accepts, and the columns of the indices of each read."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
         if isinstance(node, ast.Subscript):
@@ -106,10 +109,8 @@ def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple
 
 
 def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
-    """Yields the operands of the outermost `or` of a condition that `parse` accepts, each with its column.
-
-    A condition without an outermost `or` is yielded whole.
-    """
+    """Yields the operands of the outermost `or` of a condition, with their columns. Yields the whole condition if
+    there is no such `or`."""
     tree, reader = _tree(text, LONGEST, DEEPEST), _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     is_or = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or)
     for node in tree.values if is_or else [tree]:  # type: ignore[attr-defined]
@@ -117,7 +118,7 @@ def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
 
 
 def column_of(text: str, part: Expr) -> int:
-    """Returns the column at which `part` first occurs in a text that `parse` accepts; 0 if it does not occur."""
+    """Returns the column at which `part` first occurs in a text that `parse` accepts, or 0."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT)
     columns = []
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
@@ -148,8 +149,8 @@ def _tree(text: str, longest: int, deepest: int) -> ast.expr:
 
 
 def _scan(text: str, deepest: int) -> None:
-    """Raises ExprError for an empty text, for characters that Python's tokenizer would normalize or drop, and for
-    parentheses that do not match or are nested too deeply."""
+    """Raises ExprError for an empty text, for unbalanced or deeply nested parentheses, and for characters that
+    Python's tokenizer would change."""
     if not text.strip():
         raise ExprError("the expression is empty", hint="write x for the identity")
     opened: list[int] = []
@@ -173,8 +174,8 @@ def _scan(text: str, deepest: int) -> None:
 
 
 class _Reader:
-    """Converts `ast` nodes to expressions. A result is a pair of the expression and its constant value, which is None
-    if the expression has variables."""
+    """Converts `ast` nodes to expressions. A result is a pair: an expression and a number. The number is the value of
+    an expression without variables, otherwise None."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class _Reader:
             case ast.Compare():
                 fail("a comparison is only valid as the condition of where", node, "write where(x > 0, a, b)")
             case ast.BoolOp() | ast.IfExp() | ast.UnaryOp(op=ast.Not()):
-                fail("and, or, not and if are not part of the language", node, "nest where(x > 0, a, b)")
+                fail("and, or, not and if are not part of the language", node, "write where(x > 0, a, b)")
             case ast.Tuple():
                 fail("a comma is only valid between the arguments of a function", node)
         fail(f"{describe(node)} is not part of the language", node, "use numbers, names, + - * / ** and functions")
@@ -230,7 +231,7 @@ class _Reader:
         if name in self.functions:
             fail(f"{name} is a function", node, f"write {self.functions[name].example}")
         if self.positions and name in dict(self.positions.tables):
-            fail(f"{name} is a table", node, f"read an element of it, for example {name}[h, i - j]")
+            fail(f"{name} is a table", node, f"read an element, for example {name}[h, i - j]")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
             fail(f"unknown variable {name}", node, suggest(name, known) or f"choose from {', '.join(known) or 'none'}")
@@ -277,7 +278,7 @@ class _Reader:
         return isinstance(expr, Call) and whole_function(expr.function) is not None
 
     def whole(self, node: ast.expr, depth: int) -> Expr:
-        """Returns an expression whose values are whole numbers."""
+        """Returns the expression of a node. The values of the expression must be whole numbers."""
         expr, _ = self.read(node, depth)
         if not self.is_whole(expr):
             fail(f"{expr} is not a whole number", node, "use whole numbers with + - * // % min max abs")
@@ -314,7 +315,7 @@ class _Reader:
             fail(f"{args[0]} is not a whole number", nodes[0], f"write {function.example}")
 
     def truth(self, node: ast.expr, depth: int) -> Expr:
-        """Returns a condition."""
+        """Returns the condition of a node."""
         if depth > self.deepest:
             fail(f"the expression is nested more than {self.deepest} levels deep", node, "split the expression")
         match node:
@@ -355,7 +356,6 @@ class _Reader:
 
 
 def _document_of(node: ast.expr) -> str | None:
-    """Returns the argument of a call of `document`, or None for other nodes."""
     match node:
         case ast.Call(func=ast.Name(id="document"), args=[ast.Name(id=name)], keywords=[]):
             return name

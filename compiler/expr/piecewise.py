@@ -1,4 +1,4 @@
-"""Predicates on piecewise expressions for the rules of the simplifier."""
+"""Predicates of piecewise expressions, for the rules of the simplifier."""
 
 from fractions import Fraction
 
@@ -12,8 +12,7 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """Returns whether `question` is true, given that `known` has the value `truth`; None if `known` does not determine
-    it."""
+    """Returns whether `question` is true if `known` has the value `truth`. None if `known` does not determine this."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None
@@ -24,10 +23,10 @@ def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
 
 
 def decided(factor: Factor, condition: Compare, short: bool) -> bool:
-    """Returns True if the outcome of the condition simplifies this factor.
+    """Returns whether the outcome of the condition simplifies this factor.
 
-    Such a factor is a `where` with this condition, a relu or leaky_relu of the compared operand or, if `short`, the
-    compared operand itself.
+    Such a factor is a `where` with this condition, or a relu or leaky_relu of the compared operand. If `short`, the
+    compared operand itself is also such a factor.
     """
     base, exponent = factor
     if exponent.denominator != 1:
@@ -52,7 +51,7 @@ def has_zero_arm(expr: Expr) -> bool:
 
 
 def may_be_infinite(factors: Factors) -> bool:
-    """Returns True if the product divides by an expression that may be 0."""
+    """Returns whether the product divides by an expression that may be 0."""
     return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 
@@ -64,7 +63,7 @@ def single_where(factors: Factors) -> Call | None:
 
 
 def logistic_argument(base: Expr) -> Expr | None:
-    """Returns u if the base is 1 + exp(u), whose reciprocal is sigmoid(-u), else None."""
+    """Returns u if the base is 1 + exp(u), otherwise None. The reciprocal of 1 + exp(u) is sigmoid(-u)."""
     match sorted(addends(base), key=lambda term: len(term[1])) if is_sum(base) else []:
         case [(1, ()), (1, ((Call("exp", (u,)), 1),))]:
             return u

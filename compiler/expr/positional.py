@@ -1,12 +1,12 @@
-"""The functions of positions and of heads that attention masks and scores can call. Each is one entry of POSITIONAL.
+"""The functions of positions and heads that attention masks and scores may call. Each is one entry of POSITIONAL.
 
 To add a function, add an entry: a `WholeFunction` if it returns whole numbers, a `HeadFunction` if it depends on the
 number of heads. No other change is needed.
 
-The entries of two functions are incomplete. `slope` depends on the number of heads. It therefore has no value, bounds
-or text; a formula replaces it once the number of heads is known. `document` has only a name, because document numbers
-are never computed: a mask may only compare the documents of two positions for equality, and parse.py and mask.py treat
-this comparison as one condition.
+Two entries are incomplete. `slope` depends on the number of heads, so it has no value, bounds or text. When the number
+of heads is known, a formula replaces `slope`. `document` has only a name, because document numbers are never computed.
+A mask may only compare the documents of two positions, and parse.py and mask.py treat this comparison as one
+condition.
 """
 
 from bisect import bisect_right
@@ -27,10 +27,10 @@ Refusal = tuple[int, str, str]  # the index of the argument at fault, the messag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Positional(Function):
-    """A function of masks and scores. Its first argument is a whole number, and all others are constants.
+    """A function of masks and scores. The first argument is a whole number, and all others are constants.
 
     Attributes:
-        check: a function that returns the reason why the arguments are invalid, or None if they are valid.
+        check: a function that returns the reason why the arguments are invalid, or None.
         sign: the sign of the values, as in `Primitive`.
     """
 
@@ -43,12 +43,12 @@ class WholeFunction(Positional):
     """A function whose values are whole numbers. Masks, scores and indices of tables may call it.
 
     Attributes:
-        value: the function on numbers.
-        bounds: `bounds(low, high, *constants)` returns the least and the greatest value, as expressions, for a first
-            argument between the expressions `low` and `high`.
-        torch: the values for a tensor of first arguments: `torch(tensor, *constants)`.
+        value: The function on numbers.
+        bounds: `bounds(low, high, *constants)` returns expressions of the least and the greatest value. The first
+            argument is between the expressions `low` and `high`.
+        torch: `torch(tensor, *constants)` returns the values for a tensor of first arguments.
         text: `text(printer, language, *args)` returns the source text of a call in the language `torch`, `triton` or
-            `cute`. The printer prints the arguments and any other expression. The text needs no parentheses.
+            `cute`. The printer prints the arguments. The text needs no parentheses.
     """
 
     value: Callable[..., int]
@@ -62,8 +62,7 @@ class HeadFunction(Positional):
     """A function that depends on the number of heads. Only scores may call it.
 
     Attributes:
-        expand: `expand(first, heads, *constants)` returns the formula that replaces a call, for the first argument and
-            the number of heads.
+        expand: `expand(first, heads, *constants)` returns the formula that replaces a call.
     """
 
     expand: Callable[..., Expr]
@@ -71,10 +70,10 @@ class HeadFunction(Positional):
 
 @lru_cache(maxsize=256)
 def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
-    """Returns the smallest distance in each bucket except the first, for the function `bucket`. The arithmetic is
-    exact.
+    """Returns the smallest distance in each bucket of the function `bucket`, without the first bucket. The arithmetic
+    is exact.
 
-    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` starts at the smallest d
+    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` begins at the smallest d
     with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
     """
     exact = buckets // 2
@@ -123,10 +122,10 @@ FLAG = {"torch": "{}.long()", "triton": "{}.to(tl.int32)", "cute": "{}.to(cutlas
 
 
 def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> str:
-    """Prints the bucket of a distance: the distance itself if it is below `exact`, otherwise the floor of a logarithm.
+    """Returns the text of a distance's bucket: the distance itself below `exact`, otherwise the floor of a logarithm.
 
-    The offset of the logarithm is chosen so that rounding in fp32 never changes the bucket. If there is no such offset,
-    the bucket is printed as a sum of comparisons.
+    The logarithm has an offset with which rounding in fp32 never changes the bucket. If there is no such offset, the
+    bucket is a sum of comparisons.
     """
     count, distance = (int(limit.value) for limit in limits)
     exact, ends = count // 2, bucket_bounds(count, distance)
@@ -146,9 +145,8 @@ def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> st
 def slope(h: Expr, heads: int) -> Expr:
     """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
 
-    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For any other number of
-    heads, let n be the next smaller power of 2. The slopes are then the slopes for n heads, followed by every second
-    slope for 2 n heads.
+    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). Otherwise, let n be the
+    next smaller power of 2. The slopes are all slopes for n heads, followed by every second slope for 2 n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = Call("exp2", (Const(-8 / n) * (h + 1),))
@@ -184,6 +182,6 @@ def function_named(name: str) -> Primitive | Positional:
 
 
 def whole_function(name: str) -> WholeFunction | None:
-    """Returns the function of this name if its values are whole numbers, else None."""
+    """Returns the function of this name if its values are whole numbers, otherwise None."""
     function = POSITIONAL.get(name)
     return function if isinstance(function, WholeFunction) else None

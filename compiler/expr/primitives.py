@@ -1,6 +1,6 @@
 """The functions of the pointwise language. Each is one entry of PRIMITIVES, and a new function needs only a new entry.
 
-The functions of positions and heads, which only masks and scores of attention may call, are in positional.py.
+Functions of positions and heads are in positional.py. Only masks and scores of attention may call them.
 """
 
 import math
@@ -13,7 +13,7 @@ class Function:
     """The name of a function and the number of its arguments.
 
     Attributes:
-        example: a call with the right number of arguments, which error messages show.
+        example: a call with the right number of arguments, for error messages.
     """
 
     example: str
@@ -31,24 +31,24 @@ class Function:
 class Primitive(Function):
     """A function of the language.
 
-    `derivative`, `definition`, `triton`, `cuda` and `cute` may be expressions of the language over `x`, the first
-    argument, and `s`, the second. If a function has a `derivative`, its arguments after the first are constants.
+    `derivative`, `definition`, `triton`, `cuda` and `cute` may be expressions of the language in `x`, the first
+    argument, and `s`, the second. If a function has a `derivative`, the arguments after the first are constants.
 
     Attributes:
-        cost: the approximate number of instructions per element.
-        value: the function on floats. It raises ArithmeticError or ValueError where it is undefined.
-        derivative: the derivative with respect to `x`, with Torch's subgradient at a kink. Empty for min, max and
-            where, for which `derive` has its own rules.
-        torch: the Torch function, of the module `torch` or `F` (torch.nn.functional).
-        torch_keywords: the keyword arguments of the Torch function.
-        sign: the sign of the values, ">= 0" or "> 0" (except for underflow); empty if it varies.
-        definition: an equivalent expression of other functions, for languages that lack the function.
-        triton: the source text of a call on fp32 tensors, with {} for each argument, or an expression. The default is
+        cost: The approximate number of instructions per element.
+        value: The function on floats. It raises ArithmeticError or ValueError where the function is undefined.
+        derivative: The derivative with respect to `x`, with Torch's subgradient at a kink. Empty for min, max and
+            where, for which `derive` has separate rules.
+        torch: The Torch function, in the module `torch` or `F` (torch.nn.functional).
+        torch_keywords: The keyword arguments of the Torch function.
+        sign: The sign of the values, ">= 0" or "> 0" (except for underflow). Empty if the sign varies.
+        definition: An equivalent expression of other functions, for languages that lack the function.
+        triton: The source text of a call on fp32 tensors, with {} for each argument, or an expression. The default is
             `definition`. The call must preserve NaN.
-        cuda: the same as `triton`, for CUDA C++ on floats.
-        cute: the same as `triton`, for the CuTe DSL on fp32 vectors.
-        cuda_helpers: the source text of the device functions that `cuda` calls, by name. A function is listed after the
-            functions that it calls.
+        cuda: The same as `triton`, for CUDA C++ on floats.
+        cute: The same as `triton`, for the CuTe DSL on fp32 vectors.
+        cuda_helpers: The source text of the device functions that `cuda` calls, by name. Functions come before their
+            callers.
     """
 
     cost: int

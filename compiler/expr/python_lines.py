@@ -10,14 +10,14 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def operand(text: str) -> str:
-    """Returns the text of a value. The text is in parentheses if an attribute access or an operator could not follow it
-    directly."""
+    """Returns the text of a value, in parentheses unless an attribute access or operator can follow it directly."""
     tree = ast.parse(text, mode="eval").body
     return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"
 
 
 def fitted(line: str, width: int) -> tuple[str, ...]:
-    """Splits a statement into lines of at most `width` characters, if possible, at brackets and operators."""
+    """Splits a statement into lines of at most `width` characters, where possible. Breaks are at brackets and
+    operators."""
     indent = line[: len(line) - len(line.lstrip())]
     statement = line.strip()
     if len(line) <= width or statement.endswith(":"):
@@ -36,17 +36,13 @@ def _parsed(value: str) -> ast.expr:
 
 
 def _tuple(value: str, room: int) -> list[str]:
-    """Returns the items of a tuple without brackets, on one line if they fit."""
     return [value] if len(value) <= room else [text for item in _items(value) for text in _item(item, room)]
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """Returns the lines of a long value, broken at its last pair of brackets or, if this pair is too far right, at its
-    longest pair.
-
-    `before` is the number of columns before the value. Returns None if the value is not a call, attribute, subscript,
-    dict, list or tuple with brackets.
-    """
+    """Returns the lines of a long value, or None if the value has no bracket to break at. The break is at the last
+    pair of brackets. If this pair is too far right, the break is at the longest pair. `before` is the number of
+    columns before the value."""
     pairs = list(_pairs(value))
     node = _parsed(value)
     opened = ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute | ast.Tuple
@@ -68,7 +64,6 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
 
 
 def _item(item: str, room: int) -> list[str]:
-    """Returns the lines of one item of a list, with its trailing comma."""
     if len(item) < room:
         return [f"{item},"]
     name, equals, value = item.partition("=") if item.partition("=")[0].isidentifier() else ("", "", item)
@@ -79,7 +74,7 @@ def _item(item: str, room: int) -> list[str]:
 
 
 def _operators(value: str, room: int) -> list[str]:
-    """Breaks a sum, product or conditional into one line per operand, each line starting with its operator."""
+    """Breaks a sum, product or conditional into one line per operand. Each line begins with its operator."""
     if list(_pairs(value)) == [(0, len(value) - 1)] and value[0] == "(":
         return ["(", *(f"    {text}" for text in _operators(value[1:-1], room - 4)), ")"]
     node = _parsed(value)
@@ -107,7 +102,7 @@ def _operators(value: str, room: int) -> list[str]:
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """Splits a statement into the text before its assigned or returned value, and the value."""
+    """Splits a statement into its value, which is assigned or returned, and the text before."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
     if isinstance(node.value, ast.Tuple):  # a tuple without parentheses has the position of its first item

@@ -1,4 +1,4 @@
-"""Attention scores: expressions over the scaled product of a query and a key, their positions, and learned tables."""
+"""Attention scores: expressions of the scaled product of query and key, the positions, and learned tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,19 +34,19 @@ PLAIN = "s"
 
 
 def language(tables: Mapping[str, int]) -> Positions:
-    """Returns the syntax that a score may use. `tables` maps each table to its number of dims; 0 allows any number."""
+    """Returns the syntax of a score. `tables` maps each table to its number of dims; 0 allows any number."""
     return Positions((*POSITIONS, *NUMBERS), tuple(tables.items()))
 
 
 def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
-    """Parses a score over s, i, j, h, the numbers of a model and a layer, and the elements of tables.
+    """Parses a score. A score may read s, i, j, h, numbers of the model and the layer, and elements of tables.
 
     Args:
-        text: the score.
-        tables: the number of dims of each table, by name.
+        text: The score.
+        tables: The number of dims of each table, by name.
 
     Raises:
-        ExprError: if the text is not a score, or does not depend on s.
+        ExprError: If the text is not a score, or does not depend on s.
     """
     expr = parse(text, ("s", *POSITIONS, *NUMBERS), language(tables))
     if "s" not in variables(expr):
@@ -56,12 +56,12 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
 
 @dataclass(frozen=True, slots=True)
 class TableRead:
-    """An element of a table that a score reads.
+    """An element of a learned table that a score reads.
 
     Attributes:
-        variable: the variable that stands for the element in the score.
-        table: the name of the table.
-        indices: a whole-number expression of i, j and h for each dim.
+        variable: The variable of the element in the score.
+        table: The name of the table.
+        indices: One whole-number expression of i, j and h per dim.
     """
 
     variable: str
@@ -78,13 +78,13 @@ class TableRead:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score and its derivatives, over s, i, j, h and a variable for each element of a table that it reads.
+    """A score and its derivatives, in the variables s, i, j, h and one variable per table element.
 
     Attributes:
-        value: the score.
-        reads: the table elements that the score reads.
-        slope: the derivative of the score with respect to s.
-        slopes: the derivative of the score with respect to each element.
+        value: The score.
+        reads: The table elements that the score reads.
+        slope: The derivative of the score with respect to s.
+        slopes: The derivative of the score with respect to each element.
     """
 
     value: Expr
@@ -95,12 +95,12 @@ class Score:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str, tables: tuple[str, ...], heads: int) -> "Score":
-        """Returns the score with the canonical text `text`, which `bound_score` has returned.
+        """Returns the score of a canonical text from `bound_score`.
 
         Args:
-            text: the text.
-            tables: the names of the tables.
-            heads: the number of query heads.
+            text: The text.
+            tables: The names of the tables.
+            heads: The number of query heads.
         """
         value, reads = _separated(reread(text, language(dict.fromkeys(tables, 0))))
         value = simplify(_expanded(value, heads))
@@ -120,7 +120,7 @@ class Score:
 
 
 def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
-    """Returns the expression with a variable in place of each element of a table, and these elements."""
+    """Returns the expression with a variable in place of each table element, and the elements."""
     reads: dict[Expr, TableRead] = {}
 
     def visit(part: Expr) -> Expr:
@@ -133,8 +133,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Replaces calls of functions that depend on the number of heads with their formulas. If `known` is true, only
-    calls whose first argument is a constant are replaced."""
+    """Replaces calls of functions that depend on the number of heads by formulas. With `known`, the first argument of
+    such a call must be a constant."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
@@ -154,21 +154,21 @@ def bound_score(
     prefix: int = 0,
     sizes: Sizes = (),
 ) -> str:
-    """Returns the canonical text of a score, with the numbers of the model substituted.
+    """Returns the canonical text of a score. In this text, numbers replace names such as `context`.
 
     Scores that are equal after simplification have equal texts: `s + 0 * i` is `s`.
 
     Args:
-        text: the score.
-        shapes: the name and the shape of each table.
-        mask: the canonical text of the mask. Indices may be out of range for masked pairs.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-        prefix: the number of tokens at the start of a sequence that may attend to each other.
-        sizes: the values of further numbers of the layer, as in `bound_mask`.
+        text: The score.
+        shapes: The name and the shape of each table.
+        mask: The canonical text of the mask. Indices may be out of range for masked pairs.
+        heads: The number of query heads.
+        context: The number of tokens of a sequence.
+        prefix: The number of tokens at the start of a sequence that may attend to each other.
+        sizes: The values of additional numbers of the layer, as in `bound_mask`.
 
     Raises:
-        ExprError: if the text is not a score, if it does not depend on s, or if an index may be out of range.
+        ExprError: If the text is not a score, if it does not depend on s, or if an index may be out of range.
     """
     numbers = numbers_of(heads, context, prefix, sizes)
     tables = dict(shapes)
@@ -194,23 +194,22 @@ UNDEFINED = {"sqrt": "<", "log": "<="}  # those arguments, as a comparison with 
 
 
 def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Expr:
-    """Makes a score finite for pairs that the mask hides. The score of other pairs does not change.
+    """Makes a score finite for masked pairs. The score of other pairs does not change.
 
-    A hidden pair adds 0 times the derivative of its score to gradients. If the derivative is infinite, this product is
-    NaN. Therefore, an expression of positions is bounded below by 1 or 0 if it is the argument of a PARTIAL function, a
-    denominator, or the base of a power. The bound must hold for all pairs that are not hidden. With the mask `j <= i`,
-    for example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
+    A masked pair adds 0 times the derivative of its score to gradients. This product is NaN if the derivative is
+    infinite. Some expressions of positions are therefore bounded below by 1 or 0: arguments of PARTIAL functions,
+    denominators, and bases of powers. The bound must hold for all unmasked pairs. With the mask `j <= i`, for example,
+    log(i - j + 1) becomes log(max(i - j + 1, 1)).
 
     Args:
-        score: the score, or a part of it.
-        mask: the condition under which the part is computed.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-        text: the score as written, for the column of an error.
+        score: The score, or a part of it.
+        mask: The condition under which the part is computed.
+        heads: The number of query heads.
+        context: The number of tokens of a sequence.
+        text: The score as written, for the column of an error.
 
     Raises:
-        ExprError: if a logarithm or root of an expression of positions, or a quotient by one, is undefined for a pair
-            that is not hidden.
+        ExprError: If such an expression is undefined for an unmasked pair.
     """
 
     def never(condition: Expr) -> bool:
@@ -240,7 +239,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
         if pair is not None:
             at = ", ".join(f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name != "h")
             message = f"`{part}` has no value at {at}, where the query attends to the key"
-            raise ExprError(message, max(text.find(str(part)), 0), f"limit it: max({undefined.a}, 1)")
+            raise ExprError(message, max(text.find(str(part)), 0), f"limit the value: max({undefined.a}, 1)")
 
     def visit(part: Expr) -> Expr:
         return _defined(part, mask, heads, context, text)
@@ -263,7 +262,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
 
 
 def _of_positions(expr: Expr) -> bool:
-    """Returns whether an expression is a whole number that is computed from positions and heads alone."""
+    """Returns whether an expression is a whole number of positions and heads alone."""
     match expr:
         case Const(value):
             return value.is_integer()
@@ -277,20 +276,17 @@ def _of_positions(expr: Expr) -> bool:
 def _check_index(
     table: str, place: int, index: Expr, size: int, mask: Expr, heads: int, context: int, column: int
 ) -> None:
-    """Raises ExprError if the mask admits a pair for which the index is out of range.
+    """Raises ExprError if an index is out of range for a pair that the mask admits. The error states the pair.
 
     Args:
-        table: the name of the table.
-        place: the number of the dim.
-        index: the index in this dim.
-        size: the size of the dim.
-        mask: the mask.
-        heads: the number of query heads.
-        context: the number of tokens of a sequence.
-        column: the column of the index in the score.
-
-    Raises:
-        ExprError: states the pair, and points to the column.
+        table: The name of the table.
+        place: The number of the dim.
+        index: The index in this dim.
+        size: The size of the dim.
+        mask: The mask.
+        heads: The number of query heads.
+        context: The number of tokens of a sequence.
+        column: The column of the index in the score.
     """
     outside = Logic("or", (Compare("<", index, Const(0)), Compare(">=", index, Const(size))))
     condition = Logic("and", (in_some_documents(mask), outside))
@@ -301,4 +297,6 @@ def _check_index(
             f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name in variables(index)
         )
         message = f"index {place + 1} of {table}, `{index}`, may be out of range: this dim of the table has size {size}"
-        raise ExprError(f"{message}, and the index is {value} at {at}", column, f"limit it: min({index}, {size - 1})")
+        raise ExprError(
+            f"{message}, and the index is {value} at {at}", column, f"limit the index: min({index}, {size - 1})"
+        )

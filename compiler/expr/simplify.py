@@ -1,9 +1,10 @@
-"""Simplifies expressions by rules that are applied from the leaves up and repeated to a fixed point.
+"""Simplifies expressions. Rules are applied from the leaves up, until nothing changes.
 
 In exact arithmetic, the result equals the input wherever the input is defined (x / x is 1). The result has Torch's
-subgradient at every kink. Therefore max(x, 0) is not rewritten as relu(x), whose derivative at 0 differs. Piecewise
-parts are merged: a product of relu, leaky_relu and where with the same condition becomes one where, and a where that
-equals a relu becomes relu.
+subgradient at every kink. Therefore, max(x, 0) does not become relu(x), whose derivative at 0 differs.
+
+Piecewise parts are merged. A product of relu, leaky_relu and `where` with the same condition becomes one `where`. A
+`where` that equals a relu becomes relu.
 """
 
 from collections.abc import Hashable, Iterable
@@ -90,7 +91,7 @@ def _once(expr: Expr) -> Expr:
 
 
 def add(parts: Iterable[Expr]) -> Expr:
-    """Builds a sum with like terms collected and the wheres of the same condition merged."""
+    """Builds a sum. Like terms are collected. Calls of `where` with the same condition are merged."""
     total: dict[Hashable, Term] = {}
     for part in parts:
         for coefficient, factors in addends(part):
@@ -117,7 +118,7 @@ def times(coefficient: Fraction, expr: Expr) -> Expr:
 
 
 def product(parts: Iterable[Expr]) -> Expr:
-    """Builds a product with like factors collected and piecewise factors of the same condition merged."""
+    """Builds a product. Like factors are collected, and piecewise factors of the same condition are merged."""
     coefficient = Fraction(1)
     factors: Factors = ()
     for part in parts:
@@ -144,7 +145,7 @@ def _product(coefficient: Fraction, factors: Factors) -> Expr:
 
 
 def _with_sigmoid(factors: Factors) -> Factors:
-    """Rewrites 1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u), which do not overflow."""
+    """Rewrites 1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u). These do not overflow."""
     changed = list(factors)
     for place, (base, exponent) in enumerate(changed):
         u = logistic_argument(base) if exponent < 0 and exponent.denominator == 1 else None
@@ -170,7 +171,7 @@ def _under_even_power(base: Expr) -> Expr:
 
 
 def power(base: Expr, exponent: Fraction) -> Expr:
-    """Builds base ** exponent, distributed over the factors of base if that is valid for every sign."""
+    """Builds base ** exponent, distributed over the factors of base if this is valid for every sign."""
     if isinstance(base, Call) and base.function == "exp":
         return call("exp", (times(exponent, base.args[0]),))
     coefficient, factors = split(base)
@@ -200,7 +201,7 @@ def power(base: Expr, exponent: Fraction) -> Expr:
 
 
 def _exact(value: Fraction, exponent: int) -> Fraction:
-    """Computes an integer power. If the exact result would be long, computes it in floats."""
+    """Computes an integer power: exactly, or in floats if the exact result would be long."""
     if abs(exponent) <= 8:
         return value**exponent
     return rational(apply("**", float(value), float(exponent)))
@@ -211,10 +212,10 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Returns the product with factors moved into the arms of a `where`, if the outcome of its condition simplifies
-    them. Returns None if there are no such factors.
+    """Returns the product with factors moved into the arms of a `where`, if the condition of the `where` simplifies
+    these factors. Otherwise None.
 
-    If an arm is 0, all factors are moved, so that nothing is computed only to be multiplied by 0.
+    If an arm is 0, all factors are moved, because they need not be computed there.
     """
     for base, exponent in factors:
         match base:
@@ -270,8 +271,8 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Compare:
-    """Builds a condition with the constant on the right. If a single term is compared with 0, its coefficient is
-    removed: 2 * u > 0 becomes u > 0."""
+    """Builds a condition with the constant on the right. The coefficient of a single term is removed: 2 * u > 0
+    becomes u > 0."""
     if is_number(a) and not is_number(b):
         op, a, b = FLIPPED[op], b, a
     if not is_number(a):
@@ -285,10 +286,8 @@ def compare(op: str, a: Expr, b: Expr) -> Compare:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """Builds a `where` from simplified parts.
-
-    Resolves constant conditions and equal arms, and recognizes relu and leaky_relu.
-    """
+    """Builds a `where` from simplified parts. It resolves constant conditions and equal arms, and recognizes relu and
+    leaky_relu."""
     assert isinstance(condition, Compare)
     if is_number(condition):
         return a if number(condition) else b
@@ -310,7 +309,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def assume(expr: Expr, condition: Compare, truth: bool) -> Expr:
-    """Simplifies `expr` under the assumption that `condition` has the value `truth`."""
+    """Simplifies `expr`, given that `condition` has the value `truth`."""
     decided = _decide(expr, condition, truth)
     return expr if decided == expr else simplify(decided)
 

@@ -45,29 +45,28 @@ LARGEST_FLOAT = 3.4028234663852886e38
 def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
     """Returns Python source that calls `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
-    `names` maps variables to source text, which is parenthesized if necessary. Variables are tensors that broadcast,
-    and the result has their dtype. With `whole`, all variables are tensors of whole numbers, and the expression is a
-    condition or a whole number.
+    `names` maps variables to source text. Variables are tensors of one dtype that broadcast. The result has the same
+    dtype. With `whole`, the tensors hold whole numbers, and the expression is a condition or a whole number.
     """
     return _Torch(names or {}, whole).text(decided(expr))
 
 
 def score_text(expr: Expr, names: Mapping[str, str]) -> str:
-    """Returns the result of `torch_text` for a score or its derivative, in which i, j and h are tensors of whole
-    numbers."""
+    """Returns `torch_text` of a score or its derivative, where i, j and h are tensors of whole numbers."""
     return _TorchScore(names, False).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
-    """Returns Triton source that calls `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
+    """Returns Triton source that calls `tl`. Variables are fp32 tensors, except the int32 names i, j, h and start of
+    attention.
 
-    The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN is
-    preserved, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`,
-    subexpressions may be whole numbers. Their // and % are exact only for j <= i, because integer division in Triton
-    rounds toward 0.
+    The text is finite wherever the function is finite: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid.
+    NaN stays NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Otherwise, parts of the
+    expression may be whole numbers. The operators // and % are exact only for j <= i, because Triton's integer
+    division rounds toward 0.
 
-    Raises ExprError if the text is too long. A text can grow quickly, because the definition of a function may repeat
-    its argument.
+    Raises ExprError if the text is too long. The definition of a function may repeat its argument, so a text can grow
+    quickly.
     """
     return _Triton(names or {}, whole).text(decided(expr))
 
@@ -83,19 +82,19 @@ def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
 def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None = None) -> str:
     """Returns Python source of the CuTe DSL that calls `cute` and `cutlass`.
 
-    Variables are fp32 vectors (`cute.TensorSSA`); i, j, h and start, in attention, are int32. The text calls `smaller`
-    and `larger` for min and max, which ignore a NaN in their second argument.
+    Variables are fp32 vectors (`cute.TensorSSA`), except the int32 names i, j, h and start of attention. For min and
+    max, the text calls `smaller` and `larger`. These functions ignore a NaN in the second argument.
 
     Args:
-        expr: the expression.
-        whole: whether the expression is a condition or a whole number.
-        floats: the source text of whole-number variables as fp32, for the parts that are floats.
+        expr: The expression.
+        whole: Whether the expression is a condition or a whole number.
+        floats: The fp32 source text of whole-number variables, for float parts.
     """
     return _Cute({}, whole, floats=floats or {}).text(decided(expr))
 
 
 def decided(expr: Expr) -> Expr:
-    """Evaluates the subexpressions without variables, because tensor functions do not accept plain numbers."""
+    """Evaluates the parts without variables, because tensor functions do not accept plain numbers."""
     expr = rebuild(expr, decided)
     match expr:
         case Call("where", (condition, a, b)) if not variables(condition):
@@ -106,7 +105,7 @@ def decided(expr: Expr) -> Expr:
 
 
 def is_primary(text: str) -> bool:
-    """Returns True if source text never needs parentheses: a name, member, call, subscript, or parenthesized text."""
+    """Returns whether source text never needs parentheses: a name, member, call, subscript, or parenthesized text."""
     depth = 0
     for character in text:
         if not depth and not re.match(r"[\w.(\[]", character):
@@ -116,10 +115,10 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """Common base of the printers of the three target languages.
+    """The base class of printers for Torch, for kernels and for the CuTe DSL.
 
-    Floats are printed with a decimal point or exponent. With `whole`, all numbers are whole and are printed without a
-    decimal point. Otherwise, `inner` prints the whole-number subexpressions.
+    Floats have a decimal point or exponent. With `whole`, all numbers are whole and have none. Otherwise, `inner`
+    prints the parts that are whole numbers.
     """
 
     language: ClassVar[str]
@@ -130,7 +129,7 @@ class _Target(Printer):
         self.inner: _Target = self if whole else self.of_whole()
 
     def of_whole(self) -> "_Target":
-        """Returns the printer of subexpressions that are whole numbers."""
+        """Returns the printer of parts that are whole numbers."""
         return type(self)(self.names, True)
 
     def write(self, expr: Expr) -> tuple[str, int]:
@@ -182,8 +181,8 @@ class _Torch(_Target):
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns source text for a tensor that contains the number `value`. The tensor has the dtype of the first
-        variable of `like`."""
+        """Returns source text of a tensor filled with `value`. The tensor has the dtype of the first variable in
+        `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)})"
 
 
@@ -198,7 +197,7 @@ class _TorchScore(_Torch):
 
 
 class _Kernel(_Target):
-    """Common base for Triton and CUDA C++, which have fewer functions and print powers as products."""
+    """The base class for Triton and CUDA C++. These languages have fewer functions. Powers are printed as products."""
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         primitive = PRIMITIVES[function]
@@ -264,7 +263,7 @@ class _Triton(_Kernel):
         return super().write(expr)
 
     def nonnegative(self, expr: Expr) -> bool:
-        """Returns True if a whole number is provably at least 0."""
+        """Returns whether a whole number is provably at least 0."""
         far = {"i1": FAR, "j1": FAR, "h1": FAR, "start1": FAR, "d1": FAR}
         least = {"i0": 0.0, "j0": 0.0, "h0": 0.0, "start0": 0.0, "d0": 0.0 if self.ordered else -FAR}
         return number(bounds(expr)[0], **far, **least) >= 0
@@ -313,8 +312,8 @@ class _Cute(_Triton):
         return super().call(function, args)
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns source text for a vector that is filled with a number. The vector has the length of the first
-        variable of `like`."""
+        """Returns source text of a vector filled with `value`. The vector has the length of the first variable in
+        `like`."""
         dtype = "cutlass.Int32" if self.whole else "cutlass.Float32"
         return f"cute.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)}, {dtype})"
 
@@ -323,7 +322,7 @@ BELL = 1.2011224087864498  # sqrt(log2(e)): exp(-z ** 2) is 2 ** -(BELL * z) ** 
 
 
 def cuda_functions(texts: Iterable[str]) -> str:
-    """Returns the definitions of all helpers of CUDA C++ that `texts` call, or "" if they call none."""
+    """Returns the definitions of the CUDA C++ helpers that `texts` call. Empty if they call none."""
     helpers = {name: text for primitive in PRIMITIVES.values() for name, text in primitive.cuda_helpers.items()}
     calls, definitions = "\n".join(texts), list[str]()
     for name, text in reversed(helpers.items()):  # a helper may call those before it

@@ -1,10 +1,10 @@
 """The expression tree of the pointwise language, and its canonical text.
 
-Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and never simplifies; `==`
-compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
+Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees without simplification.
+`==` compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
 
-A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so repeated application may
-grow a tree exponentially. The limit bounds the work of every function in this package.
+A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so a tree may grow
+exponentially. The limit bounds the work of every function in this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,8 @@ from typing import ClassVar
 
 
 class ExprError(ValueError):
-    """Raised for an invalid expression.
-
-    `column` is the 0-based position in the text, and `hint` states how to fix it.
-    """
+    """Raised for an invalid expression. `column` is the 0-based position in the text, and `hint` states how to
+    fix it."""
 
     def __init__(self, message: str, column: int = 0, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
@@ -29,7 +27,7 @@ LARGEST_TREE = 8_000  # in nodes; no text that is printed comes from a larger tr
 
 
 class Expr:
-    """Base of the expression nodes. Operators accept expressions and numbers.
+    """The base class of expression nodes. Operators accept expressions and numbers.
 
     `size` is the number of nodes. The hash is cached, because rules look up the same trees many times.
     """
@@ -132,7 +130,7 @@ class Binary(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Neg(Expr):
-    """The negation -a. A negative number is a Const instead, so that each text has exactly one tree."""
+    """The negation -a. A negative number is a Const instead, so each text has exactly one tree."""
 
     __hash__ = Expr.__hash__
     a: Expr
@@ -147,7 +145,8 @@ class Neg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Compare(Expr):
-    """`a op b`, where op is one of < <= > >= == !=. It is valid only as the condition of `where`, or in a `Logic`."""
+    """`a op b`, where op is one of < <= > >= == !=. A comparison is valid only as the condition of `where`, or in a
+    `Logic`."""
 
     __hash__ = Expr.__hash__
     op: str
@@ -169,7 +168,7 @@ class Logic(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Read(Expr):
-    """The element of a learned table at whole-number indices, one for each dim."""
+    """The element of a learned table at whole-number indices, one per dim."""
 
     __hash__ = Expr.__hash__
     table: str
@@ -312,5 +311,5 @@ class Printer:
 
 
 def plain(value: float) -> str:
-    """Formats a number without a redundant fraction: 2 instead of 2.0."""
+    """Formats a number without a redundant fraction: 2, not 2.0."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

@@ -1,4 +1,4 @@
-"""The language of wiring: pointwise expressions over named values and values of earlier runs of blocks."""
+"""The language of wiring: pointwise expressions of named values, and of values from earlier runs of blocks."""
 
 import ast
 from collections import Counter
@@ -17,12 +17,12 @@ INDEX = ("layer", "layers", "run", "runs")  # the names that the formula k may r
 
 @dataclass(frozen=True)
 class EarlierValue:
-    """A value of an earlier run of a block, such as `output(layer - 1)`.
+    """A value from an earlier run of a block, such as `output(layer - 1)`.
 
     Attributes:
         function: `output` or `value`.
-        index: the formula k, whose value is the index of the run.
-        layer: the title of the attention layer that computes the value; empty for `output`.
+        index: The formula of the run's index.
+        layer: The title of the attention layer that computes the value. Empty for `output`.
     """
 
     function: str
@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns this value with `layer` set, as an expression of the layer `layer` reads it. There, `value(k)` means
-        the value that the layer of the same title has in run k."""
+        """Returns the value that this stands for in an expression of the layer `layer`. In such an expression,
+        `value(k)` is the value of the same layer in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -43,12 +43,11 @@ class Wiring:
     """A parsed expression.
 
     Attributes:
-        expr: the expression. Its variables are identifiers, which stand for dotted names and for values of earlier
-            runs.
-        names: for each variable, the name in the spec that it represents.
-        earlier: for each variable that represents a value of an earlier run of a block, that value.
-        text: the text of the spec with variables in place of names. A part has the same column in this text and in the
-            spec.
+        expr: The expression. Its variables stand for dotted names and for values from earlier runs.
+        names: For each variable, the name in the spec.
+        earlier: The values from earlier runs, by the variable that stands for the value.
+        text: The text of the spec with variables in place of names. A part of the expression has the same column in
+            this text and in the spec.
     """
 
     expr: Expr
@@ -63,13 +62,13 @@ class Wiring:
 
 @lru_cache(maxsize=1024)
 def parse_wiring(text: str) -> Wiring:
-    """Parses an expression over named values.
+    """Parses an expression of named values.
 
-    The language is the pointwise language with dotted names, `output(k)` and `value(k)`: the residual stream after run
-    k of a block, and the attention values of that run. k is a formula of whole numbers.
+    The language is the pointwise language with dotted names, `output(k)` and `value(k)`. `output(k)` is the residual
+    stream after run k of a block, and `value(k)` the attention values of that run. k is a formula of whole numbers.
 
     Raises:
-        ExprError: if the text is not a valid expression.
+        ExprError: If the text is not a valid expression.
     """
     dotted: dict[str, str] = {}
     earlier: dict[str, EarlierValue] = {}
@@ -98,8 +97,8 @@ def parse_wiring(text: str) -> Wiring:
 
 
 def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:
-    """Yields the syntax-tree nodes of dotted names, `output(k)` and `value(k)`. Yields nothing if Python cannot parse
-    the text."""
+    """Yields the syntax-tree nodes of dotted names, `output(k)` and `value(k)`. Yields nothing if the text is not
+    Python."""
     try:
         tree = ast.parse(f"({text})", mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -119,8 +118,8 @@ def _is_dotted(node: ast.expr) -> bool:
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns the expression E for which `base` with E in place of the variable `name` equals `expr`. None if there is
-    no such expression."""
+    """Returns the expression E that turns `base` into `expr` if E replaces the variable `name`. None if there is no
+    such E."""
     if base == Var(name):
         return expr
     inner, other = children(base), children(expr)
@@ -144,7 +143,7 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
 
 
 def repeated(expr: Expr) -> Expr | None:
-    """Returns the largest subexpression that occurs several times and reads a value; None if there is none."""
+    """Returns the largest subexpression that occurs several times and reads a value, or None."""
     counts: Counter[Expr] = Counter()
     queue = [expr]
     for part in queue:  # the list grows during the loop

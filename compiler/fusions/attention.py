@@ -1,5 +1,5 @@
-"""Replaces attention with two ops: a forward that saves the log-sum-exp, and a gradient that reads the log-sum-exp. The
-plan chooses the kernel of each."""
+"""Replaces attention by two ops. The forward op saves the log-sum-exp, and the gradient op reads it. The plan chooses
+the kernel of each."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention,
 class AttentionFusion(Fusion):
     """Accepts a single attention node over whole sequences.
 
-    The node is `Sdpa`, causal attention with any score and mask, or `SdpaSeen`, attention to the keys that the mask
-    `seen` marks. The keys of `SdpaSeen` may come from another sequence. Outside a group, Torch chooses the attention
-    kernel. In a group, the plan chooses a kernel for the forward and one for the gradient, independently.
+    The node is an `Sdpa` or an `SdpaSeen`. `Sdpa` is causal attention with any score and mask. `SdpaSeen` is attention
+    to the keys in the mask `seen`. The keys of `SdpaSeen` may come from another sequence. Outside of a group, Torch
+    chooses the attention kernel. In a group, the plan chooses separate kernels for the forward pass and the gradient.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:

@@ -1,5 +1,5 @@
-"""Splits a linear layer in 8-bit floats into nodes that round its operands to codes and the matrix product of the
-codes. The kernel of another node in the group can then write the codes."""
+"""Splits an 8-bit linear layer into several nodes. Some round the operands to codes, and one multiplies the codes. The
+kernel of another node in the group can then write the codes."""
 
 from collections.abc import Sequence
 

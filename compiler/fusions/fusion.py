@@ -1,5 +1,4 @@
-"""The interface of a fusion: whether the fusion accepts the members of a fusion point, and the nodes that replace
-them."""
+"""The interface of a fusion: whether it accepts the members of a fusion point, and the nodes that replace them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +17,7 @@ class Rewrite:
     """The nodes that replace the members of a fusion point, in topological order.
 
     The last node computes the value of the last member. The nodes read only each other and the inputs of the group. If
-    `learns` is false, the group has no backward, and its inputs have no gradient.
+    `learns` is false, the group has no backward pass, and its inputs have no gradient.
     """
 
     nodes: tuple[Node, ...]
@@ -27,19 +26,19 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A rewrite that is more than a pointwise epilogue.
+    """A rewrite that is more than a pointwise epilogue. Each subclass has one instance at module level, which the
+    catalogue finds.
 
-    The catalogue discovers one module-level instance of each subclass. `ops` are names of ops. A fusion is tried only
-    if the op of some member has one of these names. If such a member cannot be fused, the error states why the fusion
-    refused the member.
+    `ops` are names of ops. A fusion is tried only if a member has one of these ops. If such a member cannot be fused,
+    the error states the reason.
 
     `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. The fusion
-    refuses a member if any other field differs from its default. A fusion therefore never drops a setting that it does
-    not know, such as a field of a subclass or a field that was added later.
+    refuses a member whose other fields are not defaults. It therefore never drops a setting that it does not know,
+    such as a field of a subclass or a field that was added later.
 
-    Members are in the order of `graph`. Only members of the group read the output of a member other than the last one.
-    A node that an earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear
-    or pointwise, or have a derivative rule.
+    Members are in the order of `graph`. Only members of the group read members before the last one. A node that an
+    earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear or pointwise,
+    or have a derivative rule.
     """
 
     name: str
@@ -47,17 +46,17 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None if it applies. The reason completes a sentence that
-        begins with the name of the fusion."""
+        """Returns the reason why the fusion does not apply, or None. The reason follows the name of the fusion in a
+        sentence."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None. `refusal` calls this method only if all members
-        have defaults in the fields that `reads` does not list. Subclasses must override it."""
+        """Returns the reason why the fusion does not apply, or None. The fields that `reads` does not list have their
+        defaults. Subclasses must override this method."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
-        """Returns the rewritten members. Called only if `refusal` returned None. Subclasses must override it.
+        """Returns the rewritten members. `refusal` must have returned None. Subclasses must override this method.
 
         Raises:
             ExprError: If an expression is too long.
@@ -82,7 +81,7 @@ def node(name: str, op: Op, inputs: Sequence[tuple[str, TensorType]], members: S
     Args:
         name: The name of the node.
         op: The op of the node.
-        inputs: Ref and type of each input, in order.
+        inputs: The ref and the type of each input, in order.
         members: The names of the nodes that the new node replaces.
 
     Returns:

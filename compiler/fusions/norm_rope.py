@@ -1,5 +1,4 @@
-"""Fuses three operations on attention heads: an RMSNorm, the rotary embedding, and a gain after both. The heads are
-then read once."""
+"""Fuses an RMSNorm, the rotary embedding, and a gain after both, on attention heads. The heads are then read once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ class Parts:
     """The members of a fusion point that are fused.
 
     Attributes:
-        norm: the norm before or after the rope.
-        rope: the rope.
-        gain: the node that multiplies the heads by their gain, after norm and rope.
-        scale: the ref of the gain; empty if there is none.
-        weight: the node that computes the weight of the norm from a parameter.
+        norm: The norm before or after the rotary embedding.
+        rope: The rotary embedding.
+        gain: The node that multiplies the heads by their gain, after norm and rotation.
+        scale: The ref of the gain, or "".
+        weight: The node that computes the weight of the norm from a parameter.
     """
 
     norm: Node | None
@@ -51,11 +50,10 @@ class Parts:
 
 
 class NormRopeFusion(Fusion):
-    """Accepts a rope, an optional RMSNorm before the rope, and an optional product of the result with one gain per
-    head.
+    """Accepts a rotary embedding, an optional RMSNorm before it, and an optional multiplication by one gain per head.
 
-    The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rope, because a
-    pure rotation does not change the mean square. The group may have no other members.
+    The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rotation,
+    because a rotation does not change the mean square. The group may have no other members.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -77,7 +75,7 @@ class NormRopeFusion(Fusion):
 
 
 def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
-    """Returns the members, each in its role, or the reason why the fusion does not accept the members."""
+    """Returns the members by role, or the reason why the fusion does not accept them."""
     by_name = {member.name: member for member in members}
     ropes = [member for member in members if isinstance(member.op, Rope)]
     if len(ropes) != 1:

@@ -1,5 +1,5 @@
-"""Fuses logits, an optional softcap, and cross-entropy. Loss and gradient are computed together, so that the logits are
-read once."""
+"""Fuses logits, an optional softcap, and cross-entropy. Loss and gradient are computed together, so that the logits
+are read once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Parts:
     Attributes:
         product: the matrix product that computes the logits.
         codes: the node that rounds the weight of the product to 8 bits. None if the product reads the weight itself.
-        bound: the pointwise node between the logits and the loss, e.g. a softcap. None if the loss reads the logits.
+        bound: the pointwise node between the logits and the loss, such as a softcap. None if the loss reads the logits.
         loss: the cross-entropy.
     """
 
@@ -41,7 +41,7 @@ class Parts:
 
     @property
     def f(self) -> str:
-        """The function that is applied to a logit `z` before the softmax, as text."""
+        """The function of a logit `z` before the softmax, as text."""
         if self.bound is None:
             return "z"
         assert isinstance(self.bound.op, Pointwise)
@@ -50,12 +50,12 @@ class Parts:
 
 
 class SoftmaxLossFusion(Fusion):
-    """Accepts a linear layer, at most one pointwise node that reads its output, and the cross-entropy of the result.
-    The layer may multiply 8-bit floats.
+    """Accepts a linear layer, at most one pointwise node, and the cross-entropy of the result. The layer may multiply
+    8-bit floats.
 
     If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros. Every row of logits is then
-    aligned in memory. A mean loss is computed together with its gradient. A loss per token is only used to score a
-    model and has no gradient.
+    aligned in memory. A mean loss is computed together with its gradient. A loss per token only scores a model, so it
+    has no gradient.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -90,8 +90,7 @@ class SoftmaxLossFusion(Fusion):
 
 
 def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> tuple[Node, ...]:
-    """Returns the nodes that compute logits whose number of columns is a multiple of 8. If the vocabulary size is not,
-    the first node pads the parameter."""
+    """Returns the nodes of logits with a multiple of 8 columns. The first node pads the parameter if necessary."""
     chain = (parts.product,) if parts.codes is None else (parts.codes, parts.product)
     if parts.vocab % VECTOR == 0:
         return chain
@@ -106,7 +105,7 @@ def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> t
 
 
 def _parts(members: Sequence[Node]) -> Parts | str:
-    """Returns the members, each in its role, or the reason why the fusion does not accept the members."""
+    """Returns the members by role, or the reason why the fusion does not accept them."""
     by_name = {member.name: member for member in members}
     losses = [member for member in members if isinstance(member.op, CrossEntropy)]
     if len(losses) != 1:

@@ -1,4 +1,4 @@
-"""The replacement of the matrix products of a graph with int8 products, and the list of the products of a model."""
+"""Replaces the matrix products of a graph by int8 products. Describes each product of a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +19,8 @@ STORAGE = "int8"
 class Unfit(Exception):
     """Raised if a product cannot be computed in int8.
 
-    `names` are the full names of the product's parameters. If `at_once` is true, the reason is that these parameters do
-    not all have the same scheme.
+    `names` are the full names of the product's parameters. If `at_once` is true, these parameters have different
+    schemes.
     """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
@@ -28,7 +28,7 @@ class Unfit(Exception):
         self.message, self.names, self.at_once = message, tuple(names), at_once
 
     def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
-        """Returns the problem to report, at the path in the spec that requests int8."""
+        """Returns the problem to report, at the spec path that requests int8."""
         pattern = covering(self.names)
         if self.at_once:
             # A rule takes precedence over the default
@@ -40,7 +40,7 @@ class Unfit(Exception):
 
 
 def covering(names: Sequence[str]) -> str:
-    """Returns a pattern that matches the parameters `names`, and the parameters of the same name in other blocks."""
+    """Returns a pattern that matches the parameters `names` and the parameters of the same name in other blocks."""
     blocks = [".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names]
     places, last = {name.rpartition(".")[0] for name in blocks}, pattern_of(names)
     if len(places) == 1:
@@ -53,17 +53,19 @@ def covering(names: Sequence[str]) -> str:
 class Source:
     """A matrix product of the model. Names are full names in the model.
 
+    The features of the input are divided into `parts` equal slices. The weight multiplies one of them.
+
     Attributes:
         node: The name of the node that contains the product.
         weight: The name of the weight.
-        bias: The name of the int8 bias; "" if there is none.
-        read: The indices of the node inputs that are multiplied with the weight.
-        outputs: The indices of the node's outputs that are multiplied with the weight.
+        bias: The name of the int8 bias, or "".
+        read: The indices of the node inputs that the weight multiplies.
+        outputs: The indices of the node outputs that the weight multiplies.
         maker: The name of the node or graph input that computes the first of the multiplied inputs.
-        leader: The name of the first weight, in table order, among the weights of all products that share the input
-            scale.
-        part: The features of the input are divided into equal slices; `part` is the index of the slice that is
-            multiplied with the weight. parts: The number of slices.
+        leader: The weight whose name identifies the input scale. Of all weights that multiply this input, it is the
+            first in the parameter table.
+        part: The index of the slice that the weight multiplies.
+        parts: The number of slices.
     """
 
     node: str
@@ -81,14 +83,14 @@ class Source:
 class Factor:
     """A matrix product inside a node.
 
-    The weight is multiplied with node inputs and, in a recurrence, with outputs of the node. The features of each of
-    these values are divided into `parts` equal slices; the weight is multiplied with slice `part`.
+    The weight multiplies node inputs and, in a recurrence, node outputs. The features of each of these values are
+    divided into `parts` equal slices. The weight multiplies slice `part`.
 
     Attributes:
         weight: The ref of the weight [N, K].
-        bias: The ref of the bias [N], or "" if there is none.
-        read: The indices of the node inputs that are multiplied with the weight.
-        outputs: The indices of the node outputs that are multiplied with the weight.
+        bias: The ref of the bias [N], or "".
+        read: The indices of the node inputs that the weight multiplies.
+        outputs: The indices of the node outputs that the weight multiplies.
         part: The index of the slice.
         parts: The number of slices.
     """
@@ -103,24 +105,24 @@ class Factor:
 
 @dataclass
 class Editor:
-    """A graph whose matrix products are being replaced with int8 products.
+    """A graph whose matrix products are being replaced by int8 products.
 
-    Names and refs are names and refs of the original graph, except in attributes that are said to hold new nodes.
+    Names and refs are those of the original graph, except in attributes with new nodes.
 
     Attributes:
         graph: The original graph.
-        places: The path of each call of the graph, such as `blocks.0.`. The path is the prefix of the full names of the
-            graph's parameters: `@mlp.up` is then the parameter `blocks.0.mlp.up`.
+        places: The path of each call of the graph, such as `blocks.0.`. Full names of parameters begin with it:
+            `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
         functions: New functions, shared by all graphs.
         added: The types of the declared constants, by name.
         types: The types of all values, original and new.
-        new: New nodes, by the name of the original node before which they are inserted.
+        new: New nodes. A key is the name of the original node before which they are inserted.
         gone: The names of the removed nodes.
-        names: Maps the ref of each removed value to the ref that replaces it.
-        shared: The refs of codes that several products may read. The key is the ref of the value that was quantized,
-            and the leader whose input scale was used.
+        names: Maps the ref of each removed value to its replacement.
+        shared: The refs of codes that several products may read. A key has the ref of the quantized value, and the
+            leader whose input scale applies.
     """
 
     graph: Graph
@@ -141,8 +143,7 @@ class Editor:
     def result(self) -> Graph:
         """Returns the graph with all replacements. New nodes whose outputs are not read are removed.
 
-        An int8 form computes all outputs of the replaced op, while the graph may read only some outputs of a
-        recurrence.
+        An int8 form may compute outputs that the graph does not read, such as the last state of a recurrent layer.
         """
         remaining = [node.name for node in self.graph.nodes if node.name not in self.gone]
         nodes = [
@@ -157,7 +158,7 @@ class Editor:
         return finished(replace(self.graph, nodes=live, params=params, outputs=outputs))
 
     def full_names(self, refs: Iterable[str]) -> list[str]:
-        """Returns the full names of the parameters among `refs`. A parameter has one full name per path in `places`."""
+        """Returns the full names of the parameters among `refs`, one per path in `places`."""
         return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
 
     def _name(self, ref: str) -> str:
@@ -166,7 +167,7 @@ class Editor:
         return ref
 
     def integer(self, ref: str) -> bool:
-        """Whether a value is a parameter that is stored as integers for int8 products."""
+        """Returns whether a value is a parameter that is stored as integers for int8 products."""
         if ref[0] != "@" or self.places[0] + ref[1:] not in self.schemes:
             return False
         flags = {self.schemes[at + ref[1:]].integer for at in self.places}
@@ -176,15 +177,15 @@ class Editor:
         return flags.pop()
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
-        """Declares a tensor that is stored next to a weight, e.g. with suffix `codes`, `offset` or `scale`. Returns its
-        ref."""
+        """Declares a tensor that is stored next to a weight, with a suffix such as `codes`, `offset` or `scale`.
+        Returns its ref."""
         name = f"{weight[1:]}_{suffix}"
         self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The input multiplied by
-        this constant, and rounded, gives its codes."""
+        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. Codes are the input times
+        this constant, rounded."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
@@ -196,25 +197,25 @@ class Editor:
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
     def input_bits(self, weight: str) -> Literal[8, 16]:
-        """Returns the number of bits to which the input of the product with `weight` is quantized."""
+        """Returns the number of bits of the quantized input of the product with `weight`."""
         leaders = {self.sources[at + weight[1:]].leader for at in self.places}
         names = [name for name, source in self.sources.items() if source.leader in leaders]
         widths = {self.schemes[name].input_bits for name in names}
         if len(widths) > 1:
             message = (
-                f"{names[0]} and the weights that share its input or its code must all have 8-bit inputs, or all "
-                "16-bit inputs"
+                f"{names[0]} and the weights that share its input or its code must have inputs of equal width, 8 or "
+                "16 bits"
             )
             raise Unfit(message, names, at_once=True)
         return widths.pop()
 
     def leader(self, weight: str) -> str:
-        """Returns the first weight, in table order, of the products that share the input of `weight`."""
+        """Returns the leader of `weight`: the first weight, in table order, that multiplies the same input."""
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
             message = (
-                f"{self.places[0]}{weight[1:]} shares its input with products that differ between the blocks that "
-                "share its code"
+                f"blocks with the code of {self.places[0]}{weight[1:]} must agree on the products that read its input, "
+                "but they differ"
             )
             raise TypeRuleError(message)
         return leaders.pop()
@@ -222,8 +223,8 @@ class Editor:
     def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         """Returns the value `ref` as int8 codes for the product with `weight`.
 
-        An input of 16 bits has two codes per value, so two refs are returned. The codes are computed before the node
-        `before`, and all products of one value share them.
+        A 16-bit input has two codes per value, so two refs are returned. The codes are computed before the node
+        `before`. All products of one value share the codes.
         """
         leader = self.leader(weight)
         if (ref, leader) not in self.shared:
@@ -231,7 +232,7 @@ class Editor:
         return self.shared[ref, leader]
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Adds the nodes that compute the codes of a value. Returns their refs."""
+        """Adds the nodes that compute the codes of a value. Returns the refs of the codes."""
         width, inputs = self.types[ref].width, (ref, self.inverse(weight))
         assert isinstance(width, int)
         names = (f"{weight[1:]}_input", f"{weight[1:]}_second")[: self.input_bits(weight) // 8]
@@ -240,7 +241,8 @@ class Editor:
         )
 
     def add(self, node: Node, at: Node) -> str:
-        """Inserts a new node at the position of the original node `at`. Returns the ref of its first output."""
+        """Inserts a new node at the position of the original node `at`. Returns the ref of the new node's first
+        output."""
         node.op.infer([self.types[ref] for ref in node.inputs[: node.op.arity or len(node.inputs)]])
         self.new.setdefault(at.name, []).append(node)
         self.types |= zip(node.outputs, node.types, strict=True)
@@ -253,21 +255,21 @@ class Editor:
             name: The name of the node.
             op: The op of the node.
             inputs: The refs of the inputs.
-            at: The original node at whose position the new node is inserted.
+            at: The original node. The new node gets its position.
 
         Returns:
-            The ref of its first output.
+            The ref of the node's first output.
         """
         return self.add(Node(name, op, tuple(inputs), op.infer([self.types[ref] for ref in inputs])), at)
 
     def function(self, graph: Graph) -> str:
-        """Adds a function, unless an equal function exists. Returns its name."""
+        """Adds a function, unless an equal function exists. Returns the name of the function."""
         if self.functions.setdefault(graph.name, graph) != graph:
             raise TypeRuleError(f"two functions are named {graph.name}")
         return graph.name
 
     def replace(self, old: Node, *refs: str) -> None:
-        """Removes an original node and redirects the readers of its outputs to `refs`. `refs` is empty if another new
-        node already computes the removed node's outputs."""
+        """Removes an original node. Readers of the node's outputs then read `refs`. `refs` is empty if another new
+        node already computes these outputs."""
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}

@@ -21,12 +21,13 @@ SUFFIX = "_rounded"
 
 
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
-    """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
+    """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests them.
 
-    For each phase in which `train.qat` applies, the training program is copied. The copy rounds each input of an int8
-    product to a value that the deployed model's int8 codes can represent. Recurrent states are rounded at every step.
-    If the decoder is not always teacher-forced, the programs that compute its inputs are copied too. The scales of the
-    inputs are `programs.buffers`. The caller rounds the weights.
+    The training program of each phase with `train.qat` is copied. The copy rounds each input of an int8 product to a
+    value that the deployed model's codes can represent. Recurrent states are rounded at every step.
+
+    If the decoder is not always teacher-forced, the programs that compute the decoder's inputs are copied too. The
+    scales of the inputs are `programs.buffers`. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -37,9 +38,9 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
 
     Raises:
-        LoweringError: If no scheme of the spec rounds inputs, if a time loop other than an LSTM contains int8 products,
-            if a product cannot be computed in int8, or if the spec does not determine the fraction of the run at which
-            rounding begins.
+        LoweringError: If no scheme of the spec rounds inputs, or if a product cannot be computed in int8. Also if a
+            loop over time that is not an LSTM contains int8 products, or if the spec does not determine when rounding
+            begins.
     """
     if quant is None or train.qat is None:
         return programs
@@ -72,7 +73,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
     inputs of int8 products.
 
     Raises:
-        LoweringError: If a time loop other than an LSTM contains int8 products.
+        LoweringError: If a loop over time other than an LSTM contains int8 products.
         Unfit: If a product cannot be computed in int8.
     """
     sources = {source.weight: source for source in integer_products(programs, schemes)}
@@ -103,8 +104,8 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with an additional boundary at the fraction `begins` of the run. The phases after
-    this boundary train the rounded programs."""
+    """Yields the phases of a run, with an additional boundary at the fraction `begins`. The phases after it train the
+    rounded programs."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -120,8 +121,8 @@ class _Copied:
     Attributes:
         programs: The copies.
         functions: Copied functions, by the name of the original.
-        added: New functions that the copies also call.
-        buffers: The types of the values that the copies read in addition to parameters, by full name.
+        added: New functions that the copies call.
+        buffers: The types of the values that the copies read besides parameters, by full name.
     """
 
     def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
@@ -135,7 +136,7 @@ class _Copied:
         """Copies one program.
 
         Raises:
-            LoweringError: If a time loop other than an LSTM contains int8 products.
+            LoweringError: If a loop over time other than an LSTM contains int8 products.
             Unfit: If a product cannot be computed in int8.
         """
         places = places_of(replace(self._all, programs=(program,)))
@@ -149,8 +150,8 @@ class _Copied:
                 self.functions.setdefault(graph.name, edited)
 
     def _refuse_loops(self, graphs: Sequence[Graph], places: Mapping[str, list[str]]) -> None:
-        """Raises LoweringError if a time loop contains int8 products. Such loops are not copied. An LSTM is a single
-        node at this point, and becomes a time loop only in the copy."""
+        """Raises LoweringError if a loop over time contains int8 products, because such loops are not copied. An LSTM
+        is still a single node here. Only its copy becomes a loop."""
         table = {graph.name: graph for graph in self._all.graphs}
         for loop in [node for graph in graphs for node in graph.nodes if isinstance(node.op, Scan)]:
             assert isinstance(loop.op, Scan)
@@ -175,8 +176,8 @@ class _Copied:
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
-        """Returns a copy of the graph, under a new name, with the inputs of its int8 products rounded. A function
-        without int8 products is returned unchanged."""
+        """Returns a copy of the graph, under a new name, that rounds the inputs of int8 products. A function without
+        int8 products is returned unchanged."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.added)
         edited = rewritten(editor, fake=True)
@@ -194,7 +195,7 @@ class _Copied:
 
 
 class _Rounding(Editor):
-    """A copy of a training graph, in which the inputs of int8 products are being rounded."""
+    """A copy of a training graph that rounds the inputs of int8 products."""
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

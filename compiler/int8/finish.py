@@ -1,4 +1,4 @@
-"""The final rewrites of graphs with int8 products. Products write codes directly, operands are copied to contiguous
+"""The last rewrites of graphs with int8 products. Products write codes directly, operands are copied to contiguous
 rows, and each epilogue gets a unique title."""
 
 from collections.abc import Iterable
@@ -11,14 +11,14 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph with two changes: no product reads a view, and an int8 product writes codes if its only reader
-    quantizes the result."""
+    """Returns the graph with two changes. No product reads a view. An int8 product writes codes if only a quantization
+    reads the product."""
     return _row_by_row(_requantized(graph))
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Gives different titles to different epilogues of int8 products. Returns the new graphs. A title contains neither
-    scale factors nor operands, so without this pass different epilogues could have the same title."""
+    """Returns the graphs with different titles for different epilogues of int8 products. A title contains neither
+    scale factors nor operands, so different epilogues may have had the same title."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
@@ -37,9 +37,9 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """Copies operands that have the shape of a product to contiguous rows, which the kernel requires. Returns the new
-    graph. Such an operand may be a view, for example of features that are repeated over time. Results of int8 products
-    are already contiguous."""
+    """Copies operands with the shape of a product to contiguous rows, because the kernel requires contiguous rows.
+    Such an operand may be a view, such as features that are repeated over time. Results of int8 products are
+    contiguous already."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:
@@ -62,7 +62,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """Lets an int8 product write codes directly if its only reader is a quantization. Returns the new graph."""
+    """Lets an int8 product write codes directly if only a quantization reads the product."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

@@ -1,4 +1,4 @@
-"""The base class of int8 forms, which compute an op with int8 weights."""
+"""The base class of int8 forms. An int8 form computes an op with int8 weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 @dataclass(frozen=True, slots=True)
 class Int8Form:
-    """The rule that converts the nodes of one op to int8. The catalogue discovers one module-level instance of each
-    subclass."""
+    """The rule that converts the nodes of one op to int8. Each subclass has one instance at module level, which the
+    catalogue finds."""
 
     name: str
     takes: ClassVar[type[Op]]
@@ -28,12 +28,12 @@ class Int8Form:
         raise TypeError(f"{type(self).__name__} must override `factors`")
 
     def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node whose weights are all int8 by nodes that compute it in int8."""
+        """Replaces a node whose weights are all int8 by nodes that do the same computation in int8."""
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node of a training program with float ops that round wherever the nodes of `rewrite` round. In a
-        training program, `edit.codes` returns a single value: the float value that the codes represent."""
+        """Replaces a node of a training program by float ops that round wherever the nodes of `rewrite` round. In
+        training, `edit.codes` returns a single value: the float value of the codes."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
@@ -53,11 +53,11 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the first part of the epilogue of an int8 product: an expression that converts the integer sums `p` to
+    """Returns the first part of an int8 product's epilogue, an expression that converts the integer sums `p` to
     floats.
 
-    A 16-bit input has two codes per value. The product with the second codes, f32 [..., N], is then a separate node,
-    whose result the expression adds.
+    A 16-bit input has two codes per value. A separate node then multiplies the second codes. The expression adds the
+    result of this node, f32 [..., N].
 
     Args:
         edit: The graph.
@@ -65,10 +65,10 @@ def weighed(
         codes: The refs of the input's codes: one, or two for a 16-bit input. The product itself reads the first codes.
         weight: The ref of the weight.
         held: The refs of the weight's codes, offset and scale.
-        at: The original node whose position new nodes take.
+        at: The original node. New nodes get its position.
 
     Returns:
-        The expression, and a dict that maps the ref of each operand other than `p` and `scale` to its variable.
+        The expression, and the operands other than `p` and `scale`: the variable of each ref.
     """
     first, *second = codes
     if not second:
@@ -84,8 +84,8 @@ def weighed(
 
 
 def title_of(expr: Expr, type: TensorType) -> str:
-    """Returns the part of a kernel's name after `int8_linear`: `i16` if the input has 16 bits, the functions applied
-    after scaling, and the output dtype."""
+    """Returns the part of a kernel's name after `int8_linear`: `i16` for a 16-bit input, the functions after scaling,
+    and the output dtype."""
     words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
     wide = "i16" if "second" in variables(expr) else ""
     return "_".join(filter(None, (wide, words, type.dtype)))

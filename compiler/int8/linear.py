@@ -1,4 +1,4 @@
-"""The int8 form of a linear layer: the bias is added to the integer sums, and following nodes join the epilogue."""
+"""The int8 form of a linear layer. The bias is added to the integer sums, and the next nodes join the epilogue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,11 +18,10 @@ WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved
 
 
 class Int8LinearForm(Int8Form):
-    """Covers `x w^T`, the sum with a bias vector if the bias is also stored for int8 products, and the following
-    pointwise nodes.
+    """Covers `x w^T`, the sum with a bias vector that is stored for int8 products, and the next pointwise nodes.
 
-    A pointwise node joins the epilogue if it is the only reader of the previous node, and if each other operand is a
-    vector [N] or has the shape of the product.
+    A pointwise node joins the epilogue if no other node reads the previous node. Each other operand must be a vector
+    [N], or have the shape of the product.
     """
 
     takes: ClassVar[type[Op]] = Linear
@@ -77,8 +76,8 @@ class Int8LinearForm(Int8Form):
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:
-    """Returns the node that adds a parameter vector to the product `node`. None if there is no such node, or if the
-    product has other readers."""
+    """Returns the node that adds a parameter vector to the product `node`. None if there is none, or if the product
+    has other readers."""
     readers = graph.consumers[node.name]
     if graph.uses(node.name) != 1 or not readers:
         return None
@@ -117,9 +116,8 @@ def _operands(epilogue: Node, last: Node) -> list[str]:
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Applies the pointwise node `epilogue`, which reads the node `last`, to `expr`, the expression of `last`. Returns
-    the new expression, and a dict that maps the ref of each operand to its variable. Returns None if no kernel can
-    print the new expression."""
+    """Applies the pointwise node `epilogue` to `expr`, the expression of the node `last`. Returns the new expression
+    and the variable of each operand's ref. Returns None if no kernel can print the expression."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}

@@ -25,8 +25,7 @@ Direction = Callable[[Editor, Node, str, str, Sequence[Factor], bool], tuple[str
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
-    """Returns the two matrix products of each direction. If there is a single bias, it belongs to the product with
-    h."""
+    """Returns the two matrix products of each direction. A single bias belongs to the product with h."""
     factors: list[Factor] = []
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
@@ -36,8 +35,7 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
 
 
 def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
-    """Returns the hidden size. Raises TypeRuleError if the hidden size is not a multiple of 4, or if a bias is not
-    int8."""
+    """Returns the hidden size. Raises TypeRuleError if it is not a multiple of 4, or if a bias is not int8."""
     _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:
@@ -49,8 +47,6 @@ def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
 
 
 def _gates_of(edit: Editor, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
-    """Adds the node `name`, which computes the contribution of x to the gates, f32 [..., 4H]. Returns the ref of its
-    output."""
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
     gates = TensorType((*edit.types[codes[0]].shape[:-1], edit.types[held[0]].shape[0]), "f32")
@@ -59,8 +55,6 @@ def _gates_of(edit: Editor, node: Node, name: str, codes: Sequence[str], factor:
 
 
 def _held(edit: Editor, hidden: Factor) -> tuple[str, str, str, str]:
-    """Returns the refs of the constants of a step's product with h: the codes, offset and scale of the weight, and the
-    inverse input scale."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 
@@ -103,7 +97,7 @@ class Int8LstmForm(Int8Form):
         self._replace(edit, node, factors, fake_quantized_gates)
 
     def _replace(self, edit: Editor, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
-        """Replaces the node by a loop over the gates of each direction, and concatenates the outputs of the loops."""
+        """Replaces the node by one loop per direction, over the gates. Concatenates the outputs of the loops."""
         x, h, c, *_ = node.inputs
         directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
         parts: list[tuple[str, str, str]] = []
@@ -128,8 +122,11 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the nodes that compute what x contributes to the gates of one direction. Returns the ref of the gates, which
-    are stored time-major so that the gates of a step are contiguous, and the step."""
+    """Adds the nodes that compute the contribution of x to the gates of one direction. Returns the ref of this
+    contribution, and the step.
+
+    The gates are stored time-major, so the gates of one step are contiguous.
+    """
     into, hidden = factors
     codes = edit.codes(x, into.weight, node)
     major = [

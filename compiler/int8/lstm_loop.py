@@ -1,4 +1,4 @@
-"""The loop over the steps of one direction of an LSTM, which int8 and fake-quantized models share."""
+"""The loop over the steps of one LSTM direction, in int8 and fake-quantized models."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Step:
     """One step of an LSTM.
 
     Attributes:
-        suffix: The suffix of the function name, which distinguishes kinds of steps.
+        suffix: The suffix of the function name, for this kind of step.
         constants: The refs that all steps read, by the name of the input.
-        update: Adds the ops of a step: (builder, h, c, gates of the step, constants) -> the next h. The next c is
-            another output of the same node.
+        update: A function that adds the ops of a step: (builder, h, c, gates of the step, constants) -> the next h. The
+            next c is another output of the same node.
     """
 
     suffix: str
@@ -31,14 +31,14 @@ def add_loop(
 ) -> tuple[str, str, str]:
     """Adds a loop over the steps of one direction.
 
-    The path of the loop begins with `name`, so that paths of different stages cannot collide.
+    The path of the loop begins with `name`, so paths of different stages cannot collide.
 
     Args:
         edit: The graph.
-        node: The original LSTM node, whose position new nodes take.
+        node: The original LSTM node. New nodes get its position.
         name: The prefix of the names of new nodes.
-        inputs: The refs of x, of the initial h and c, and of what x contributes to the gates, in the order of the
-            steps.
+        inputs: The refs of x, the initial h, the initial c, and the contribution of x to the gates. This contribution
+            is in the order of the steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 
@@ -59,8 +59,8 @@ def add_loop(
 
 
 def _function(edit: Editor, read: Sequence[str], step: Step) -> Graph:
-    """Returns the function of one step. Its inputs are the values `read`, which are the same in all steps, and the
-    gates of the step."""
+    """Returns the function of one step. The inputs are the values `read`: the state, the gates of the step, and the
+    constants."""
     b = Builder(f"lstm_{edit.types[read[0]].width}{step.suffix}.step")
     for name, ref in zip(("h", "c", "x", *step.constants), read, strict=True):
         type = edit.types[ref]

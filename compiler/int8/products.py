@@ -1,4 +1,4 @@
-"""Rewrites the programs of a deployed model so that products with int8 weights are computed in int8."""
+"""Rewrites the programs of a deployed model. Products with int8 weights are then computed in int8."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from specc.compiler.strict import Path, Problem
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
     """Returns the matrix products that the deployed model computes in int8, in the order of the parameter table.
-    Calibration measures the range of their inputs. `programs` are the programs before any pass that rewrites graphs."""
+    Calibration measures the range of the inputs of these products. `programs` must not be rewritten yet."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -47,16 +47,16 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
 def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs of the deployed model, without training programs, with int8 products.
 
-    Every node whose weights have an integer scheme is replaced by its int8 form. The parameters of such a node are
-    replaced by the codes [N, K], offset [N] and scale [N] of each weight, and by the inverse scale [K] of each input.
+    Every node whose weights have an integer scheme is replaced by its int8 form. New parameters replace those of the
+    node: the codes [N, K], offset [N] and scale [N] of each weight, and the inverse scale [K] of each input.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
         quant: The quantization of the spec. If it is None, the programs are returned unchanged.
 
     Raises:
-        LoweringError: If a parameter with an integer scheme has a reader that is not a product, or if only some of the
-            blocks that share a function quantize a parameter. Lists all problems.
+        LoweringError: If a parameter with an integer scheme has a reader that is not a product. Also if only some of
+            the blocks that share a function quantize a parameter. Lists all problems.
     """
     schemes = allocation(quant, programs.stored)
     if quant is None:
@@ -92,7 +92,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """Returns the programs other than training programs, with the functions that they call."""
+    """Returns all programs except training programs, and the functions that they call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
@@ -103,8 +103,8 @@ def _deployed(programs: Programs) -> Programs:
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields pairs (graph, path prefix): each program with the prefix "", and each function with the prefix of each of
-    its calls."""
+    """Yields pairs (graph, path prefix). A program has the prefix "". A function occurs once per call, with the prefix
+    of the call."""
     seen: set[tuple[str, str]] = set()
 
     def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
@@ -121,7 +121,7 @@ def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 
 def places_of(programs: Programs) -> Mapping[str, list[str]]:
-    """Returns the path prefixes of the calls of each graph, by the name of the graph."""
+    """Returns the path prefixes of the calls of each graph, by the graph's name."""
     places: dict[str, list[str]] = {}
     for graph, at in sites(programs):
         places.setdefault(graph.name, []).append(at)
@@ -129,7 +129,7 @@ def places_of(programs: Programs) -> Mapping[str, list[str]]:
 
 
 def rewritten(editor: Editor, fake: bool = False) -> Graph:
-    """Returns the graph of `editor` with each node whose weights are int8 replaced by its int8 form.
+    """Returns the graph of `editor` with int8 forms in place of nodes whose weights are int8.
 
     Args:
         editor: The graph.
@@ -147,7 +147,7 @@ def rewritten(editor: Editor, fake: bool = False) -> Graph:
         try:
             integer = [editor.integer(factor.weight) for factor in factors]
             if not all(integer):
-                message = f"{editor.places[0]}{node.name} has int8 weights and others; all must be int8, or none"
+                message = f"{editor.places[0]}{node.name} has int8 and other weights; all of them must be int8, or none"
                 raise Unfit(message, weights, at_once=True)
             (form.fake_quantize if fake else form.rewrite)(editor, node, factors)
         except TypeRuleError as error:
@@ -174,8 +174,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each spec path that requests an integer scheme, if a node still reads one of its parameters
-    as floats."""
+    """Yields a problem for each spec path that requests an integer scheme although a node still reads the parameter as
+    floats."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
@@ -194,7 +194,7 @@ def _left_over(
 
 @dataclass
 class _Leaders:
-    """A union-find structure over weights that share the codes of their input."""
+    """A union-find structure of weights that share the codes of their input."""
 
     above: dict[str, str] = field(default_factory=dict)
 

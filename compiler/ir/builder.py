@@ -1,4 +1,4 @@
-"""The builder of graphs, which infers the type of each node that it adds."""
+"""The builder of graphs. It infers the type of each node."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from specc.compiler.ir.types import TensorType, TypeRuleError
 
 @dataclass
 class Builder:
-    """Builds one graph by adding nodes. `scope` is prepended to the name of each node and parameter.
+    """Builds one graph by adding nodes. The name of each node and parameter begins with `scope`.
 
-    A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to the
-    pair of its value and the text of its formula.
+    A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to its
+    value and its formula.
     """
 
     name: str
@@ -36,16 +36,16 @@ class Builder:
         return name
 
     def scalar(self, name: str, value: float, formula: str) -> str:
-        """Declares a number that each caller passes, and returns a reference to it. `value` is the number that the
-        current caller passes, and `formula` is its text in the spec."""
+        """Declares a number that each caller passes. Returns a reference to it. `value` is the number of the current
+        caller, and `formula` the text of the number in the spec."""
         self.scalars.setdefault(name, (value, formula))
         self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 
     def param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares a parameter in the scope, with an initialization, and returns a reference to it.
+        """Declares a parameter in the scope with an initialization. Returns a reference to it.
 
-        A second declaration of a name refers to the same parameter. Raises TypeRuleError if the two declarations differ
+        A second declaration of a name refers to the same parameter. Raises TypeRuleError if both declarations differ
         in type, or if a learned value has the name.
         """
         path = self.path(name)
@@ -80,7 +80,8 @@ class Builder:
     def add(self, name: str, op: Op, inputs: Sequence[str]) -> str:
         """Adds a node and returns its first output.
 
-        Raises TypeRuleError, naming the node, if the op cannot accept the inputs or the name is already used.
+        Raises TypeRuleError with the name of the node if the op cannot accept the inputs, or if the name is already
+        used.
         """
         path = self.path(name)
         if path in self.types:
@@ -97,10 +98,10 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """Returns, for error messages, the name of the node that determines the number of features of a value.
+        """Returns the name of the node that determines the number of features of a value, for error messages.
 
-        Ops that preserve the number of features, such as norms, are skipped. For an input of a function, the node is in
-        the caller.
+        Ops that preserve the number of features, such as norms, are skipped. For an input of a function, the node is
+        in the caller.
         """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
@@ -115,7 +116,7 @@ class Builder:
 
 
 def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
-    """Returns `name` if it is free. Otherwise, appends the smallest number, from 2, that makes it free."""
+    """Returns `name` if it is free. Otherwise, appends the smallest number from 2 on that makes it free."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 

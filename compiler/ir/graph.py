@@ -1,8 +1,7 @@
 """The typed graph that every pass reads and writes.
 
 References to values are text. `mlp.up` is the first output of node `mlp.up`, or an input of the graph. `mlp.up:1` is
-the second output of the node. `@mlp.up` is a parameter, and `$norm_scale` is a number that the caller of a function
-passes.
+the second output of the node. `@mlp.up` is a parameter. `$norm_scale` is a number that a function's caller passes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,12 +20,12 @@ class Node:
     Attributes:
         name: the path of the node, unique in its graph.
         op: the operation.
-        inputs: references to the input values: first the inputs of `op`, then the inputs of `epilogue`.
+        inputs: references to the inputs of `op`, then those of `epilogue`.
         types: the types of the outputs.
-        epilogue: a pointwise op applied to the accumulators of `op`, fused into this node.
-        members: the spec paths of the nodes that this node replaced, if it replaced several.
-        region: in a flattened graph, the function call that contains this node and that the backward pass recomputes;
-            empty if the values of the node are stored.
+        epilogue: a pointwise op of the accumulators of `op`, fused into this node.
+        members: the spec paths of the nodes that this node replaced. Empty unless it replaced several.
+        region: in a flattened graph, the recomputed call that contains this node. Empty if the backward pass does not
+            recompute the node.
     """
 
     name: str
@@ -124,13 +123,13 @@ def output_refs(node: str, count: int) -> tuple[str, ...]:
 
 
 def node_of(ref: str) -> str:
-    """Returns the name of the node that computes a value, or of the graph input that holds it."""
+    """Returns the name of the node that computes a value, or of the graph input that is the value."""
     return ref.partition(":")[0]
 
 
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph with the references in node inputs and graph outputs replaced by `names`, which maps old
-    references to new references."""
+    """Returns the graph with new references in node inputs and graph outputs. `names` maps old references to
+    new ones."""
 
     def other(ref: str) -> str:
         return names.get(ref, ref)

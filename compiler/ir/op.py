@@ -1,4 +1,4 @@
-"""The base class of the operations of a graph, and the interface of their derivative rules."""
+"""The base class of the operations of a graph, and the interface of derivative rules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,88 +15,87 @@ ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Base of the operations. The fields of an instance are its settings.
+    """The base class of operations. The fields of an instance are its settings.
 
-    Subclasses set `name`, override the class attributes below if the defaults do not apply, and implement the methods.
+    Subclasses set `name` and implement the methods. They override a class attribute below if the default does not
+    apply.
     """
 
     name: ClassVar[str] = ""
-    # Consumers may print the expression of this value inside their own line.
+    # The line of generated code that reads the value may contain its expression.
     inline: ClassVar[bool] = True
-    # Consumers print the name of this value, which is assigned in its own line.
+    # The value is assigned to a name in a separate line. Lines that read it contain this name.
     assigned: ClassVar[bool] = False
-    # It computes a gradient. Generated code names its value after this node, even if the node has an epilogue.
+    # The op computes a gradient. In generated code, the value has the name of this node, even with an epilogue.
     gradient: ClassVar[bool] = False
-    # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
+    # The op is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
     matrix: ClassVar[bool] = False
-    # The category in which a plan counts its time.
+    # The class of work in which a plan counts the time of the op.
     work: ClassVar[str] = "pointwise"
-    # The output has the features of the first input, so that errors about features are attributed to that input.
+    # The output has the features of the first input. Errors about features are reported for that input.
     keeps_features: ClassVar[bool] = False
-    # torch.compile does not compile it. A program that contains it is therefore not a single graph.
+    # torch.compile does not compile the op. A program with this op is therefore not a single graph.
     apart: ClassVar[bool] = False
-    # The reason why a program that contains it cannot be exported with variable sizes; empty if it can.
+    # The reason why a program with this op cannot be exported with variable sizes. Empty if it can.
     unexportable: ClassVar[str] = ""
-    # It modifies its first input, a state, and returns it.
+    # The op modifies its first input, a state, and returns that input.
     in_place: ClassVar[bool] = False
-    # Inside fused groups, the plan selects a kernel for it.
+    # The plan selects a kernel for the op inside fused groups.
     planned: ClassVar[bool] = False
-    # The plan also selects a kernel for it outside of fused groups.
+    # The plan also selects a kernel for the op outside of fused groups.
     everywhere: ClassVar[bool] = False
-    # A plan lists it inside fused groups, because it changes shapes.
+    # A plan lists the op inside fused groups, because it changes shapes.
     listed: ClassVar[bool] = False
-    # It combines tokens of a sequence, so the dims of rows and tokens cannot be flattened to one dim.
+    # The op combines tokens of a sequence, so the dims of rows and tokens cannot be flattened to one dim.
     mixes_tokens: ClassVar[bool] = False
-    # Its rows are independent of each other, for any number of leading dims. If False, only sequences are independent.
+    # Rows are independent of each other, for any number of leading dims. If False, only sequences are independent.
     rowwise: ClassVar[bool] = False
-    # Its rows are independent, and its first output is their mean or has one value per row. A group that ends in it may
-    # therefore be computed in chunks of rows.
+    # Rows are independent, and the first output is their mean or has one value per row. A group that ends in this op
+    # may therefore be computed in chunks of rows.
     by_chunks: ClassVar[bool] = False
-    # The number of sums in sequence, each over values that were rounded after the previous sum.
+    # The number of consecutive sums. Values are rounded between two sums.
     chained: ClassVar[int] = 1
-    # Its operations per second on a GPU, relative to those of matrix products in the compute dtype.
+    # Operations per second on a GPU, relative to those of matrix products in the compute dtype.
     speed: ClassVar[int] = 1
-    # It is linear in this many of its first inputs. Its derivative therefore does not read them.
+    # The op is linear in this many of its first inputs. The derivative therefore does not read them.
     linear_in: ClassVar[int] = 0
     # Its output is multiplied by a factor per feature if its first input is multiplied by this factor.
     homogeneous: ClassVar[bool] = False
     # Its Torch code concatenates values. Torch's compiler therefore stores its result and never recomputes it.
     concatenates: ClassVar[bool] = False
-    # Its outputs are views of its only input. The backward pass therefore recreates them instead of saving them.
+    # The outputs are views of the only input. The backward pass therefore recreates them, and does not save them.
     views: ClassVar[bool] = False
-    # The index of the input that it modifies in place and returns as its first output.
+    # The index of the input that the op modifies in place and returns as its first output.
     written: ClassVar[int | None] = None
-    # In its derivative, the node that computes the gradient of the first input supports `into`.
+    # In the derivative, the node for the gradient of the first input supports `into`.
     writes_parts: ClassVar[bool] = False
-    # For explanations: when another op's kernel computes it in a fused group; empty if no kernel can.
+    # For explanations: the condition under which the kernel of another op computes this op in a fused group, or "".
     joined_when: ClassVar[str] = ""
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 
     @property
     def arity(self) -> int:
-        """Returns the number of inputs of the op. The inputs of a node after these belong to the epilogue."""
+        """Returns the number of inputs of the op. The next inputs of a node belong to the epilogue."""
         raise TypeRuleError(f"{self.name} has no fixed arity")
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """Returns the names of the outputs in generated code. The result is empty if the only output takes the name of
-        the node."""
+        """Returns the names of the outputs in generated code. Empty if the only output has the name of the node."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns the names of the inputs in the code of a group. The result is empty if the op has no better names
-        than the defaults."""
+        """Returns the names of the inputs in the code of a group. Empty if the default names are good enough."""
         return ()
 
     @property
     def words(self) -> str:
-        """Returns a short description for a plan page."""
+        """Returns a short description for PLAN.md."""
         return self.name
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """Returns the parts of a kernel name for the op and its size, such as `linear` and `n3072_k768`."""
+        """Returns two parts of a kernel name, the op and its size, such as `linear` and `n3072_k768`."""
         return self.name, ""
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
@@ -104,12 +103,11 @@ class Op:
         raise TypeRuleError(f"{self.name} has no type rule")
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
-        """Returns the exclusive upper bound of the integer inputs. Their lower bound is 0, because they are indices."""
+        """Returns the exclusive upper bound of integer inputs. Integer inputs are indices, so the lower bound is 0."""
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Makes random test inputs consistent with each other, for ops whose inputs depend on each other, and returns
-        them."""
+        """Makes random test inputs consistent, for ops whose inputs depend on each other."""
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -120,33 +118,33 @@ class Op:
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
     def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the bytes that Torch saves for the backward in addition to inputs and outputs."""
+        """Returns the bytes that Torch saves for the backward pass besides inputs and outputs."""
         return 0
 
     def site_type(self, type: TensorType) -> TensorType:
-        """Returns the type of an input or output in the node for which a kernel is selected, outside of fused groups.
+        """Returns the type of an input or output for the selection of a kernel, outside of fused groups.
 
-        By default, the dims before the last become B, T, as in a whole sequence. Programs on sequences and programs on
-        single tokens then share a kernel.
+        By default, the dims before the last become B, T, as in a whole sequence. Programs on sequences and on single
+        tokens then share a kernel.
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
         return type.with_shape("B", "T", type.width) if leading else type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes of the symbolic dims at which kernels are verified and measured, for a training step of
-        `sizes`."""
+        """Returns the sizes of the symbolic dims for verification and measurement of kernels. `sizes` are those of a
+        training step."""
         return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
-        """Returns the fraction of the op's parameters, which are among the inputs, that one token uses."""
+        """Returns the fraction of the op's parameters that one token uses. The parameters are among the inputs."""
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
-        """Returns the Torch call that computes the op, or None if only a kernel computes it."""
+        """Returns the Torch call of the op, or None if only a kernel computes it."""
         return None
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        """Returns the Python expression that computes the op, for argument expressions `args`."""
+        """Returns the Python expression of the op for the argument expressions `args`."""
         call = self.call(inputs)
         if call is None:
             raise TypeRuleError(f"{self.name} has no Torch call")
@@ -157,16 +155,17 @@ class Op:
         raise TypeRuleError(f"{self.name} has no reference")
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the reference for a subset of the rows if the op is `rowwise`, else for a subset of the sequences.
+        """Computes the reference for a subset of the rows if the op is `rowwise`, otherwise for a subset of the
+        sequences.
 
         Args:
-            some: the inputs, restricted to the subset.
-            every: the inputs with all rows, in any precision.
-            sums: the indices of the outputs without rows. These outputs are computed from `every`, in the precision of
+            some: The inputs of the subset.
+            every: The inputs with all rows, in any precision.
+            sums: The indices of the outputs without rows. These outputs are computed from `every`, in the precision of
                 `some`.
 
         Returns:
-            The outputs. Outputs with rows are restricted to the subset.
+            The outputs. An output with rows has only the rows of the subset.
         """
         values = self.reference(*some)
         if not sums:
@@ -181,13 +180,15 @@ class Op:
         return sum(type.bytes(sizes) for type in (*inputs, *outputs))
 
     def into(self, at: int) -> "Op | None":
-        """Returns the variant of the op that writes its first output into a wider tensor; None if there is no such
-        variant. The wider tensor [..., D] is an additional last input. The variant writes to the features of this
-        tensor from `at` on, and returns the tensor in place of the first output."""
+        """Returns the variant of the op that writes its first output into a wider tensor, or None.
+
+        The wider tensor [..., D] is an additional last input. The variant writes to the features of this tensor from
+        `at` on, and returns the tensor in place of the first output.
+        """
         return None
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
-        """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.
+        """Adds the nodes that compute the gradients of the inputs. Returns one gradient per input.
 
         An entry is None if the input has no gradient. The result is None if the op has no derivative rule. A rule must
         be linear in the gradients of the outputs.
@@ -206,9 +207,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A gradient that is stored as two factors: `value`, and the scalar `by`, f32[].
+    """A gradient in two factors: `value`, and the scalar `by`, f32[].
 
-    Because every derivative rule is linear, `by` can be multiplied at the end, when the gradient leaves the group.
+    Every derivative rule is linear. `by` can therefore be multiplied at the end, when the gradient leaves the group.
     """
 
     value: str
@@ -221,7 +222,7 @@ Gradients = tuple[str | Scaled | None, ...]
 class Tape(Protocol):
     """The interface through which a derivative rule reads values of the graph and adds nodes to it.
 
-    A forward value is saved for the backward only if a rule reads it.
+    A forward value is saved for the backward pass only if a rule reads it.
     """
 
     def type(self, index: int) -> TensorType:
@@ -237,5 +238,5 @@ class Tape(Protocol):
         """Returns a reference to the gradient of an output."""
 
     def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node and returns its first output. The new node has the name of the op's node, followed by
+        """Adds a node and returns the node's first output. The node has the name of the op's node, followed by
         `suffix`."""

@@ -1,4 +1,4 @@
-"""Torch calls, in the form in which generated code contains them and torch.fx records them."""
+"""Torch calls, as generated code contains them and torch.fx records them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,14 @@ OPERATORS = {"[]": "getitem", ".": "getattr", "@": "matmul", **ARITHMETIC, **COM
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """A Torch call, in the form in which generated code contains it and torch.fx records it.
+    """A Torch call, as generated code contains it and torch.fx records it.
 
     Attributes:
-        function: a Torch function (`F.pad`), a method of the first argument (`.flip`), one of OPERATORS, or a support
+        function: A Torch function (`F.pad`), a method of the first argument (`.flip`), one of OPERATORS, or a support
             function (`rope_angles`), which is defined in templates/torch/<function>.py.jinja.
-        args: the positional arguments: inputs of the op, other calls, and constants.
-        keywords: the keyword arguments.
-        generated: the template and the typed context of a support function that is generated for this op; None
-            otherwise.
+        args: The positional arguments: inputs of the op, other calls, and constants.
+        keywords: The keyword arguments.
+        generated: The template and the typed context of a support function for this op. None without one.
     """
 
     function: str
@@ -42,20 +41,19 @@ class TorchCall:
 
     @property
     def recorded(self) -> str:
-        """Returns the name of the function as torch.fx records it."""
+        """Returns the name of the function in torch.fx."""
         return OPERATORS.get(self.function) or self.function.rpartition(".")[2]
 
     @property
     def support(self) -> str:
-        """Returns the name of the support function that the call itself or one of its arguments calls; "" if there is
-        none."""
+        """Returns the name of the support function that the call or one of its arguments calls, or ""."""
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")
 
     @property
     def supports(self) -> Iterator["TorchCall"]:
-        """Yields this call, if it calls a support function, and all such calls in its arguments."""
+        """Yields the calls of support functions: this call, and those in its arguments."""
         if self.function.isidentifier():
             yield self
         for arg in self.args:

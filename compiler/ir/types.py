@@ -24,8 +24,8 @@ Sizes = Mapping[str, int]
 class Size(int):
     """An integer dim with a symbolic name for generated code, such as `D` or `H * C`.
 
-    Three operations return a Size: a size times a size, an integer times a size, and the quotient of a product by one
-    of its factors other than the last (`H * C` // `H` is `C`). All other operations return plain numbers.
+    Three operations return a Size: a size times a size, an integer times a size, and a product divided by a factor (`H
+    * C` // `H` is `C`). The divisor must not be the last factor. All other operations return plain numbers.
     """
 
     text: str
@@ -54,13 +54,13 @@ class Size(int):
 
 
 def spelled(value: object) -> str:
-    """Returns the text of a number or dim in generated code: the name of a Size, or the value."""
+    """Returns the text of a number or dim in generated code: the name of a Size, otherwise the number."""
     return value.text if isinstance(value, Size) else str(value)
 
 
 class TypeRuleError(ValueError):
-    """Raised if an op cannot accept its inputs. `inputs` are the positions of the inputs at fault, and `hint` states
-    how to fix the error."""
+    """Raised if an op cannot accept its inputs. `inputs` are the positions of the wrong inputs, and `hint` states how
+    to fix the error."""
 
     def __init__(self, message: str, inputs: tuple[int, ...] = (), hint: str = "") -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class TensorType:
     """The shape and dtype of a value.
 
     A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the format
-    in which a deployed parameter is stored, such as `int5`. It is empty if the parameter is stored in `dtype`.
+    of a deployed parameter, such as `int5`. Empty if the parameter is stored in `dtype`.
     """
 
     shape: tuple[Dim, ...]
@@ -92,7 +92,7 @@ class TensorType:
 
     @property
     def floating(self) -> bool:
-        """Returns True if the dtype is a float, so that the value can have a gradient."""
+        """Returns whether the dtype is a float. The value can then have a gradient."""
         return self.dtype in ("f64", "f32", "bf16", "f16")
 
     def with_shape(self, *shape: Dim) -> "TensorType":

@@ -1,1 +1,1 @@
-"""The kernels that a plan can choose for a node. Each kernel renders the template of the same name."""
+"""The kernels that a plan can choose for a node. Each kernel file has a template of the same name."""

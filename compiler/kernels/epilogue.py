@@ -1,4 +1,4 @@
-"""The epilogue of a matrix product in generated code: unique names of tensors, and expressions over these names."""
+"""The epilogue of a matrix product in generated code: unique tensor names, and expressions of these names."""
 
 import keyword
 from collections.abc import Collection, Mapping
@@ -40,7 +40,7 @@ RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split(), *HELPERS))
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that the kernel reads or writes, with its name in the generated code."""
+    """A tensor that a kernel reads or writes, and its name in the generated code."""
 
     name: str
     type: TensorType
@@ -55,8 +55,8 @@ class Value:
 
     @property
     def buffer(self) -> bool:
-        """Whether the tensor is a buffer of a few numbers, which every element of the result reads: the random key of a
-        dropout mask, or scales."""
+        """Whether the tensor is a small buffer that every element of the result reads: a dropout mask's random key, or
+        scales."""
         return self.type == DRAW or self.type.storage == STATE
 
     @property
@@ -69,7 +69,7 @@ class Value:
 class Rounding:
     """The rounding of an output to 8 bits.
 
-    The scale is in column `factor` of the tensor `state`. `dtype` is the dtype of the value before rounding.
+    The scale is in column `factor` of the tensor `state`. The value has the dtype `dtype` before rounding.
     """
 
     state: str
@@ -78,14 +78,13 @@ class Rounding:
 
     @property
     def most(self) -> float:
-        """The largest number that the format can represent."""
+        """The largest number of the 8-bit format."""
         return MOST[self.factor]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output and the expression that computes it, over the names of the generated code. `rounding` is set for 8-bit
-    outputs."""
+    """An output, and the expression of tensor names that computes it. `rounding` is set for 8-bit outputs."""
 
     value: Value
     expr: Expr
@@ -94,14 +93,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """All inputs and outputs of a matrix product kernel: `x` [rows, K], one weight per accumulator, operands and
-    results.
+    """All inputs and outputs of a kernel for matrix products of the same rows `x` [rows, K].
 
-    `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
-    are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
-    because its expression may read the other results. `draws` maps the name of each dropout mask to the probability of
-    0; the operand of this name is the buffer of its random numbers. `scales` maps each name that stands for a product
-    of two scales to the columns of these scales; the operand of this name is the state that contains them.
+    Attributes:
+        x: The input of all products.
+        weights: The weights, one per product.
+        accumulators: The names of the products, which the kernel sums in f32.
+        operands: The other tensors that the epilogue reads.
+        results: The outputs, in the order of the node's outputs.
+        n, k: The extents N and K of a weight.
+        layout: `nk` for weights [N, K], `kn` for weights [K, N].
+        draws: The name of each dropout mask, and the probability that an element is 0. The operand of the same name
+            holds the random numbers.
+        scales: The name of each product of two scales, and the columns of these scales. The operand of the same name
+            holds the scales.
+        steps: The outputs in the order of computation. The first output is computed last, because it may read the
+            others.
     """
 
     x: Value
@@ -121,7 +128,7 @@ class Epilogue:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The names of the states into which the kernel writes the largest magnitudes of the values that it rounds."""
+        """The names of state tensors in which the kernel records the largest magnitudes of rounded values."""
         return tuple(dict.fromkeys(result.rounding.state for result in self.results if result.rounding is not None))
 
     @property
@@ -134,7 +141,7 @@ class Epilogue:
 
     @property
     def formulas(self) -> tuple[str, ...]:
-        """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
+        """The formulas, one line per accumulator and result, such as `p = x w^T`."""
         lines = [f"{p} = {self.product(w)}" for p, w in zip(self.accumulators, self.weights, strict=True)]
         lines += [f"{name} = 0 with probability {p}, else 1" for name, p in self.draws.items()]
         lines += [f"{name} = scale {i} times scale {j} of the state" for name, (i, j) in self.scales.items()]
@@ -152,12 +159,12 @@ class Epilogue:
 
 
 def epilogue_of(site: Site) -> Epilogue:
-    """Returns the epilogue of a site that `refusal` accepts."""
+    """Returns the epilogue of a site that `refusal` has accepted."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Product) and epilogue is not None
     count = op.arity - 1
     heads, operands = epilogue.variables[:count], site.operands
-    # A [K, N] weight is the stored weight of a linear layer, read for the gradient of that layer's input.
+    # A [K, N] weight is the stored weight of a linear layer. The product is the gradient of the layer's input.
     x, y = {"nk": ("x", "y"), "kn": ("dy", "dx")}[op.layout]
     taken = {x}
 
@@ -197,8 +204,7 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel for a matrix product with an epilogue accepts this node; None if some kernel may
-    accept it."""
+    """Returns the reason to reject the node for every kernel with an epilogue. None if some kernel may accept it."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"computes products of rows and weights; {site.node.op.name} is not such a product"

@@ -1,4 +1,4 @@
-"""The names, signatures and descriptions of a generated Python function."""
+"""The names, signatures and descriptions of generated Python functions."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Tensors = Mapping[str, TensorType]  # the types of a function's inputs or output
 
 @dataclass(frozen=True, slots=True)
 class GeneratedFunction:
-    """The fields that the templates of all kernels have. Fields with code contain whole lines.
+    """The fields that all kernel templates share. Code fields contain whole lines.
 
     Attributes:
         header: Comment lines with the label and the types. The renderer appends the plan key to the last line.
@@ -28,8 +28,8 @@ class GeneratedFunction:
         symbol: The name of the module.
         signature: The first line of the function.
         fake_signature: The first line of the fake implementation, which has the same parameters.
-        launch_signature: The first line of the function that launches the kernel on inputs and outputs.
-        launch: The call to the launch function.
+        launch_signature: The first line of the function that launches the kernel.
+        launch: The call of the launch function.
         promise: The first sentence of the function's docstring, with opening quotes.
     """
 
@@ -49,12 +49,12 @@ class GeneratedFunction:
 
     @property
     def cuda_header(self) -> str:
-        """The header as comments of CUDA C++."""
+        """The header as C++ comments."""
         return self.header.replace("# ", "// ", 1).replace("\n# ", "\n// ")
 
     @property
     def cuda_formulas(self) -> tuple[str, ...]:
-        """The formulas as comments of CUDA C++."""
+        """The formulas as C++ comments."""
         return tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in self.formulas)
 
 
@@ -75,12 +75,13 @@ def generated_function(
         site: The node that the kernel computes.
         inputs: The types of the parameters.
         outputs: The types of the results.
-        shapes: The shape of each input and output as text, e.g. `[..., T, 8, 64]`.
+        shapes: The shape of each input and output as text, such as `[..., T, 8, 64]`.
         summary: The first sentence of the module's docstring.
         formulas: The formula of each computed value.
-        label: The label in the header; by default, the label of the site.
+        label: The label in the header. By default, it is the label of the site.
         omitted: The names of the inputs that the header does not list.
-        launched: The names of the tensors that the kernel reads and writes; by default, the inputs and outputs.
+        launched: The names of the tensors that the kernel reads and writes. By default, they are the inputs and
+            outputs.
 
     Returns:
         The description.
@@ -112,13 +113,13 @@ def generated_function(
 
 
 def number_of(dim: Dim) -> int:
-    """Returns the number of a dim that is known at compile time."""
+    """Returns a dim that is a number at compile time."""
     assert isinstance(dim, int)
     return dim
 
 
 def constants(values: Mapping[str, int]) -> str:
-    """Returns the Python statement that assigns the constants, e.g. `ROWS, WARPS = 32, 4`."""
+    """Returns a Python statement that assigns the constants, such as `ROWS, WARPS = 32, 4`."""
     return f"{', '.join(values)} = {', '.join(map(str, values.values()))}"
 
 
@@ -129,7 +130,7 @@ def python_file(op: GeneratedFunction, template: str, context: object, tile: str
         op: The function that the file defines.
         template: The path of the template below templates/.
         context: The context of the template.
-        tile: The tile, as text for the plan page.
+        tile: The tile, as text for PLAN.md.
 
     Returns:
         The kernel, with a file named after `op.symbol`.
@@ -144,7 +145,7 @@ def cuda_files(op: GeneratedFunction, source: tuple[str, object], launcher: tupl
         op: The function that the Python file defines.
         source: The template and the context of the CUDA C++ file.
         launcher: The template and the context of the Python file.
-        tile: The tile, as text for the plan page.
+        tile: The tile, as text for PLAN.md.
 
     Returns:
         The kernel, with two files named after `op.symbol`.

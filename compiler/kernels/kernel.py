@@ -19,13 +19,13 @@ Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that needs a kernel, with the types, the target, and the names for generated files.
+    """A node that needs a kernel, with its types, its target, and its name in generated files.
 
     Attributes:
         node: The node.
         inputs: The types of the node's inputs, in order.
         target: The target to compile for.
-        label: The node's path in the spec for readers, e.g. `blocks.*.mlp.up + act`.
+        label: A readable path of the node in the spec, such as `blocks.*.mlp.up + act`.
         module: The name of the model.
         context: The maximum sequence length in tokens, or None if unknown.
         deterministic: Whether the kernel must return the same bits in repeated calls.
@@ -41,11 +41,12 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The node as text, without its path in the model. The lock stores measured times and tiles under this key.
+        """The node as text, without its path in the model. The lock file stores measured times and tiles under this
+        key.
 
-        The key has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d,
-        slope) -> d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does
-        not invalidate measurements.
+        The key has the syntax of printed graphs, such as `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d,
+        slope) -> d * slope : bf16[B,T,1792]`. The key contains no class names of the compiler, so renamed classes keep
+        their measurements.
         """
         epilogue = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
         op, types = self.node.op, ", ".join(map(str, self.node.types))
@@ -54,13 +55,13 @@ class Site:
     @property
     def epilogue(self) -> Pointwise | None:
         """The epilogue of the node, or None. Its first variables are the accumulators, one per matrix product. The
-        variables of the other inputs follow."""
+        operands follow."""
         epilogue = self.node.epilogue
         return epilogue if isinstance(epilogue, Pointwise) else None
 
     @property
     def operands(self) -> tuple[tuple[str, TensorType], ...]:
-        """The variable and type of each epilogue operand that is read from memory. Accumulators are not included."""
+        """The variable and the type of each epilogue operand in memory. Accumulators are not included."""
         if self.epilogue is None:
             return ()
         types = self.inputs[self.node.op.arity :]
@@ -69,11 +70,9 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The files of one kernel before templates are rendered. `files` maps a file name to (template, typed template
-    context).
+    """The template files of one kernel, not yet rendered. `files` maps each file name to a template and its context.
 
-    `module` is the name, without extension, of the Python file that defines `function`. `tile` describes the tile on
-    the plan page.
+    `module` is the name of the Python file, without extension, that defines `function`. `tile` is text for PLAN.md.
     """
 
     function: str
@@ -84,12 +83,16 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Kernel(ABC):
-    """One implementation of some ops. The catalogue discovers one module-level instance of each subclass.
+    """One implementation of some ops. Each subclass has one instance at module level, which the catalogue finds.
 
-    A kernel is considered only for nodes whose op is an instance of `computes`. `needs` are features of targets. A
-    kernel whose settings can be measured has a field `tile`, whose type is the dataclass `TILE`. If `deterministic` is
-    false, repeated calls may return different bits. If `portable` is true, the rendered files also run on other
-    targets.
+    Attributes:
+        language: The language of the kernel's files.
+        needs: The features that a target must have.
+        computes: The class of ops that the kernel may compute.
+        deterministic: Whether repeated calls return the same bits.
+        portable: Whether the rendered files also run on other targets.
+        RANK: The default of `rank`.
+        TILE: The dataclass of the field `tile`, if tiles can be measured.
     """
 
     name: str
@@ -103,56 +106,57 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns the reason, with concrete numbers, why this kernel with its tile cannot compute the node; None if it
-        can. The caller has already checked `needs`, the language and the target's features."""
+        """Returns the reason, with numbers, why this kernel with its tile cannot compute the node. None if it can.
+
+        The caller has already compared the language and the features in `needs` with the target.
+        """
 
     def rank(self, site: Site) -> int:
-        """Returns the rank of this kernel at the site; by default, `RANK`. The accepting kernel with the lowest rank is
-        chosen. By convention, a kernel that is written for exactly the case of the site has rank 0."""
+        """Returns the rank of this kernel at the site, by default `RANK`. Of the kernels that accept a site, the one
+        with the lowest rank is chosen. A kernel written for exactly this case has rank 0."""
         return self.RANK
 
     @property
     def made_of(self) -> str:
-        """A description for the plan page: the language, or the library whose kernel is called."""
+        """A description for PLAN.md: the language, or the library that the kernel calls."""
         return self.language
 
     @property
     def package(self) -> str:
-        """The optional package that the kernel calls, or "" if it needs nothing beyond the standard installation."""
+        """The optional package that the kernel calls. Empty if the standard installation is enough."""
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
-        """Returns one copy of this kernel for each tile that `specc tune` measures, the most promising tile first. The
-        kernel must accept the node."""
+        """Returns a copy of this kernel for each tile that `specc tune` measures, most promising first. The kernel
+        must accept the node."""
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """Returns the number of operations that the kernel performs for `rows` rows, divided by the number of necessary
-        operations. The kernel computes whole tiles, so the quotient is at least 1."""
+        """Returns the number of operations for `rows` rows, divided by the number of necessary operations. The
+        quotient is at least 1, because the kernel computes whole tiles."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
-        """Returns the types of intermediate values that are written to or read from memory in addition to the node's
-        inputs and outputs. A value that is written and read back is listed twice."""
+        """Returns the types of intermediate values that pass through memory, without inputs and outputs. A value that
+        is written and read back is listed twice."""
         return ()
 
     def workspace(self, site: Site) -> tuple[TensorType, ...]:
-        """Returns the types of the values that the kernel allocates while it runs, in addition to its outputs."""
+        """Returns the types of the values that the kernel allocates while it runs, without its outputs."""
         return ()
 
     @abstractmethod
     def render(self, site: Site) -> Rendered:
-        """Returns the files to write. Called only if `rejects` returned None."""
+        """Returns the files to write. The site must be one for which `rejects` returned None."""
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:
-    """Returns the reason why a kernel in plain Torch does not run on a GPU target; None on the CPU."""
+    """Returns the reason to reject a GPU target for a kernel in plain Torch. None on the CPU."""
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """Returns a reason that lists the features that the kernel needs and the target lacks; None if the target has them
-    all."""
+    """Returns a reason that lists the features that the target lacks. None if the target lacks no feature."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)

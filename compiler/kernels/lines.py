@@ -10,7 +10,7 @@ _GLUE = "\0"
 
 
 def unbroken(text: str) -> str:
-    """Returns the text with marked spaces, at which `flowed` does not break lines."""
+    """Returns the text with marked spaces. `flowed` does not break lines at marked spaces."""
     return text.replace(" ", _GLUE)
 
 
@@ -31,14 +31,14 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:
-    """Returns a bracketed list: on one line if it fits, else with the items on indented lines between the brackets.
+    """Returns a bracketed list. It is on one line if it fits, otherwise with each item on an indented line.
 
     Args:
-        head: Text up to and including the opening bracket.
-        items: The items, to be separated by ", ". No item is broken across lines.
+        head: Text up to the opening bracket.
+        items: The items. No item is broken across lines.
         tail: Text from the closing bracket on.
         indent: Spaces before the first line.
-        last: Text after the last item if the items are on separate lines; by default, a comma.
+        last: Text after the last item if the items are on separate lines. By default, a comma.
 
     Returns:
         The lines, joined by newlines.

@@ -1,5 +1,4 @@
-"""The tile of a matrix product, i.e. the part of the result that one thread block computes, and the rule for the
-default tile."""
+"""The tile of a matrix product, and the rule for the default tile. One thread block computes one tile of the result."""
 
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ DEEPEST = 16  # stages
 
 
 def counted(count: int, word: str) -> str:
-    """Returns a count with its noun, e.g. `1 warp`, `2 warps`."""
+    """Returns a count with its noun, such as `1 warp` or `2 warps`."""
     return f"{count} {word}{'s' if count != 1 else ''}"
 
 
@@ -94,12 +93,12 @@ class Tile:
 
 
 def tile_of(target: Target, epilogue: Epilogue) -> Tile:
-    """Returns the widest tile that pads N by at most an eighth and whose loads of three stages fit in shared memory.
+    """Returns the widest tile that pads N by at most an eighth and has room for three stages in shared memory.
 
-    A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue.
-    Shared memory must then also hold the values that the epilogue stages: half a tile of the widest output and, if the
-    epilogue reads tiles, half a tile of the widest operand. If even the narrowest tile has no room for three stages,
-    the narrowest tile with two stages is returned.
+    A stage holds a block of x and a block of each weight. With TMA, the next tile is loaded during the epilogue.
+    Shared memory must then also hold half a tile of the widest output. If the epilogue reads tiles, shared memory also
+    holds half a tile of the widest operand. If even the narrowest tile has no room for three stages, the result has
+    two stages.
 
     Args:
         target: The target. Its features and shared memory limit the tile.
@@ -139,7 +138,7 @@ BY_POINTER = (
 
 
 def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
-    """Returns the candidate tiles that fit into the target's shared memory."""
+    """Returns the candidate tiles that fit into the shared memory of the target."""
     tma = "tma" in target.features
     tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
@@ -151,7 +150,7 @@ def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
 
 
 def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
-    """Returns the shared memory, in bytes, that the loads in flight of one program instance occupy."""
+    """Returns the bytes of shared memory that hold the loads in flight of one program instance."""
     return (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype] * tile.stages
 
 

@@ -1,4 +1,4 @@
-"""The cross-entropy of a token after the next one, computed from the logits of the next token."""
+"""The cross-entropy of a token after the next one, from the logits of the next token."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -12,15 +12,15 @@ from specc.compiler.strict import NonNegative
 
 
 class LaterToken(LossTerm):
-    """The cross-entropy of the token `ahead` positions later, computed from the logits of the next token. This is a
-    form of multi-token prediction.
+    """The cross-entropy of the token `ahead` positions later, from the logits of the next token. This is a form of
+    multi-token prediction.
 
-    A target beyond the end of the row, or in another document than the next token, does not count: the loss of the
-    token is then 0. The mean is over all tokens.
+    A target does not count if it is beyond the end of the row, or in another document than the next token. The loss of
+    this token is then 0. The mean is over all tokens.
 
     Attributes:
         ahead: the position of the target: 2 is the token after the next.
-        bos: the id that starts a document. If it is set, targets in later documents do not count.
+        bos: the id that begins a document. If it is set, targets in later documents do not count.
     """
 
     kind: Literal["later_token"]

@@ -1,4 +1,4 @@
-"""The term of the kind `auxiliary`: a loss that a layer computes, such as the load balance of experts.
+"""The loss term `auxiliary`: a loss that a layer computes, such as the load balance of experts.
 
 A layer lists the names of its losses in `Part.losses` (compiler/blocks/parts.py), and returns their values in
 `Lowered.losses`.
@@ -16,7 +16,7 @@ class AuxiliaryLoss(LossTerm):
     loss.
 
     Attributes:
-        name: the layer and the loss, such as `mlp.activation`, the mean square of the output of each layer `mlp`
+        name: the layer and the loss. For example, `mlp.activation` is the mean square of the output of each layer `mlp`
             (Merity et al. 2017).
     """
 

@@ -1,4 +1,4 @@
-"""The cross-entropy of later tokens. Modules after the last block predict them; these modules exist only in
+"""The cross-entropy of later tokens, which modules after the last block predict. These modules exist only in
 training."""
 
 from typing import Annotated, Literal
@@ -10,21 +10,20 @@ from specc.compiler.strict import NonNegative
 
 
 class ModuleAhead(LossTerm):
-    """The mean cross-entropy over `modules` later tokens, each predicted by a module. Module k predicts the token k
-    positions after the next token.
+    """The mean cross-entropy of `modules` later tokens. Module k predicts the token k positions after the next token.
 
     A module consists of a block like the last block of the model, a norm, and the head of the model. The parameters of
-    the modules have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints contain these parameters; scoring,
-    generation and artifacts do not use them. Targets beyond the end of a row or of a document contribute 0, and each
-    mean is over all tokens.
+    the modules have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints contain these parameters, but scoring,
+    generation and artifacts do not use them. Targets beyond the end of a row or a document contribute 0, and each mean
+    is over all tokens.
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv
-            2404.19737). `sequential`: module k reads the product of a matrix and two concatenated norms: the norm of
-            the stream after module k - 1, and the norm of the embedding of the token k positions later (DeepSeek-V3,
+            2404.19737). `sequential`: two values are normalized and concatenated: the stream after module k - 1, and
+            the embedding of the token k positions later. Module k reads a matrix product of the result (DeepSeek-V3,
             arXiv 2412.19437).
         modules: the number of modules.
-        bos: the id that starts a document. If it is set, targets in later documents do not count.
+        bos: the id that begins a document. If it is set, targets in later documents do not count.
     """
 
     kind: Literal["module_ahead"]

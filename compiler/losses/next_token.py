@@ -7,7 +7,7 @@ from specc.compiler.losses.term import LossTerm
 
 
 class NextToken(LossTerm):
-    """The cross-entropy of the next token, in nats: the mean over tokens."""
+    """The mean cross-entropy of the next token, in nats."""
 
     kind: Literal["next_token"]
     weight: Weight = 1.0

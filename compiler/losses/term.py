@@ -13,8 +13,8 @@ from specc.compiler.strict import StrictModel
 class LossTerm(StrictModel):
     """A term of the training loss. Evaluation always uses the plain cross-entropy of the next token.
 
-    A subclass has a `kind` Literal as its tag. A term is either computed for each token, by the expression `per_token`,
-    or is an auxiliary loss of layers, whose name is `states`.
+    A subclass has a `kind` Literal as its tag. A term is an expression `per_token`, which is computed for each token,
+    or an auxiliary loss of layers, named `states`.
 
     Attributes:
         weight: the factor of the term: a number, a formula in `t`, or a schedule.
@@ -25,38 +25,41 @@ class LossTerm(StrictModel):
 
     @property
     def per_token(self) -> str:
-        """The loss of a token, as an expression; empty for an auxiliary loss. Its variables are `nats` (the
-        cross-entropy of the token), `lse` (log(sum(exp(logits)))), and `nats_n` for each `n` of `targets`."""
+        """The loss of a token, as an expression. Empty for an auxiliary loss.
+
+        Its variables are `nats` (the cross-entropy of the token), `lse` (log(sum(exp(logits)))), and `nats_n` for each
+        `n` of `targets`.
+        """
         return ""
 
     @property
     def states(self) -> str:
-        """The name of the auxiliary loss, as LAYER.LOSS; empty for a loss of each token."""
+        """The name of the auxiliary loss, as LAYER.LOSS. Empty for a loss of each token."""
         return ""
 
     @property
     def count(self) -> int:
-        """The number of modules that the model has only for this term."""
+        """The number of modules that exist only for this term."""
         return getattr(self, "modules", 0)
 
     @property
     def title(self) -> str:
-        """The name of the term, which is unique in a spec."""
+        """The name of the term, unique in a spec."""
         return self.states or self.kind
 
     @property
     def input(self) -> str:
-        """The name of the program's input that holds the weight, f32 []; empty if the weight is always 1."""
+        """The name of the program input with the weight, f32 []. Empty if the weight is always 1."""
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds the nodes of further targets for the same logits, and returns the targets, i64 [B, T], by name. A token
-        without such a target has the target -1. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
+        """Adds the nodes of additional targets for the same logits. Returns the targets, i64 [B, T], by name. A
+        missing target is -1. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
 
         Args:
-            b: the builder of the program.
-            targets: the next token of each token, i64 [B, T].
-            ignore: the target id that the loss ignores.
+            b: The builder of the program.
+            targets: The next token of each token, i64 [B, T].
+            ignore: The target id that the loss ignores.
         """
         return {}
 
@@ -70,16 +73,18 @@ def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
 def add_loss(
     b: Builder, terms: Sequence[LossTerm], logits: str, targets: str, mean: bool, ignore: int | None = None
 ) -> str:
-    """Adds the node `loss`, and returns its value. In training, the value is the weighted sum of all terms that are
-    computed for each token; otherwise, it is the cross-entropy of the next token.
+    """Adds the node `loss`, and returns its value.
+
+    In training, it is the weighted sum of all terms that are computed for each token. Otherwise, it is the
+    cross-entropy of the next token.
 
     Args:
-        b: the builder of the program. In training, the program has the inputs that `declare_weights` adds.
-        terms: the terms of the training loss.
+        b: The builder of the program. In training, the program has the inputs of `declare_weights`.
+        terms: The terms of the training loss.
         logits: f32 [B, T, V].
         targets: i64 [B, T].
-        mean: whether to return the training loss, f32 [], instead of the cross-entropy of each token, f32 [B, T].
-        ignore: the target id that the loss ignores.
+        mean: Whether to return the training loss, f32 []. Otherwise, the cross-entropy of each token, f32 [B, T].
+        ignore: The target id that the loss ignores.
     """
     reduction: Literal["mean", "none"] = "mean" if mean else "none"
     counted = [term for term in terms if term.per_token] if mean else []

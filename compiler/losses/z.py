@@ -6,7 +6,7 @@ from specc.compiler.losses.term import LossTerm
 
 
 class ZLoss(LossTerm):
-    """The mean square of log(sum(exp(logits))), which keeps logits near 0 (Chowdhery et al. 2022, section 5)."""
+    """The mean square of log(sum(exp(logits))). This loss keeps logits near 0 (Chowdhery et al. 2022, section 5)."""
 
     kind: Literal["z"]
 

@@ -16,8 +16,8 @@ class Additive(Op):
     Inputs are queries [B, T, A], keys [B, S, A], values v [B, S, D] and `seen` bool[B, S]. The output is [B, T, D]. If
     `seen` is False at every position, the output is 0.
 
-    With `form` "relu", the score of a query and a key is relu(query + key), and A is 1. With "tanh", it is w .
-    tanh(query + key), and a fifth input is the weight w [A].
+    With `form` "relu", A is 1, and the score is relu(query + key). With "tanh", the score is w . tanh(query + key),
+    and a fifth input is the weight w [A].
     """
 
     name: ClassVar[str] = "additive"

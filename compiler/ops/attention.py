@@ -20,7 +20,7 @@ from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, Typ
 
 
 def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Returns scale * q k^T, [B, H, T, S]. If `scale` is None, the factor is 1 / sqrt(C)."""
+    """Returns scale * q k^T, [B, H, T, S]. By default, the scale is 1 / sqrt(C)."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     product = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
     return product / q.shape[-1] ** 0.5 if scale is None else product * scale
@@ -30,10 +30,9 @@ class Attention(Op):
     """The base class of attention ops.
 
     They compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H. The output
-    is [B, T, H, D].
+    is [B, T, H, D]. The score is q k^T / sqrt(C) unless a subclass changes it.
 
-    The score is q k^T / sqrt(C) unless a subclass changes it. Subclasses differ in the keys to which a query attends. A
-    query that attends to no key has output 0, as in Torch.
+    Each subclass has its own mask. A query that attends to no key has output 0, as in Torch.
     """
 
     matrix: ClassVar[bool] = True
@@ -52,8 +51,8 @@ class Attention(Op):
         return 2 * (q.count(sizes) + outputs[0].count(sizes)) * k.with_shape(k.shape[1]).count(sizes)
 
     def allowed(self, *inputs: Tensor) -> Tensor:
-        """Returns the mask bool[T, S], which is True where a query attends to a key. The mask may have leading dims,
-        which broadcast to [B, H]."""
+        """Returns the mask bool[T, S], which is True where a query attends to a key. Additional leading dims broadcast
+        to [B, H]."""
         raise TypeRuleError(f"{self.name} does not define `allowed`, its mask")
 
     def scores(self, *inputs: Tensor) -> Tensor:
@@ -61,13 +60,16 @@ class Attention(Op):
         return scaled_product(inputs[0], inputs[1])
 
     def sink(self, *inputs: Tensor) -> Tensor | None:
-        """Returns the sink of each head, [H], or None without sinks. The exponential of a sink is added to the
-        denominator of the softmax."""
+        """Returns one number per head, the sink [H], or None without sinks. The softmax adds exp(sink) to the
+        denominator."""
         return None
 
     def logits(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the masked scores, and a mask bool[..., T, 1] that is True for queries without any key or sink. The
-        scores of these queries are not masked. If there is a sink, it is the last column of the scores."""
+        """Returns the masked scores, and a mask bool[..., T, 1] of the queries that attend to nothing.
+
+        The scores of these queries are not masked. If there is a sink, it is the last column of the scores, and every
+        query attends to it.
+        """
         import torch
 
         allowed, sink = self.allowed(*inputs), self.sink(*inputs)
@@ -109,22 +111,22 @@ class AttendContext:
     Attributes:
         function: the name of the function.
         summary: the docstring of the file.
-        doc: the first sentence of the docstring of the function, as lines.
+        doc: the first sentence of the function's docstring, as lines.
         signature: the first line of the function.
         visible: the first line of the mask function.
-        mask: the lines of the body of that function.
-        scored: the first line of the score function; empty if the score is s, the scaled product of query and key.
-        score: the lines of the body of that function.
+        mask: the body of the mask function.
+        scored: the first line of the score function. Empty if the score is s, the scaled product of query and key.
+        score: the body of the score function.
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
-        tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
-            have only unmasked pairs.
-        rows: the number of rows of the tables that list these blocks, as an expression.
-        read: the name of the variable from which the tables are computed.
+        tiles: the lines that list two kinds of blocks of scores: those with some unmasked query-key pair, and those
+            with only unmasked pairs.
+        rows: the number of rows of these lists, as an expression.
+        read: the name of the variable from which the lists are computed.
         seen_pair: the call of the mask function for one query and key, in FlexAttention.
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
         places: the lines that compute the positions i and j in a cache.
-        package: the package of the model, which is a part of the names of custom ops.
+        package: the package of the model. The names of custom ops contain it.
     """
 
     function: str
@@ -147,20 +149,20 @@ class AttendContext:
 
     @property
     def functional(self) -> bool:
-        """Whether the lines of the score or of the eager attention call torch.nn.functional."""
+        """Whether the code of the score or of the eager attention calls torch.nn.functional."""
         return any("F." in line for line in (*self.score, *self.eager))
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreFields(Op):
-    """The settings of causal attention with a score and a mask as expressions.
+    """The settings of causal attention with a score and a mask that are expressions.
 
     Attributes:
-        score: the canonical text of the score, as in expr/score.py.
-        mask: the canonical text of the mask, as in expr/mask.py.
-        scale: the factor of q k^T; 1 / sqrt(C) if unset.
-        tables: the names of the learned tables that the score reads.
-        sinks: whether the denominator of the softmax has an additional term exp(sink) per head.
+        score: The canonical text of the score, as in expr/score.py.
+        mask: The canonical text of the mask, as in expr/mask.py.
+        scale: The factor of q k^T, 1 / sqrt(C) if None.
+        tables: The names of the learned tables that the score reads.
+        sinks: Whether the denominator of the softmax has an additional term exp(sink) per head.
     """
 
     score: str = PLAIN
@@ -171,30 +173,32 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """The values of the fields of this class, which are the first arguments of all subclasses."""
+        """The fields of this class in order. All subclasses have these fields as their first arguments."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property
     def documents(self) -> bool:
-        """Whether the mask calls `document`, and therefore reads the start positions of documents."""
+        """Whether the mask calls `document`, and therefore reads the first positions of documents."""
         return "document" in self.mask
 
     @property
     def causal(self) -> bool:
-        """Whether this is plain causal attention, without another score, another mask or a sink."""
+        """Whether this is plain causal attention, with the default score and mask and without a sink."""
         return (self.score, self.mask, self.scale, self.sinks) == (PLAIN, CAUSAL, None, False)
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The names of the additional inputs, in order. `start`, if the mask calls `document`: the start position of
-        each query's document, i64[B, T]. `sinks`, if there are sinks: the sinks of the heads, [H]. Then the learned
-        tables."""
+        """The names of the additional inputs, in order.
+
+        `start` is an input if the mask calls `document`: the first position of each query's document, i64[B, T].
+        `sinks` [H] is an input if there are sinks. The learned tables follow.
+        """
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
     @property
     def title(self) -> str:
-        """The part of a kernel name that states the score and the mask, such as `s_sub_slope_h_mul_d` or `d_lt_512`,
-        where d is i - j."""
+        """The part of a kernel name for the score and the mask, such as `s_sub_slope_h_mul_d` or `d_lt_512`. d is i -
+        j."""
         joined = isinstance(condition := reread(self.mask, LANGUAGE), Logic) and condition.op == "and"
         mask = (self.mask.removeprefix(f"{CAUSAL} and ") if joined else self.mask).replace(_SAME_DOCUMENT, "document")
         texts = [self.score if self.score != PLAIN else "", mask if self.mask != CAUSAL else ""]
@@ -211,7 +215,7 @@ class ScoreFields(Op):
         return ", ".join(filter(None, (score, f"where {self.mask}", scale, "a sink per head" if self.sinks else "")))
 
     def parsed(self, heads: Dim) -> tuple[Score, Mask]:
-        """Returns the score and the mask for a number of query heads."""
+        """Returns the parsed score and mask for `heads` query heads."""
         assert isinstance(heads, int)
         return Score.of(self.score, self.tables, int(heads)), Mask.of(self.mask, int(heads))
 
@@ -226,8 +230,8 @@ class ScoreFields(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBase(ScoreFields, Attention):
-    """The base class of causal attention with a score and a mask. The inputs are the inputs of the subclass, followed
-    by the additional inputs of `ScoreFields`."""
+    """The base class of causal attention with a score and a mask. The additional inputs of `ScoreFields` follow the
+    inputs of the subclass."""
 
     template: ClassVar[str] = "torch/ops/attend_scored_cached.py.jinja"
     context: ClassVar[type[AttendContext]] = AttendContext
@@ -281,7 +285,7 @@ class ScoredBase(ScoreFields, Attention):
         return self.named(inputs)["sinks"] if self.sinks else None
 
     def attend_call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        """Returns the call of the function that is generated for this attention."""
+        """Returns the call of the generated attention function."""
         score, mask = self.parsed(inputs[0].shape[-2])
         cached = "positions" in self.leading
         words = ("attend", "cached" if cached else "", "paged" if "table" in self.leading else "", self.title)
@@ -308,7 +312,7 @@ class ScoredBase(ScoreFields, Attention):
 
     @property
     def visible_reads(self) -> tuple[str, ...]:
-        """The values that the generated function of the mask reads in addition to i, j and h."""
+        """The values that the generated mask function reads besides i, j and h."""
         return ("start",) if self.documents else ()
 
     def visible_text(self, mask: Mask) -> str:
@@ -316,8 +320,8 @@ class ScoredBase(ScoreFields, Attention):
         return torch_text(mask.condition, whole=True)
 
     def _eager(self, scored: bool, tables: str) -> tuple[str, ...]:
-        """Returns the lines that compute y without FlexAttention, from all scores. `tables` are the arguments for the
-        tables that the score reads, as text."""
+        """Returns the lines that compute y from all scores, without FlexAttention. `tables` are the arguments of the
+        score function that hold tables, as text."""
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
         reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
         lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")
@@ -338,14 +342,11 @@ class ScoredBase(ScoreFields, Attention):
         return *lines, f"y = {weights}.to(v.dtype) @ v"
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        """Returns the fields of the template context that differ between attention over whole sequences and over a
-        cache, by name."""
+        """Returns the template fields, by name, that differ between whole sequences and caches."""
         raise TypeRuleError(f"{self.name} does not define the template fields of its positions")
 
 
 def _signature(function: str, parameters: Sequence[str]) -> str:
-    """Returns the first line of a function whose parameters and result are tensors. A long line is broken at the
-    brackets."""
     items = [f"{name}: Tensor" for name in parameters]
     line = f"def {function}({', '.join(items)}) -> Tensor:"
     if len(line) <= WIDTH:
@@ -354,7 +355,6 @@ def _signature(function: str, parameters: Sequence[str]) -> str:
 
 
 def _statement(head: str, text: str) -> tuple[str, ...]:
-    """Returns a statement as lines of at most `WIDTH` columns, indented by four spaces."""
     return fitted(f"{head} {text}", INSIDE)
 
 
@@ -364,8 +364,7 @@ def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:
 
 
 def _common(mask: Mask, q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the mask: [T, S], or [B or 1, H or 1, T, S] if the mask differs between sequences or
-    heads."""
+    """Returns the shape of the mask: [T, S], or [B or 1, H or 1, T, S] if sequences or heads have different masks."""
     names = variables(mask.condition)
     rows, heads = (len(q) if "start" in names else 1), (q.shape[-2] if "h" in names else 1)
     lead = (rows, heads) if "start" in names or "h" in names else ()

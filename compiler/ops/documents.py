@@ -1,4 +1,4 @@
-"""Start positions of documents in a token stream. A mark precedes each document."""
+"""First positions of documents in a token stream. Each document begins with a marker token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class DocumentStarts(Moves):
-    """For each token of ids [B, T], the position at which its document starts, i64[B, T].
+    """The position at which a token's document begins, i64[B, T], for each token of ids [B, T].
 
-    A document starts at the position of the last `mark` up to and including the token, or at 0 if there is none.
+    A document begins at the last `mark` up to and including the token, or at 0 if there is none.
     """
 
     name: ClassVar[str] = "document_starts"
@@ -35,11 +35,11 @@ class DocumentStarts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class DocumentStartsCached(Moves):
-    """DocumentStarts for decoding. `start` (i64[]) is the number of tokens before the input tokens. Positions are
-    counted from the first of these earlier tokens.
+    """DocumentStarts for decoding. `start` (i64[]) is the number of earlier tokens, before the input tokens. Position
+    0 is the first earlier token.
 
-    The second input, i64[B, 1], is the state: the start position of the document that contains the last earlier token.
-    It is ignored if `start` is 0.
+    The second input i64[B, 1] is the state: the position at which the last earlier token's document begins. The state
+    is ignored if `start` is 0.
     """
 
     name: ClassVar[str] = "document_starts_cached"

@@ -27,11 +27,12 @@ class Dropout(Op):
     """Sets each element of x to 0 with probability `p`, and divides the other elements by 1 - p. The op occurs only in
     training programs.
 
-    The random numbers come from Torch's generator for the device, in program order. The reference uses the same
-    generator. With `counted`, a second input of type DRAW, which holds a key and the rows of the batch, determines the
-    numbers instead. The random number of an element is then the output of Philox2x32-7 (Salmon et al., 2011) for the
-    key, the element's row in the whole step, and its column. The gradient recomputes the numbers, so that no mask is
-    stored.
+    By default, the random numbers come from Torch's generator of the device, in program order. The reference uses the
+    same generator.
+
+    With `counted`, they come from Philox2x32-7 (Salmon et al., 2011). It is a function of a key, of the row in the
+    whole step, and of the column. A second input of type DRAW holds the key and the rows of the batch. The gradient
+    recomputes the numbers, so no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"
@@ -48,9 +49,7 @@ class Dropout(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if self.counted and inputs[1] != DRAW:
-            raise TypeRuleError(
-                f"needs the state of the random generator, {DRAW}, as second input, not {inputs[1]}", (1,)
-            )
+            raise TypeRuleError(f"needs a random state of type {DRAW} as its second input, not {inputs[1]}", (1,))
         return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -73,8 +72,8 @@ class Dropout(Op):
 
 
 def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
-    """Returns a bool tensor of `shape` on the CPU. It is False for the elements that dropout with the buffer `draw`
-    sets to 0."""
+    """Returns a bool tensor of `shape` on the CPU. False elements are those that dropout with the buffer `draw` sets
+    to 0."""
     import torch
 
     key, first, step, tokens = draw.tolist()
@@ -83,19 +82,19 @@ def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
 
 
 def least_word(p: float) -> int:
-    """Returns the threshold for the random words: an element is set to 0 if its word is smaller."""
+    """Returns a threshold for random 32-bit words. An element is set to 0 if the word of the element is smaller."""
     return int(p * 2**32)
 
 
 def begin_draw(draw: Tensor, window: int) -> None:
-    """Fills the buffer of a node for a single batch: the key is 0, and each sequence has `window` tokens."""
+    """Fills the random state of a node for one batch: the key is 0, and each sequence has `window` tokens."""
     draw.data.copy_(draw.new_tensor([0, 0, 1, window]))
 
 
 def philox(key: int, rows: Sequence[int], columns: int) -> npt.NDArray[np.uint64]:
     """Returns the first output word of Philox2x32-7 for each row and column, below 2^32: [rows, columns].
 
-    The counter is the column and the low 32 bits of the row. The key of the generator is the low half of `key`; the
+    The counter is the column and the low 32 bits of the row. The key of the generator is the low half of `key`. The
     high half is combined with the row by exclusive or.
     """
     import numpy as np

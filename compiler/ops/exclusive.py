@@ -1,4 +1,4 @@
-"""Exclusive self-attention: attention without the component along a token's own value."""
+"""Exclusive self-attention, which removes the component along a token's own value."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -11,8 +11,8 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 class Exclusive(Op):
     """Exclusive self-attention: y - (y . u) u with u = v / |v| (XSA, arXiv 2603.09078).
 
-    y [B, T, H, C] is the attention output and v [B, T, G, C] the value of the same token, where G divides H. Query head
-    h uses value head h // (H / G). The component of y along the token's value is removed.
+    y [B, T, H, C] is the attention output and v [B, T, G, C] the value of the same token, where G divides H. Query
+    head h uses value head h // (H / G).
     """
 
     name: ClassVar[str] = "exclusive"

@@ -18,18 +18,17 @@ SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the la
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear(Op):
-    """Computes y = x w^T for x [..., K] and w [N, K]. The operands (factors) of the products are rounded to 8 bits.
+    """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 
-    Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before rounding, they are divided by a
-    scale that maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw
-    = dy^T x. Each product is summed in f32 and multiplied by the scales of its factors.
+    Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each is divided by a scale.
+    The scale maps the largest magnitude to the largest number of the format. The three products are y, dx = dy w and
+    dw = dy^T x. Each is summed in f32 and multiplied by the scales of its factors.
 
     Attributes:
-        by_rows: whether a factor has one scale for each vector along the summed dim of the product. Otherwise, the
-            whole factor has one scale.
-        delayed: whether a third input f32 [2 + H, 3] contains the scales. Its columns stand for x, w and dy. The first
-            row holds the scales. The second row holds the largest magnitudes since the scales were set; the products
-            update this row. The last H rows hold the largest magnitudes of the last H steps.
+        by_rows: Whether a factor has one scale for each vector along the summed dim. Otherwise, it has one scale.
+        delayed: Whether a third input f32 [2 + H, 3] contains the scales, in columns for x, w and dy. The first row
+            holds the scales. The second row holds the largest magnitudes since the scales were set. The products update
+            this row. The last H rows hold the largest magnitudes of the last H steps.
     """
 
     name: ClassVar[str] = "fp8_linear"
@@ -70,7 +69,7 @@ class Fp8Linear(Op):
 
 
 def begin_scales(state: Tensor) -> None:
-    """Fills the buffer f32 [2 + H, 3] of a layer with scales for the usual magnitudes before training."""
+    """Fills the buffer f32 [2 + H, 3] of a layer with scales for usual magnitudes. Training starts from these."""
     state.data.zero_()
     for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
         state.data[HISTORY:, factor] = usual
@@ -78,13 +77,12 @@ def begin_scales(state: Tensor) -> None:
 
 
 def _rounded_products() -> Any:
-    """Returns the `apply` of an autograd function with the three products. It rounds the factors to 8 bits, and
-    computes the products in the precision of the inputs."""
+    """Returns the `apply` of an autograd function with the three products. The function rounds the factors to 8 bits,
+    and multiplies in the precision of the inputs."""
     import torch
 
     def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
-        """Returns the numbers [R, K] that 8-bit codes of `value` represent: value / scale, rounded to 8 bits, times the
-        scale."""
+        """Returns value / scale, rounded to 8 bits, times the scale: [R, K]."""
         if state is not None:
             scale = state[0, factor].to(value.dtype)
         else:

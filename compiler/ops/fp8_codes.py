@@ -1,6 +1,6 @@
 """The parts of `Fp8Linear` with delayed scaling: the rounding of a factor to codes, and the three products of codes.
 
-In a fused group, the kernel that computes a factor can therefore write its codes.
+The ops are separate, so that a kernel of a fused group can compute a factor and also write the factor's codes.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def _check_state(type: TensorType, index: int) -> None:
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
-    """Divides `value`, a factor of a product, by its scale in `state`, and rounds to the 8-bit format of that factor.
-    `factor` is 0 for x, 1 for the weight and 2 for dy. The result has the dtype of `value`, which represents the
-    rounded numbers exactly."""
+    """Divides a factor of a product by the scale in `state`, and rounds the quotient to the factor's 8-bit format.
+    `factor` is 0 for x, 1 for the weight and 2 for dy. The dtype of the result is that of `value`, in which the
+    rounded numbers are exact."""
     import torch
 
     scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])
@@ -35,15 +35,14 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Codes(Op):
-    """Divides a factor of a product by its scale and rounds it to 8 bits. Values beyond the largest number of the
-    format are clamped.
+    """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
-    magnitude of the factor in the state. The rounding has no effect on gradients: the factor receives the gradient of
-    codes * scale.
+    magnitude of the factor in the state. Gradients ignore the rounding: the gradient of the factor is that of codes *
+    scale.
 
     Attributes:
-        factor: the factor: 0 for x, 1 for the weight, 2 for the gradient of y.
+        factor: 0 for x, 1 for the weight, 2 for the gradient of y.
     """
 
     name: ClassVar[str] = "fp8_codes"
@@ -91,8 +90,8 @@ class Transposed(Op):
 
 @dataclass(frozen=True, slots=True)
 class CodesLinear(Product):
-    """Computes y = x w^T for codes x [..., K] and w [N, K]. The product does not include the scales; the epilogue of
-    the kernel applies them."""
+    """Computes y = x w^T for codes x [..., K] and w [N, K], without scales. The epilogue of the kernel applies the
+    scales."""
 
     name: ClassVar[str] = "fp8"
     layout: ClassVar[Literal["nk", "kn"]] = "nk"
@@ -119,17 +118,16 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fp8Product(Op):
-    """One of the three products of a linear layer, computed from codes and multiplied by the scales of both factors.
-    Sums are f32.
+    """One of the three products of a linear layer: y = x w^T, dx = dy w, or dw = dy^T x. The op multiplies codes in
+    f32, and applies the scales of both factors.
 
-    The inputs are the codes of two factors and the state of the scales. y = x w^T, dx = dy w, and dw = dy^T x. For dx,
-    the second input is the transposed weight, because tensor cores require 8-bit factors to be contiguous along the
-    summed dim.
+    The inputs are the codes of two factors and the state with the scales. For dx, the second input is the transposed
+    weight, because tensor cores require 8-bit factors that are contiguous along the summed dim.
 
     Attributes:
-        role: which of the three products the op computes.
-        dtype: the dtype of the result.
-        weight_dtype: the dtype of the gradient of the weight.
+        role: Which of the three products the op computes.
+        dtype: The dtype of the result.
+        weight_dtype: The dtype of the gradient of the weight.
     """
 
     name: ClassVar[str] = "fp8_product"

@@ -15,9 +15,9 @@ TOKEN, BEFORE = 36313, 27191  # the multipliers of the token id and of the previ
 class BigramHash(Op):
     """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 
-    The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A negative
-    `previous` marks a token without a previous token. Such a token is in the last bucket. This is the embedding hash of
-    parameter-golf's BigramHash.
+    The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A token
+    without a previous token has a negative `previous`, and is in the last bucket. This is the hash of parameter-golf's
+    BigramHash embedding.
     """
 
     name: ClassVar[str] = "bigram_hash"
@@ -43,7 +43,6 @@ class BigramHash(Op):
         return torch.tensor(buckets, dtype=torch.int32, device=ids.device).reshape(ids.shape)
 
     def bucket(self, token: int, before: int) -> int:
-        """Returns the bucket of one pair of ids."""
         if before < 0:
             return self.buckets - 1
         return (_wrapped(TOKEN * token) ^ _wrapped(BEFORE * before)) % (self.buckets - 1)

@@ -1,4 +1,4 @@
-"""One step of an LSTM whose recurrent product multiplies int8 codes."""
+"""One time step of an LSTM with an int8 recurrent product."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ class Int8LstmStep(Int8Product):
 
     Inputs, in order:
     - h and c: the state [..., H].
-    - x: f32 [..., 4H], the contribution of the step's input to the gates.
+    - x: f32 [..., 4H], the input's contribution to the gates.
     - w: i8 [4H, K], the stored codes of the recurrent weight.
     - offset: i32 [4H], added to the int32 sums.
-    - scale: f32 [4H], the value of one unit of the sums.
+    - scale: f32 [4H], the number that 1 represents in the sums.
     - inverse: f32 [H], the reciprocal of the scale of h.
 
-    h is quantized as `QuantizeRows` does, and padded with zeros after column H. The int32 sums of h and w, including
-    the offset, are exact. The gates, in the order i, f, g, o, are computed from x + sums * scale. All operations after
-    the sums are f32. If h and c have a narrower dtype, the new h and c are rounded once.
+    h is quantized as `QuantizeRows` does, and padded with zeros after column H. The product of h and w, with the
+    offset, is an exact int32 sum. The gates, in the order i, f, g, o, are computed from x + sums * scale. All
+    operations after the sums are f32. If h and c have a narrower dtype, the new h and c are rounded once.
 
-    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w. The sums of q2 are
-    also exact. The total is computed in f32: the sums of q1, including the offset, plus the sums of q2 divided by 254.
+    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`). Each is multiplied with w exactly. The total, in f32,
+    is the sum for q1 (with the offset) plus 1/254 of the sum for q2.
     """
 
     name: ClassVar[str] = "int8_lstm_step"
@@ -84,10 +84,10 @@ class Int8LstmStep(Int8Product):
         return LARGEST + 1
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns inputs whose weight codes have both signs, and zeros after column H, and whose scales bring the sums
-        near 1.
+        """Replaces the random inputs by realistic ones. Weight codes get both signs, and zeros after column H. The
+        scales bring the sums near 1.
 
-        The inverses are powers of two, so that h has the same codes in every precision.
+        The inverses are powers of two, so h has the same codes in every precision.
         """
         import torch
 
@@ -112,7 +112,6 @@ class Int8LstmStep(Int8Product):
 
 
 def _sums(codes: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
-    """Returns the int32 sums [..., 4H] of codes [..., H] times w [4H, K], K at least H, plus the offset [4H]."""
     sums = Int8Linear().reference(codes, weight[:, : codes.shape[-1]], offset)
     assert not isinstance(sums, tuple)
     return sums

@@ -10,7 +10,7 @@ from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, Typ
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
-    """Returns all dims except the last. Kernels flatten these dims to one dim, the rows."""
+    """Returns all dims except the last. Kernels flatten them to one dim, the rows."""
     return type.shape[:-1]
 
 
@@ -35,11 +35,11 @@ class Product(Op):
         return 2 * x.with_shape(*rows(x)).count(sizes) * sum(weight.count(sizes) for weight in weights)
 
     def product_text(self, rows: str, weight: str) -> str:
-        """Returns the product of rows with one weight as a Python expression."""
+        """Returns the product of `rows` with one weight, as a Python expression."""
         return f"{rows} @ {weight}.T" if self.layout == "nk" else f"{rows} @ {weight}"
 
     def extent(self, weight: TensorType) -> tuple[int, int]:
-        """Returns N and K of the product."""
+        """Returns the extents N and K of the product."""
         n, k = weight.shape if self.layout == "nk" else reversed(weight.shape)
         assert isinstance(n, int) and isinstance(k, int)
         return n, k
@@ -47,10 +47,8 @@ class Product(Op):
 
 @dataclass(frozen=True, slots=True)
 class Linear(Product):
-    """Computes y = x w^T for x [..., K] and one or more weights w [N, K], each with its own accumulator.
-
-    `weights` is the number of weights. All weights have the same shape and are multiplied with the same x.
-    """
+    """Computes y = x w^T for x [..., K] and `weights` weights w [N, K] of equal shape. Each product has its own
+    accumulator."""
 
     name: ClassVar[str] = "linear"
     layout: ClassVar[Literal["nk", "kn"]] = "nk"
@@ -90,8 +88,8 @@ class Linear(Product):
 class WideLinear(Op):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
-    The product of two bf16 numbers is exact in f32. w is split into a sum of three bf16 matrices, and one product on
-    tensor cores multiplies x with all three. x is therefore never stored in f32.
+    w is split into a sum of three bf16 matrices. Tensor cores multiply x with all three in one product. x is therefore
+    never stored in f32. The product of two bf16 numbers is exact in f32.
     """
 
     name: ClassVar[str] = "wide_linear"
@@ -119,10 +117,10 @@ class WideLinear(Op):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
-    """Multiplies each head by its own matrix [N, K]. The weight w [H N, K] consists of these matrices, stacked along
-    the rows.
+    """Multiplies each of H heads by its own matrix [N, K]. The weight w [H N, K] is these matrices, stacked along the
+    rows.
 
-    The input [..., H, N] becomes [..., H, K], or with `transposed`, [..., H, K] becomes [..., H, N].
+    The input [..., H, N] becomes [..., H, K]. With `transposed`, [..., H, K] becomes [..., H, N].
     """
 
     name: ClassVar[str] = "head_linear"

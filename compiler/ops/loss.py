@@ -21,10 +21,10 @@ class CrossEntropy(Op):
     The output is f32[] with `reduction` "mean", and f32[B, T] with "none". Targets equal to `ignore` are excluded from
     the mean, and their loss is 0 with "none".
 
-    If `per_token` is set, the output is the mean of this expression instead. The expression reads `nats`, the loss
-    above of a token; `lse` = log(sum(exp(logits))); and the names in `weights`. For each name `n` in `further`, it may
-    also read `nats_n`: the loss of the same logits for another target, or 0 where this target is negative. The inputs
-    after the targets are the targets of each name in `further`, i64[B, T], then the `weights`, f32[] each.
+    `per_token` is an expression of a token's loss. It may read `nats`, the loss above; `lse`, which is
+    log(sum(exp(logits))); and the names in `weights`. A name `n` in `further` is an additional target per token. The
+    expression may read the loss of this target as `nats_n`, which is 0 where the target is negative. The inputs after
+    the targets are the additional targets, i64[B, T] each, then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -87,8 +87,6 @@ class CrossEntropy(Op):
 
 
 def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
-    """Returns the type of the targets. Raises TypeRuleError if the type of the targets or of a further target does not
-    match the logits."""
     logits, *targets = inputs[: 2 + further]
     for i, type in enumerate(targets, 1):
         if type.shape != logits.shape[:-1]:
@@ -118,8 +116,8 @@ class IgnoreFirst(Moves):
 
 
 def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
-    """Converts an expression of binary operations to Torch calls. `values` maps its variables to arguments of the
-    calls."""
+    """Evaluates an expression of binary operations as Torch calls. `values` maps the variables of the expression to
+    arguments."""
     match expr:
         case Var(name):
             return values[name]
@@ -132,13 +130,13 @@ def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLoss(Op):
-    """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...].
+    """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...]. The loss is computed in
+    f32 or wider.
 
-    It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
-    the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, so that loss
-    and gradient need only one pass over the logits. `grad` has the type and shape of the logits, and is 0 in the
-    padding. `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` must be linear in the losses
-    of the targets.
+    `f` is an expression of `z`. Only the first `vocab` of the W columns are logits; the others are padding. With
+    `reduction` "mean", a second output `grad` is the gradient of the mean, so one pass over the logits computes both.
+    `grad` has the type of the logits, and is 0 in the padding. `per_token`, `further` and `weights` are as in
+    CrossEntropy, but `per_token` must be linear in the losses of the targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -201,8 +199,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradient of the rows `some`, and the mean over the rows `every`. To limit memory, processes ROWS
-        rows at a time."""
+        """Computes the gradient of the rows `some`, and the mean over the rows `every`. Processes ROWS rows at a time
+        to limit memory."""
         import torch
 
         if self.reduction == "none":
@@ -241,8 +239,8 @@ class SoftmaxLoss(Op):
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
-    `bos` is the id that starts a document. If `bos` is set, a target is -1 if it equals `ignore` or if it is in a later
-    document than the next token.
+    `bos` is the id that begins a document. If `bos` is set, a target in a later document than the next token is -1. A
+    target equal to `ignore` is also -1.
     """
 
     name: ClassVar[str] = "later_targets"
@@ -304,7 +302,7 @@ class MeanSquare(Op):
 class AttachLoss(Moves):
     """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
-    A block's auxiliary loss therefore does not have to be passed to the loss of the program (as in DeepSeek-AI 2024,
+    A block can therefore add an auxiliary loss without passing it to the loss of the program (as in DeepSeek-AI 2024,
     arXiv 2405.04434).
     """
 
@@ -315,7 +313,7 @@ class AttachLoss(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, loss, weight = inputs
         if (loss, weight) != (SCALAR, SCALAR):
-            raise TypeRuleError(f"attaches a loss {loss} by a weight {weight}; both must be {SCALAR}", (1, 2))
+            raise TypeRuleError(f"needs a loss and a weight of type {SCALAR}, not {loss} and {weight}", (1, 2))
         return (x,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -15,12 +15,14 @@ USUAL_EPS = 1e-6  # the default epsilon, which names and plans omit
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """The base class of NormRope and its gradient. If `eps` is None, there is no norm. If `gain` is true, each head is
-    multiplied by a factor.
+    """The base class of NormRope and its gradient.
 
-    With `neighbors`, channel 2i is paired with channel 2i + 1. Otherwise, channel i is paired with channel R + i.
-    `weight` is the factor of each channel after the norm: an expression of a learned `w` that all heads share. It is
-    empty if there is no such factor.
+    Attributes:
+        eps: The epsilon of the norm. None if there is no norm.
+        gain: Whether each head is multiplied by a factor.
+        neighbors: Whether channel 2i is paired with channel 2i + 1. Otherwise, channel i is paired with channel R + i.
+        weight: The factor of each channel after the norm, as an expression of a learned `w` that all heads share. Empty
+            if there is no such factor.
     """
 
     planned: ClassVar[bool] = True
@@ -32,7 +34,7 @@ class HeadRotation(Op):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the words of a kernel name: one for each operation on a head, in order."""
+        """Returns the words of a kernel name, one per operation on a head."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
         weight = "_".join(filter(None, ("w", name_of(reread(self.weight))))) if self.weight else ""
         return tuple(filter(None, (norm, weight, self._rotary("rotary"), "gain" if self.gain else "")))
@@ -59,7 +61,7 @@ class NormRope(HeadRotation):
 
     The inputs are x [..., T, H, C], the angles cos and sin f32[T, R], w [C] and gain [H, 1].
 
-    The first 2R of C channels are rotated. Kernels compute in f32 or wider, and round once. The angles have no
+    The first 2R of C channels are rotated. Kernels compute in f32 or wider and round once. The angles have no
     gradient.
     """
 
@@ -87,7 +89,7 @@ class NormRope(HeadRotation):
         return _turns(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Rounds after the norm, after the rotation and after the gain, as separate Torch operations do."""
+        """Rounds after the norm, the rotation and the gain, as separate Torch operations do."""
         import torch
 
         x, cos, sin, *learned = inputs
@@ -111,13 +113,15 @@ class NormRope(HeadRotation):
 
 
 class NormRopeGrad(HeadRotation):
-    """The gradients of NormRope from dy, x, cos, sin, w and gain: dx, then dweight [C] if w is learned, and dgain
-    [H, 1] if gain is learned.
+    """The gradients of NormRope from dy, x, cos, sin, w and gain: dx, then dweight [C] and dgain [H, 1] for the inputs
+    that are learned.
 
-    With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
-    * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain, dx = dz, and x is
-    not an input. With a weight, dz is replaced with dz * weight in these formulas, and dweight is the sum of gain * r *
-    x * dz over all heads and tokens, times the derivative of the weight with respect to w.
+    Let r = 1 / sqrt(mean(x^2) + eps), let dz be dy rotated back, and let s = sum(dz * x * r) over the channels of a
+    head. Then dx = r * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain,
+    dx = dz, and x is not an input.
+
+    With a weight, dz * weight replaces dz in these formulas. dweight is a sum over all heads and tokens: gain * r * x
+    * dz, times the derivative of the weight with respect to w.
     """
 
     name: ClassVar[str] = "norm_rope_grad"
@@ -146,7 +150,7 @@ class NormRopeGrad(HeadRotation):
         dy, *others = inputs
         x = others.pop(0) if self.reads_x else dy
         if x != dy:
-            raise TypeRuleError(f"needs a gradient of the type of {x}, not {dy}", (0, 1))
+            raise TypeRuleError(f"needs a gradient of type {x}, not {dy}", (0, 1))
         _check(self, x, *others)
         return (x, *others[2:])
 
@@ -157,7 +161,7 @@ class NormRopeGrad(HeadRotation):
         return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Differentiates the reference of NormRope by autograd."""
+        """Differentiates the reference of NormRope with autograd."""
         import torch
 
         dy, *others = (value.detach() for value in inputs)
@@ -176,8 +180,8 @@ class NormRopeGrad(HeadRotation):
 
 @dataclass(frozen=True, slots=True)
 class NormRopeGradInto(NormRopeGrad):
-    """The gradients of NormRope. dx [..., T, H, C] is written to the H C features, from `at` on, of the last input, a
-    tensor [..., T, D]. This tensor is the first output."""
+    """The gradients of NormRope, with dx [..., T, H, C] written into a wider tensor [..., T, D]. This tensor is the
+    last input and the first output. dx replaces H C features of this tensor from `at` on."""
 
     name: ClassVar[str] = "norm_rope_grad_into"
     assigned: ClassVar[bool] = True
@@ -220,7 +224,6 @@ class NormRopeGradInto(NormRopeGrad):
 
 
 def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *learned: TensorType) -> None:
-    """Raises TypeRuleError if the shapes of heads, angles, weight and gain do not match."""
     if len(x.shape) < 3:
         raise TypeRuleError(f"takes heads [..., T, H, C] but {{input}} gives {x}", (0,))
     (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
@@ -236,8 +239,6 @@ def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *l
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
-    """Returns the number of operations of the rotation, which takes four multiplications and two additions per pair of
-    channels."""
     assert isinstance(cos.width, int)
     return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 
@@ -248,5 +249,5 @@ def _size(x: TensorType, cos: TensorType) -> str:
 
 
 def _letters(number: float) -> str:
-    """Formats a number as part of a name: 1e-05 becomes 1em05."""
+    """Formats a number as part of a name: `1em05` for 1e-05."""
     return f"{number:g}".replace("-", "m").replace(".", "p").replace("+", "")

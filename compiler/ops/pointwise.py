@@ -17,8 +17,7 @@ CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # the tensor method
 
 
 def pointwise(b: Builder, name: str, text: str, /, dtype: str = "", title: str = "", **values: str) -> str:
-    """Adds a node called `name` that computes the expression `text` over named values. Returns a reference to the
-    result."""
+    """Adds a node `name` that computes the expression `text` of named values. Returns a reference to the result."""
     return b.add(name, Pointwise((text,), tuple(values), dtype=dtype, title=title), tuple(values.values()))
 
 
@@ -45,16 +44,16 @@ class Pointwise(Op):
     Attributes:
         outputs: one expression per output.
         variables: the names of the inputs in the expressions, in order.
-        labels: the names of the outputs in generated code; empty for a single unnamed output.
-        dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
-        title: the word for the expression in kernel names, if the spec sets this word.
-        draws: the variables that are dropout masks, each with its probability of 0. The input for such a variable is a
-            buffer of type DRAW, which determines the elements of the mask, 0 or 1. Only epilogues have masks.
-        scales: the variables that are products of two scales. The input for such a variable is the state of 8-bit
-            products, and `scales` states the columns of the two scales. Only epilogues have them.
-        codes: the outputs that are rounded to 8 bits. An entry has the index of the output, the variable of the state,
-            the column of the scale, and a dtype to which the value is rounded first. The kernel writes the largest
-            magnitude to the state. Only epilogues have such outputs.
+        labels: the names of the outputs in generated code. Empty for a single unnamed output.
+        dtype: the dtype of the outputs. Inputs are converted to it. Empty for the dtype of the first input.
+        title: the word for the expression in kernel names, if the spec states one.
+        draws: the variables that are dropout masks, and the probability that an element is 0. The input of such a
+            variable is a buffer of type DRAW. The buffer determines the mask. Only epilogues have masks.
+        scales: the variables that are products of two scales. The input of such a variable is the state of 8-bit
+            products. An entry has the variable and the columns of both scales. Only epilogues have these.
+        codes: the outputs that are rounded to 8 bits. An entry has the output's index, the state variable, the scale's
+            column, and a dtype. The value is rounded to this dtype first. The kernel writes the largest magnitude to
+            the state. Only epilogues have these.
     """
 
     name: ClassVar[str] = "pointwise"
@@ -78,7 +77,7 @@ class Pointwise(Op):
 
     @property
     def formula(self) -> str:
-        """Returns the expressions as text, without the title: `(d, slope) -> d * slope`."""
+        """Returns the expressions as text without the title, such as `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
         text = f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
@@ -116,7 +115,8 @@ class Pointwise(Op):
         return results if len(results) > 1 else results[0]
 
     def values(self, inputs: Sequence[Tensor]) -> dict[str, Tensor | float]:
-        """Returns the value of each variable. A dropout mask has the shape of the first input."""
+        """Returns the value of each variable. For a variable of `draws`, the value is the dropout mask in the shape of
+        the first input."""
         values: dict[str, Tensor | float] = dict(zip(self.variables, inputs, strict=True))
         first = inputs[0]
         given = dict(zip(self.variables, inputs, strict=True))
@@ -126,7 +126,7 @@ class Pointwise(Op):
 
 @dataclass(frozen=True, slots=True)
 class SumTo(Op):
-    """The gradient of broadcasting. Sums x over the dims along which a value of `shape` was broadcast."""
+    """The gradient of broadcasting a value of `shape`. Sums x over the broadcast dims."""
 
     name: ClassVar[str] = "sum_to"
     arity: ClassVar[int] = 1

@@ -11,8 +11,7 @@ from specc.compiler.ops.pointwise import CASTS
 
 
 class Positions(Op):
-    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ... The optional second input `start` (i64[]) is
-    added."""
+    """The positions i64[T] of ids [B, T]: 0, 1, ..., plus `start` (i64[]), an optional second input."""
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
@@ -63,8 +62,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Op):
-    """Returns the same cos and sin as `RopeAngles`, but reads them from a table of all positions below `context`, which
-    is computed once."""
+    """Returns the same cos and sin as `RopeAngles`. They are rows of a table, which is computed once for all positions
+    below `context`."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False
@@ -109,8 +108,7 @@ class RotaryPairs(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies(Op):
-    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input holds the pair indices i,
-    i64[R]."""
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, for pair indices i i64[R]."""
 
     name: ClassVar[str] = "rotary_frequencies"
     inline: ClassVar[bool] = False
@@ -131,7 +129,8 @@ class RotaryFrequencies(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles(Op):
-    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R], multiplied by `magnitude`, f32[T, R]."""
+    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both are multiplied by `magnitude`,
+    f32[T, R]."""
 
     name: ClassVar[str] = "rotary_angles"
     inline: ClassVar[bool] = False
@@ -158,8 +157,8 @@ class RotaryAngles(Op):
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. If `scales` is true, cos
-    and sin have been multiplied by a magnitude, so the rotation also changes the length of a pair.
+    Channel i is paired with channel R + i, or with `neighbors`, channel 2i with channel 2i + 1. If `scales` is true,
+    cos and sin contain a magnitude, so the rotation also changes the length of a pair.
     """
 
     name: ClassVar[str] = "rope"

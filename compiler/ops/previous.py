@@ -1,4 +1,4 @@
-"""The value of the previous token: a shift of a whole sequence, or a state in decoding."""
+"""The value of the previous token: by a shift of a whole sequence, or from a state in decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,10 +39,9 @@ class Previous(Moves):
 
 @dataclass(frozen=True, slots=True)
 class PreviousCached(Moves):
-    """`Previous` for decoding. `start` (i64[]) is the number of tokens before the input tokens.
+    """`Previous` for decoding. `start` (i64[]) is the number of earlier tokens, before the input tokens.
 
-    The first row is the state [B, 1, ...], which holds the value of the last earlier token. If `start` is 0, the first
-    row is `fill`.
+    The first row is the state [B, 1, ...], the value of the last earlier token. If `start` is 0, it is `fill`.
     """
 
     name: ClassVar[str] = "previous_cached"
@@ -91,7 +90,7 @@ class KeepLast(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Reset(Moves):
-    """Replaces x [B, T, ...] by `fill` at positions where ids [B, T] equal `token`, the mark that starts a document."""
+    """Replaces x [B, T, ...] by `fill` where ids [B, T] equal `token`, the marker that begins a document."""
 
     name: ClassVar[str] = "reset"
     keeps_features: ClassVar[bool] = True

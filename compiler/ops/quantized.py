@@ -33,7 +33,7 @@ def rounded(values: Tensor) -> Tensor:
 def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the i8 codes nearest to `values`, and the i8 codes of the remainders in units of 1 / FINE.
 
-    Values are clamped to [-LARGEST, LARGEST] first, so that values out of range have remainder 0.
+    Values are first clamped to [-LARGEST, LARGEST], so values beyond this range have remainder 0.
     """
     within = values.clamp(-LARGEST, LARGEST)
     first = rounded(within)
@@ -41,18 +41,18 @@ def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_of(bits: int) -> float:
-    """Returns the resolution of quantized values, in units of the first code's step: 1 for 8 bits, which have one code,
-    and 1 / FINE for 16 bits, which have two codes."""
+    """Returns the resolution of quantized values, relative to the step of the first code. It is 1 for 8 bits, which
+    have one code, and 1 / FINE for 16 bits, which have two."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
 def wide(bits: int) -> str:
-    """Returns the suffix of names that states the number of bits of an input; empty for 8 bits."""
+    """Returns a suffix for names with the number of bits of an input. Empty for 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
 def check_scales(x: TensorType, inverse: TensorType) -> None:
-    """Raises TypeRuleError unless `inverse` has the type of the inverse scales of x: f32, one number per feature."""
+    """Raises TypeRuleError unless `inverse` has the type of x's inverse scales: f32, one number per feature."""
     if not x.floating or inverse.dtype != "f32":
         raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
     if inverse.shape != (x.width,):
@@ -96,8 +96,8 @@ class QuantizeRows(Op):
 class Int8Product(Op):
     """The base class of ops that multiply by stored i8 codes w [N, K].
 
-    The codes are the input at index `stored`. The plan selects a kernel for such an op inside and outside of fused
-    groups.
+    `stored` is the index of the codes among the inputs. The plan selects a kernel for such an op inside and outside of
+    fused groups.
     """
 
     matrix: ClassVar[bool] = True
@@ -115,11 +115,10 @@ class Int8Product(Op):
 
 
 class Int8Linear(Int8Product):
-    """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K] and adds offset i32 [N].
+    """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K], and adds offset i32 [N]. The sums i32 [..., N] are
+    exact.
 
-    The sums i32 [..., N] are exact.
-
-    Scaling and all later operations form the epilogue. If the output is i8, the epilogue rounds it to codes.
+    All later operations, such as scaling, form the epilogue. If the output is i8, the epilogue rounds it to codes.
     """
 
     name: ClassVar[str] = "int8_linear"

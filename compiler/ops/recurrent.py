@@ -16,11 +16,6 @@ SAVED = GATES + 2  # values per output that the backward pass reads: the gates, 
 
 
 def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[TensorType]) -> int:
-    """Checks the shapes of one direction and returns its hidden size H.
-
-    `weights` are the input weight [4H, D], the hidden weight [4H, H] and the biases [4H]. Raises TypeRuleError if a
-    shape does not match.
-    """
     into, hidden, *_ = weights
     size = hidden.width
     assert isinstance(size, int)
@@ -35,7 +30,6 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
 
 
 def _step(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Computes one step of one direction, in the precision of x [B, D]. Returns h and c."""
     into, hidden, *biases = weights
     return updated(x @ into.T + h @ hidden.T + sum(biases), c)
 
@@ -51,9 +45,9 @@ def updated(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 class Lstm(Op):
     """Runs x [B, T, D] through an LSTM. With `directions` 2, a second LSTM runs backward in time.
 
-    Inputs are x, then the initial h and c [B, directions * H], then for each direction: the input weights [4H, D], the
-    hidden weights [4H, H], and `biases` bias vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. In
-    all of them, the features of the directions are concatenated.
+    Inputs are x, the initial h and c [B, directions * H], then the weights of each direction: input weights [4H, D],
+    hidden weights [4H, H], and `biases` bias vectors [4H]. Outputs are y [B, T, directions H] and the last h and c.
+    Each output concatenates the features of both directions.
     """
 
     name: ClassVar[str] = "lstm"
@@ -126,7 +120,7 @@ class LstmCell(Op):
         x, h, c, *weights = inputs
         size = _check(x, h, c, weights)
         if x.shape[1] != 1 or h.width != size:
-            raise TypeRuleError(f"takes one step of {size} features, not {x} from h {h}", (0, 1))
+            raise TypeRuleError(f"takes one step, and h of {size} features, not x {x} and h {h}", (0, 1))
         return h, c
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 
-STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time; training with dropout uses the second
+STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time, without and with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
@@ -17,11 +17,11 @@ class Call(Op):
 
     Attributes:
         callee: the name of the function.
-        at: the path in the model at which the function is called; it is the prefix of the parameter names.
+        at: the path of the call in the model. Parameter names begin with it.
         returns: the shapes and dtypes of the outputs.
         scalars: the numbers that the caller passes, by name.
         labels: the names of the outputs in generated code.
-        formulas: the formula of each scalar that the spec states as a formula, by the name of the scalar.
+        formulas: the names and formulas of the scalars that the spec states as formulas.
     """
 
     name: ClassVar[str] = "call"
@@ -48,8 +48,8 @@ class Call(Op):
 
 @dataclass(frozen=True, slots=True)
 class Fused(Op):
-    """Runs a fused group: a forward graph, and a backward graph that is derived from the derivative rules of its
-    members. See passes/group.py."""
+    """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of its
+    nodes. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
     arity: ClassVar[int] = 0
@@ -71,11 +71,12 @@ class Fused(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scan(Op):
-    """Runs function `callee` once per time step. Its first `carried` outputs are the first inputs of the next step.
+    """Runs function `callee` once per time step. The first `carried` outputs of a step are the first inputs of the
+    next step.
 
     Inputs are the initial carried values, then `stepped` sequences [B, T, ...], then the values that all steps read.
-    Each step receives one slice [B, 1, ...] of a sequence. Outputs are the last carried values, then the other outputs
-    of all steps, concatenated along time.
+    Step t receives the slice [B, 1, ...] of each sequence. Outputs are the last carried values, then the other
+    outputs, concatenated along time.
     """
 
     name: ClassVar[str] = "scan"
@@ -93,7 +94,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Whether the step function applies dropout, which only the step of a training program does."""
+        """Whether the step function has dropout. Only training programs have such a step."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property
@@ -108,5 +109,5 @@ class Scan(Op):
 
 
 def returned(types: Sequence[TensorType]) -> Types:
-    """Converts types to the form that the field `returns` of an op has."""
+    """Converts types to the form of the field `returns`."""
     return tuple((type.shape, type.dtype) for type in types)

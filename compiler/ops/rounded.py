@@ -1,5 +1,4 @@
-"""Fake quantization: training rounds inputs in the same way as deployed int8 products do. Gradients pass straight
-through."""
+"""Fake quantization: training rounds inputs exactly as deployed int8 products do. Gradients ignore the rounding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from specc.compiler.ops.recurrent import GATES, updated
 
 @dataclass(frozen=True, slots=True)
 class RoundRows(Op):
-    """Quantizes x [..., K] as `QuantizeRows` does and dequantizes the result.
+    """Quantizes x [..., K] as `QuantizeRows` does, and dequantizes the result.
 
     x * inverse, for inverse f32 [K], is rounded with ties to even, clamped to [-127, 127] and divided by inverse. NaN
     stays NaN. With `bits` 16, the result is the sum of two codes (`two_codes`).
 
-    The gradient ignores the rounding. It is 1 where x * inverse is within [-127, 127], and 0 outside, where the result
-    is constant. This is the straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
+    The gradient is 1 where x * inverse is within [-127, 127], and 0 outside, where the result is constant. This is the
+    straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
     """
 
     name: ClassVar[str] = "round_rows"
@@ -51,7 +50,7 @@ class RoundRows(Op):
 
 
 class LstmGates(Op):
-    """Computes the new h and c [B, H] from the gate sums [B, 4H], in the order i, f, g, o, and the old c [B, H]."""
+    """Computes the new h and c [B, H] from the old c [B, H] and the gate sums [B, 4H], in the order i, f, g, o."""
 
     name: ClassVar[str] = "lstm_gates"
     arity: ClassVar[int] = 2

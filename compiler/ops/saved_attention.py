@@ -1,6 +1,6 @@
-"""Attention with the log-sum-exp as a second output, which the gradient reads.
+"""Attention with a second output, the log-sum-exp of the scores, which the gradient reads.
 
-In training programs, the fusion pass replaces the ops of `attention` with these ops.
+In training programs, the fusion pass replaces the ops of `attention` by these ops.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ SCORES = 1 << 24  # number of scores that a reference holds at a time
 
 
 class SavedAttention(Op):
-    """The base class of attention with the log-sum-exp as a second output, which the gradient reads.
+    """The base class of attention that also returns the log-sum-exp of the scores.
 
-    Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
-    keys that a query attends to. If there is no such key, y, lse and all gradients are 0. All kernels use this
-    definition, so any gradient kernel can follow any forward kernel.
+    Outputs are y [B, T, H, C] and lse f32[B, H, T], the natural logarithm of sum(exp(q k^T / sqrt(C))). The sum is
+    over the keys that a query attends to. If there is no such key, y, lse and all gradients are 0. All kernels use
+    this definition, so any gradient kernel can follow any forward kernel.
     """
 
     matrix: ClassVar[bool] = True
@@ -32,12 +32,12 @@ class SavedAttention(Op):
 
     @property
     def plain(self) -> Attention:
-        """The attention op that has the same inputs and does not return the log-sum-exp."""
+        """The attention op with the same inputs, but without the log-sum-exp."""
         raise TypeRuleError(f"{self.name} does not define `plain`, the same attention without the log-sum-exp")
 
     @property
     def by_rows(self) -> int:
-        """The number of inputs that have rows. The remaining inputs, at the end, are parameters."""
+        """The number of inputs that have rows. The other inputs, at the end, are parameters."""
         return self.arity
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -51,7 +51,7 @@ class SavedAttention(Op):
         return self.plain.flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Computes a few sequences at a time. Scores and lse have the precision of q, but at least f32."""
+        """Computes a few sequences at a time. Scores and lse have the precision of q, and at least f32."""
         import torch
 
         wide = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -63,8 +63,8 @@ class SavedAttention(Op):
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def gradients(self, tape: Tape, grad: Op) -> Gradients:
-        """Adds the node of the op `grad`, and returns one gradient per input. Additional inputs that have rows, such as
-        a mask, have no gradient."""
+        """Adds the node of the op `grad`, and returns one gradient per input. A mask, which has rows, has no
+        gradient."""
         read = (*map(tape.input, range(3)), tape.output(0), tape.output(1), *map(tape.input, range(3, self.arity)))
         dq = tape.add("grad", grad, (tape.grad(), *read))
         learned = (output_ref(dq, i) for i in range(3, 3 + self.arity - self.by_rows))
@@ -72,8 +72,8 @@ class SavedAttention(Op):
 
 
 class SavedAttentionGrad(Op):
-    """The base class of ops that compute the gradients dq, dk and dv of `forward`. Inputs are dy, q, k, v, y, lse and
-    the additional inputs of `forward`.
+    """The base class of the gradients dq, dk and dv of `forward`. Inputs are dy, q, k, v, y, lse and the additional
+    inputs of `forward`.
 
     Let p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)). Then dv = p^T dy, dq = ds k / sqrt(C), and dk =
     ds^T q / sqrt(C). If several query heads share a key head, dk and dv are sums over these query heads.
@@ -118,13 +118,13 @@ class SavedAttentionGrad(Op):
         return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns inputs in which y and lse are the outputs of the forward op for q, k and v."""
+        """Replaces the random y and lse by the outputs of the forward op for q, k and v."""
         dy, q, k, v, _, _, *mask = inputs
         y, lse = self.forward.reference(q.float(), k.float(), v.float(), *mask)
         return dy, q, k, v, y.to(q.dtype), lse, *mask
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Differentiates the reference of the plain attention by autograd, some sequences at a time."""
+        """Differentiates the reference of `plain` with autograd, some sequences at a time."""
         import torch
 
         outputs, rows = [], self.forward.by_rows
@@ -139,7 +139,7 @@ class SavedAttentionGrad(Op):
 
 
 class CausalAttention(SavedAttention):
-    """`Sdpa` without a score or mask, with the log-sum-exp as a second output."""
+    """`Sdpa` with the default score and mask. It also returns the log-sum-exp."""
 
     name: ClassVar[str] = "causal_attention"
     words: ClassVar[str] = "causal attention"
@@ -167,10 +167,10 @@ class CausalAttentionGrad(SavedAttentionGrad):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttention(ScoreFields, SavedAttention):
-    """`Sdpa` with any score and mask, with the log-sum-exp as a second output. The log-sum-exp includes sinks.
+    """`Sdpa` with any score and mask. It also returns the log-sum-exp, which includes the sinks.
 
-    The inputs after q, k and v are the additional inputs of `ScoreFields`. If a query attends to no key and there is a
-    sink, the log-sum-exp is the sink.
+    The additional inputs of `ScoreFields` follow q, k and v. If a query attends to no key, the log-sum-exp is the
+    sink.
     """
 
     name: ClassVar[str] = "scored_attention"
@@ -202,7 +202,7 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return IDS
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns inputs in which start positions of documents replace the random ids."""
+        """Replaces the random start positions by first positions of documents."""
         return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
 
     def derivative(self, tape: Tape) -> Gradients | None:
@@ -213,8 +213,8 @@ class ScoredAttention(ScoreFields, SavedAttention):
 class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
     """The gradients of ScoredAttention: dq, dk and dv, then the gradients of the sinks and of the tables, in f32.
 
-    Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score with respect
-    to s. The gradient of a table element is the sum, over the scores that read it, of dscore times the derivative of
+    Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score with
+    respect to s. The gradient of a table element is a sum over the scores that read it: dscore times the derivative of
     the score with respect to the element. The gradient of a sink is -sum(exp(sink - lse) sum(dy y)).
     """
 
@@ -243,7 +243,7 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
 
 
 class SeenAttention(SavedAttention):
-    """`SdpaSeen`, with the log-sum-exp as a second output."""
+    """`SdpaSeen` that also returns the log-sum-exp."""
 
     name: ClassVar[str] = "seen_attention"
     words: ClassVar[str] = "attention to what is seen"
@@ -255,7 +255,7 @@ class SeenAttention(SavedAttention):
         return SdpaSeen()
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """Cross-attention and self-attention have different names, because a plan selects their kernels separately."""
+        """Cross-attention and self-attention have different names. A plan therefore chooses separate kernels."""
         q, k = inputs[:2]
         return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", _heads_size(*inputs[:3])
 
@@ -284,7 +284,7 @@ IDS = 20  # the mean length of random documents
 
 
 def starts_of(ids: Tensor) -> Tensor:
-    """Returns the start position of each token's document i64[B, T], where a document starts at each id 0."""
+    """Returns the first position of each token's document i64[B, T], where each id 0 begins a document."""
     import torch
 
     return torch.where(ids == 0, torch.arange(ids.shape[1], device=ids.device), 0).cummax(1).values
@@ -304,10 +304,10 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields lists of values: slices of the first `rows` values, followed by the other values. Each slice has at least
-    one sequence, and otherwise so few that q and k give at most SCORES attention scores.
+    """Yields lists of values. The first `rows` values are sliced along the sequences, the others are whole.
 
-    If there are no sequences, yields one empty slice.
+    A slice of one sequence may have any number of attention scores. A slice of several has at most SCORES. Without
+    sequences, there is one empty slice.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):

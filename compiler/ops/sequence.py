@@ -29,7 +29,7 @@ class Seen(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Shift(Moves):
-    """The decoder inputs for teacher forcing: `start`, then all ids i64[B, T] except the last."""
+    """The decoder inputs for teacher forcing: `start`, then all target ids i64[B, T] except the last."""
 
     name: ClassVar[str] = "shift"
     inline: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class StateWrite(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         state, value = inputs
         if state.shape != value.shape:
-            raise TypeRuleError(f"needs a value of the type of its state, {state}, not {value}", (0, 1))
+            raise TypeRuleError(f"cannot overwrite the state {state} with {value}: the types differ", (0, 1))
         return (state,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -10,7 +10,7 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 
 
 class Moves(Op):
-    """The base class of ops that move values and do no arithmetic. By default, the output has the type of the first
+    """The base class of ops that move values without arithmetic. By default, the output has the type of the first
     input."""
 
     arity: ClassVar[int] = 1
@@ -126,7 +126,8 @@ class CropColumns(FirstFeatures):
 
 @dataclass(frozen=True, slots=True)
 class Split(Moves):
-    """Splits the features of x [..., n D] into n equal parts [..., D]. `labels` are their names in generated code."""
+    """Splits the features of x [..., n D] into n equal parts [..., D]. `labels` are the names of the parts in
+    generated code."""
 
     name: ClassVar[str] = "split"
     inline: ClassVar[bool] = False
@@ -152,8 +153,8 @@ class Split(Moves):
 
 @dataclass(frozen=True, slots=True)
 class SplitFeatures(Moves):
-    """Splits the features of x [..., D] into consecutive parts of `sizes` features, as views of x. `labels` are their
-    names in generated code."""
+    """Splits the features of x [..., D] into consecutive parts of `sizes` features, as views of x. `labels` are the
+    names of the parts in generated code."""
 
     name: ClassVar[str] = "split_features"
     inline: ClassVar[bool] = False
@@ -423,7 +424,7 @@ class Column(Moves):
 
 
 class RowByRow(Moves):
-    """Makes a value contiguous in row-major order. Copies only if it is not contiguous already."""
+    """Returns the input in contiguous row-major order. Copies the input only if it is not contiguous."""
 
     name: ClassVar[str] = "row_by_row"
     keeps_features: ClassVar[bool] = True

@@ -1,1 +1,1 @@
-"""Passes over programs. Each is a pure function from programs to programs; programs are verified after every pass."""
+"""Passes over programs. Each is a pure function from programs to programs. Programs are verified after every pass."""

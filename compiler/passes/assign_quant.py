@@ -1,5 +1,5 @@
-"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks the
-settings `promote`, `allocate` and `correct`, which are applied after training."""
+"""Assigns a quantization scheme to each parameter: that of the matching rule, or the default. Also checks `promote`,
+`allocate` and `correct`, settings that apply after training."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
@@ -26,19 +26,19 @@ def allocation(
     seen: frozenset[str] | None = None,
     looked: frozenset[str] = frozenset(),
 ) -> Allocation:
-    """Returns the scheme of every parameter, by name. If the spec does not quantize, all are stored in f32.
+    """Returns the scheme of every parameter, by name. Without quantization, all parameters are stored in f32.
 
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, it is not checked
-            that calibration observes the inputs that a scheme needs.
+        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, the needs of schemes
+            are not checked.
         looked: The names of the embedding tables whose lookups calibration observes, from `observed`.
 
     Raises:
-        LoweringError: Lists all problems: a rule that matches nothing, overlaps another rule or cannot store a
-            parameter that it matches; a scheme that needs inputs that calibration does not observe; a promotion,
-            allocation or correction that the parameters cannot have.
+        LoweringError: With all problems. A rule may match nothing, overlap another rule, or not fit a parameter. A
+            scheme may need inputs that calibration does not observe. The parameters may not support `promote`,
+            `allocate` or `correct`.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -83,23 +83,23 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """Returns the spec path of a parameter's scheme: the path of its rule, or the path of the default."""
+    """Returns the spec path of a parameter's scheme: the path of a rule, or the path of the default."""
     positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
 def pattern_of(names: Collection[str]) -> str:
-    """Returns a pattern of parameter names. It matches every name whose last component, e.g. `weight`, occurs as the
-    last component of one of `names`."""
+    """Returns a pattern of parameter names. A name matches if its last component, such as `weight`, is the last
+    component of one of `names`."""
     words = dict.fromkeys(name.rpartition(".")[2] for name in names)
     whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some names may be outside of all parts
     return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """Returns a hint that states how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is
-    their current scheme. A parameter may match only one rule, so if a rule sets the current scheme, the hint is to
-    narrow this rule."""
+    """Returns a hint: how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is the
+    current scheme of these parameters. A parameter may match only one rule, so the hint may be to narrow an existing
+    rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
@@ -109,14 +109,11 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first of several parameters. It states the number of other
-    parameters."""
+    """Returns the end of a message that names only the first of `items`. The end states how many more there are."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem of the parameters `names`, whose schemes need inputs that calibration does not observe. In a
-    model of lines, calibration observes no inputs for such schemes."""
     needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
     message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
@@ -124,8 +121,6 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `quant.promote` matches no parameter, or if fewer than `quant.promote.count` of the matched
-    parameters can have more bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -142,8 +137,6 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `quant.allocate` matches nothing, if a matched parameter supports none of the listed bits, or
-    if every matched parameter has at most one option."""
     if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
@@ -167,7 +160,8 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 
 def _widths(scheme: Scheme) -> str:
-    """Returns the numbers of bits that a scheme supports, e.g. `4 to 8 bits`, or "" if it has no variants."""
+    """Returns the numbers of bits that a scheme supports, such as `4 to 8 bits`. Empty if the scheme has no
+    variants."""
     widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
@@ -175,8 +169,6 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Yields a problem if `quant.correct` matches no parameter, or if fewer than `quant.correct.count` of the matched
-    parameters can have a correction of the given rank."""
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):
@@ -201,16 +193,15 @@ def _correction_problems(
 def _calibrated(
     path: Path, what: str, pattern: str, chosen: Allocation, seen: frozenset[str], use: str
 ) -> list[str] | Problem:
-    """Returns the names of the parameters that match `pattern` and whose inputs calibration observes. If there are
-    none, returns a problem.
+    """Returns the names in `seen` that match `pattern`. If there are none, returns a problem.
 
     Args:
         path: The path of the pattern in the spec.
         what: The setting and its pattern, as text for the problem.
         pattern: The pattern.
         chosen: The scheme of each parameter.
-        seen: The names of the parameters that calibration observes.
-        use: The use of a parameter that calibration observes, e.g. `product`, as text for the problem.
+        seen: The names of the parameters whose inputs calibration observes.
+        use: A use of parameters that calibration observes, such as `product`, as text for the problem.
     """
     covered = [name for name in chosen if matches(pattern, name)]
     if not covered:
@@ -227,13 +218,11 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
-    """Returns whether a scheme has fewer than `bits` bits, and a variant with `bits` bits."""
     return scheme.bits_per_value() < bits and bool(variants(scheme, (bits,), ()))
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs with the storage of each parameter set. Raises LoweringError for the same reasons as
-    `allocation`."""
+    """Returns the programs with the storage of each parameter. Raises LoweringError like `allocation`."""
     schemes = allocation(quant, programs.stored, *observed(programs))
     names = {name: storage_name(scheme) for name, scheme in schemes.items()}
     params = tuple(replace(param, storage=names.get(param.name, "")) for param in programs.params)
@@ -241,23 +230,21 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
-    embedding tables, in the program `score` of a text model. Both are empty for other models. `programs` are the
-    programs before any pass that rewrites graphs."""
+    """Returns two sets of parameters: the weights of matrix products and the embedding tables whose inputs calibration
+    observes. These are read in the program `score` of a text model. The sets are empty for other models. `programs`
+    must not be rewritten yet."""
     return frozenset(_calls(programs, Linear, GroupedLinear)), frozenset(_calls(programs, Embedding))
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters of a text model that the program `score` reads in several products or in a lookup: the
-    weights of blocks that run more than once, and the embedding tables, including tied tables. The matrices of experts
-    are not included, because their X^T X is summed over all calls."""
+    """Returns the parameters of a text model that `score` reads in several products or in a lookup. These are the
+    weights of blocks that run more than once, and the embedding tables. Matrices of experts are not included, because
+    calibration sums X^T X of the experts' inputs over all calls."""
     repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
     return frozenset(_calls(programs, Embedding)).union(repeated)
 
 
 def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
-    """Returns how many nodes with an op of `kinds` read each parameter in the program `score`. Empty if the model does
-    not read text."""
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
         return Counter()
@@ -266,7 +253,7 @@ def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
 
 
 def storage_name(scheme: Scheme) -> str:
-    """Returns the name of a scheme in types and on plan pages, e.g. `int5`."""
+    """Returns the name of a scheme in types and in PLAN.md, such as `int5`."""
     return scheme.label().split(" ")[0].rstrip(",")
 
 

@@ -1,5 +1,5 @@
-"""Composes the backward pass of a fused group from the derivative rules of its nodes, which are called members. The
-result is a graph over the values that the forward pass saves."""
+"""Composes the backward pass of a fused group from the derivative rules of the group's nodes, the members. The result
+is a graph that reads the values saved by the forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,30 +28,28 @@ SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient, with the pending
 
 
 def accumulates(op: Op) -> bool:
-    """Returns whether the op is a linear layer. The kernel of a linear layer can also compute the pointwise operation
-    that follows."""
+    """Returns whether the op is a linear layer, whose kernel can also compute the next pointwise operation."""
     return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. These outputs
-    are stored only if the backward pass reads them."""
+    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. Such an output
+    is stored only if the backward pass reads it."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the part of a kernel name that describes a pointwise member, e.g. `gelu`. It is `gelu_pre` if the forward
-    pass saves the input of the activation instead of its derivative."""
+    """Returns the part of a kernel name for a pointwise member, such as `gelu`. The result is `gelu_pre` if the
+    forward pass saves the input of the activation, and not the derivative."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
 
 
 def spelled(forward: Graph, ref: str) -> str:
-    """Returns the name that the forward value `ref` has in the backward graph. An input has the same name in both. Any
-    other value has a short name, e.g. `act` or `slope`, that no input has; the output of a linear layer therefore
-    differs from the name of the weight."""
+    """Returns the name of the forward value `ref` in the backward graph. An input keeps its name. Other values have a
+    short name, such as `act` or `slope`, which differs from the names of all inputs."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -69,7 +67,7 @@ def spelled(forward: Graph, ref: str) -> str:
 
 
 def gradient_names(forward: Graph) -> tuple[str, ...]:
-    """Returns the names of the backward graph's inputs that hold the gradients of the group's results: `d` for a single
+    """Returns the names of the result gradients, which are inputs of the backward graph. The name is `d` for a single
     result, otherwise `d_LABEL` for each result."""
     if len(forward.outputs) == 1:
         return ("d",)
@@ -80,13 +78,13 @@ def gradient_names(forward: Graph) -> tuple[str, ...]:
 
 @dataclass
 class Derivation:
-    """The backward graph under construction. When a rule first reads a forward value, the value becomes an input of
-    this graph.
+    """The backward graph under construction. A forward value becomes an input of this graph when a rule first reads
+    it.
 
     Attributes:
-        members: The nodes of `forward`, by name, before the outputs for saved values were added.
-        forward: The forward graph, including the outputs for saved values.
-        keep: The save choice, which determines the values that the forward saves.
+        members: The nodes of the group by name, before outputs for saved values were added.
+        forward: The forward graph. Saved values are among its outputs.
+        keep: The save choice, which determines the values that the forward pass saves.
     """
 
     members: Mapping[str, Node]
@@ -95,9 +93,9 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Returns the backward graph, named `name`. Its inputs are the gradients of the group's results, under the
-        names of `gradient_names`, and the saved values. Its outputs are the gradients of the group's inputs, in order;
-        inputs without a gradient are left out."""
+        """Returns the backward graph, named `name`. The inputs are the gradients of the results, named by
+        `gradient_names`, and the saved values. The outputs are the gradients of the group's inputs, in order. Inputs
+        without a gradient have no output."""
         b = self.b
         b.name = name
         gradients: dict[str, list[Scaled]] = {}
@@ -115,8 +113,8 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the name of the forward value `ref` in the backward graph. On the first call, the value becomes an
-        input of the backward graph. A view is not an input: it is computed again from the value that it views."""
+        """Returns the name of the forward value `ref` in the backward graph. The first call makes the value an input.
+        A view is computed again instead, from the value that it views."""
         node = self.forward.by_name.get(node_of(ref))
         if node is not None and node.op.views:
             if node.name not in self.b.types:
@@ -126,7 +124,7 @@ class Derivation:
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 
     def total(self, name: str, gradients: Sequence[Scaled]) -> Scaled:
-        """Returns the sum of the gradients of a value over all paths that reach it."""
+        """Returns the sum of one value's gradients."""
         if len({grad.by for grad in gradients}) > 1:
             gradients = [Scaled(self.multiplied(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
         total = gradients[0].value
@@ -135,14 +133,13 @@ class Derivation:
         return Scaled(total, gradients[0].by)
 
     def multiplied(self, name: str, grad: Scaled) -> str:
-        """Returns the gradient, multiplied by its pending scalar factor if there is one."""
+        """Returns the gradient times its pending factor, if there is one. A pending factor is a scalar."""
         if not grad.by:
             return grad.value
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns the gradient `value`, which a rule has computed from the incoming gradient without its pending factor
-        `by`. The factor is pending for the result too."""
+        """Returns a gradient with the pending factor `by`. The rule computed `value` without this factor."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -150,14 +147,14 @@ class Derivation:
         return Scaled(value.value, self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)))
 
     def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a node's inputs, computed by the derivative rule of the op."""
+        """Returns the gradients of a node's inputs, from the derivative rule of the node's op."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
         """Returns the gradients of a pointwise member's inputs. For inputs that are products of the group,
-        `plan_backward` determines the gradients. For other inputs, the expression is differentiated symbolically."""
+        `plan_backward` has stated the gradients. For other inputs, the expression is differentiated symbolically."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -190,15 +187,15 @@ class Derivation:
         readable: Mapping[str, str],
         grad: str,
     ) -> list[tuple[str, str]]:
-        """Adds one node that computes the gradients `texts`. The gradient of an operand that was broadcast in the
-        forward pass is summed over the broadcast dims.
+        """Adds one node that computes the gradients `texts`. The gradient of a broadcast operand is summed over the
+        broadcast dims.
 
         Args:
             name: The name of the node.
-            title: The title of its pointwise op.
-            texts: For each variable, the expression of its gradient.
-            operands: For each variable, the ref of the forward value that it represents.
-            readable: For each variable of an expression, the ref of the forward value that is read.
+            title: The title of the node's pointwise op.
+            texts: For each variable, the expression of the variable's gradient.
+            operands: For each variable, the ref of the forward value that the variable represents.
+            readable: The same for all variables that an expression may read.
             grad: The incoming gradient.
 
         Returns:
@@ -219,8 +216,8 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class NodeTape(Tape):
-    """The tape that the derivative rule of one node receives. `grads` are the gradients of the node's outputs, by
-    index; outputs without a gradient are absent."""
+    """The tape for the derivative rule of one node. `grads` maps the index of an output to its gradient. Outputs
+    without a gradient are absent."""
 
     derivation: Derivation
     node: Node

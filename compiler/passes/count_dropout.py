@@ -1,4 +1,4 @@
-"""Makes the random numbers of dropout in a text model independent of the numbers of processes and micro-batches."""
+"""Makes the dropout of a text model independent of the numbers of processes and micro-batches."""
 
 from dataclasses import replace
 
@@ -11,10 +11,11 @@ SUFFIX = "_draw"  # the name suffix of the buffers
 
 
 def count_dropout(programs: Programs, text: bool) -> Programs:
-    """Returns the programs with one buffer for each dropout node. The trainer sets the buffers before each micro-batch.
+    """Returns the programs with one buffer per dropout node. The buffer determines the random numbers.
 
-    A buffer has the name of its node. Models of lines still use Torch's generator, because the lengths of their sources
-    and targets vary between batches, and their loops over time draw new numbers in each step.
+    The trainer sets the buffers before each micro-batch. A buffer has the name of its node. Models of lines still use
+    Torch's generator. In these models, the lengths of sources and targets vary between batches, and loops over time
+    draw new numbers in each step.
 
     Args:
         programs: The programs, before any fusion.

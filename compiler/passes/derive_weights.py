@@ -1,5 +1,5 @@
-"""Moves matrices that depend only on parameters into methods of the blocks, so that training computes them once per
-step and not in every micro-batch."""
+"""Moves matrices that depend only on parameters into methods of the blocks. Training then computes them once per step,
+not once per micro-batch."""
 
 from dataclasses import replace
 
@@ -12,9 +12,12 @@ from specc.compiler.programs.programs import Programs
 
 
 def derive_weights(programs: Programs) -> Programs:
-    """Moves the computation of derived weights into functions. A derived weight is a matrix that matrix products read
-    and that depends only on parameters, such as a matrix with a folded factor. Returns the new programs, whose
-    `derived` lists the functions."""
+    """Moves the computation of derived weights into functions. Returns the new programs. Their field `derived` lists
+    the functions.
+
+    A derived weight is a matrix, read by matrix products, that depends only on parameters. An example is the product
+    of a matrix and a learned scale.
+    """
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}
     functions = tuple(_derived(graph, derived) if graph.name in whole else graph for graph in programs.functions)
@@ -47,7 +50,6 @@ def _derived(graph: Graph, derived: dict[str, Graph]) -> Graph:
 
 
 def _function(graph: Graph, node: Node) -> Graph:
-    """Returns the function that computes the value of `node` from parameters."""
     nodes = needed(graph.nodes, [node.name])
     read = {ref for inner in nodes for ref in inner.inputs}
     return Graph(

@@ -1,9 +1,9 @@
-"""Multiplies factors of the outputs of linear layers into the layers' matrices.
+"""Multiplies factors of the outputs of linear layers into the matrices of these layers.
 
-In `x + scale * linear(h)`, the gradient of `scale` reads the product for all tokens, and the gradient of the product is
-a separate tensor. If the layer multiplies with the matrix `scale * w` instead, the gradient of the product equals the
-gradient of the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale *
-d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
+In `x + scale * linear(h)`, the gradient of `scale` reads the product for all tokens. The gradient of the product is a
+separate tensor. If the layer has the matrix `scale * w` instead, the gradient of the product equals the gradient of
+the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale * d(scale * w),
+and d scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the layers to change; `auto` for all.
+        patterns: The patterns of the layers to change. `auto` for all.
 
     Raises:
         LoweringError: If a pattern has no effect. Lists the problems of all patterns.
@@ -87,7 +87,7 @@ def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
 
 
 def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
-    """Yields an entry for each product that is multiplied by a factor which does not depend on the tokens."""
+    """Yields each factor of a product that does not depend on the tokens."""
     for node in graph.nodes:
         if not isinstance(node.op, Pointwise) or len(node.op.outputs) > 1:
             continue
@@ -124,7 +124,7 @@ def _source(graph: Graph, ref: str) -> Node | None:
 
 
 def _term(expression: Expr, variable: str) -> Expr:
-    """Returns the only term of a sum that contains a variable; the whole expression if several terms contain it."""
+    """Returns the term of a sum that contains the variable, or the whole expression if several terms contain it."""
     match expression:
         case Binary("+" | "-", a, b) if (variable in variables(a)) != (variable in variables(b)):
             return _term(a if variable in variables(a) else b, variable)
@@ -132,8 +132,7 @@ def _term(expression: Expr, variable: str) -> Expr:
 
 
 def _factor(term: Expr, variable: str) -> Expr | None:
-    """Returns the factor `f` if `term` is `f * variable`. None if `term` is not linear in the variable, or reads the
-    variable more than once."""
+    """Returns the factor `f` if `term` is `f * variable`, otherwise None."""
     match term:
         case Var(name) if name == variable:
             return Const(1)
@@ -151,7 +150,6 @@ def _factor(term: Expr, variable: str) -> Expr | None:
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
-    """Returns `expression` with `term` in place of the term that `_term` returns for `variable`."""
     match expression:
         case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
             if variable in variables(a):
@@ -183,7 +181,6 @@ def _multiplies(epilogue: Op | None) -> bool:
 
 
 def _refusal(graph: Graph, scale: _Scale) -> str | None:
-    """Returns the reason why a factor cannot be folded; None if it can."""
     reader, matrix = scale.reader, graph.types[scale.product.inputs[scale.weight]]
     if reader.types != scale.product.types:
         return f"{reader.name} is {reader.type}, not {scale.product.type} as the product"
@@ -200,7 +197,6 @@ def _refusal(graph: Graph, scale: _Scale) -> str | None:
 
 
 def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
-    """Returns the operands that the reader still needs without the factor, by variable."""
     assert isinstance(scale.reader.op, Pointwise)
     names = variables(scale.total)
     pairs = zip(scale.reader.op.variables, scale.reader.inputs, strict=True)
@@ -208,7 +204,6 @@ def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
 
 
 def _applied(graph: Graph, scale: _Scale) -> Graph:
-    """Multiplies the factor into the matrix, so that the reader no longer applies it. Returns the new graph."""
     product, reader = scale.product, scale.reader
     matrix = product.inputs[scale.weight]
     added: list[Node] = []

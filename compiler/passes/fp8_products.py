@@ -1,4 +1,4 @@
-"""Replaces linear layers of training programs by layers whose matrix products multiply 8-bit floats."""
+"""Replaces linear layers of training programs by layers that multiply 8-bit floats."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +19,12 @@ SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Returns the programs. In training programs, the matrix products that `train.precision.fp8` selects have become
-    products of 8-bit floats.
+    """Returns the programs. In training programs, the matrix products that `train.precision.fp8` selects multiply
+    8-bit floats.
 
-    Programs for scoring and decoding still multiply in the compute dtype: the scale of a whole tensor depends on all of
-    its tokens, also on later ones. If a training program and another program call the same function, the training
-    program calls a copy. Programs that fake-quantize inputs are unchanged.
+    Programs for scoring and decoding still multiply in the compute dtype, because a scale depends on all tokens of a
+    tensor, including later tokens. If a training program shares a function with another program, the training program
+    gets a copy. Programs that fake-quantize inputs are unchanged.
 
     Args:
         programs: The programs, before fusion.
@@ -32,8 +32,8 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
         target: The target.
 
     Raises:
-        LoweringError: If a rule matches no product or only some of the products that share generated code, or if the
-            target cannot compute a product in 8 bits.
+        LoweringError: If a rule matches no product, or does not match all products that share generated code. Also if
+            the target cannot compute a product in 8 bits.
     """
     rules = train.precision.fp8
     if not rules:
@@ -81,7 +81,6 @@ def _path(rule: int, field: str) -> Path:
 
 
 def _unable(target: Target) -> Iterator[Problem]:
-    """Yields a problem if the target is a GPU without products of 8-bit floats."""
     if "gpu" in target.features and "fp8_mma" not in target.features:
         message = f"{target.name} ({target.title}) cannot multiply 8-bit floats"
         yield Problem(
@@ -99,7 +98,7 @@ class _Products:
     """Rewrites the linear layers of graphs.
 
     Attributes:
-        products: The paths of all linear layers so far, with `*` for the index of a block, in the order of the graphs.
+        products: The paths of all linear layers so far, with `*` for the index of a block.
         used: The indices of the rules that match a linear layer.
         buffers: The types of the scales, by name.
         problems: The problems so far.

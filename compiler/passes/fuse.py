@@ -1,4 +1,5 @@
-"""Replaces the nodes of each fusion point of a spec by a fused group, in programs that compute whole sequences."""
+"""Replaces the nodes of each fusion point in a spec by a fused group. Applies to programs that compute whole
+sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +20,8 @@ FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 def fuse(programs: Programs, points: FusePoints) -> Programs:
     """Replaces the nodes of each fusion point by one `fused` node. Returns the new programs.
 
-    Fusion points apply to the programs in `programs.whole`, which compute whole sequences. Programs that decode one
-    token at a time are not fused.
+    Only the programs in `programs.whole`, which compute whole sequences, have fused nodes. Programs that decode one
+    token at a time are unchanged.
 
     Raises:
         LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
@@ -49,7 +50,7 @@ def _unmatched(code: str, message: str, hint: str) -> LoweringError:
 
 
 def _scopes(graph: Graph) -> tuple[str, ...]:
-    """Returns the proper prefixes of the names of all nodes, in order."""
+    """Returns all prefixes of node names, without the names themselves."""
     prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
@@ -98,7 +99,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chun
 
 
 def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
-    """Returns whether the member is already in the group of a fused node of this graph."""
+    """Returns whether the member is already in a fused group of this graph."""
     fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
     return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 
@@ -118,8 +119,8 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
-    """Replaces the members of one scope in one graph by a single fused node. Returns the new programs. The fused node
-    has the name of the last member."""
+    """Replaces the members of one scope in one graph by a fused node, named after the last member. Returns the new
+    programs."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = shared(programs, build_group(graph, scope, nodes, chunks))
@@ -143,10 +144,10 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """Returns the nodes `names`, and the nodes that have to be fused with them, in graph order.
+    """Returns the nodes `names` in graph order, and the nodes that have to be fused with them.
 
-    These are the linear layers whose only reader is a named node. A node whose name begins with the name of a member,
-    like the cast `logits.f32` of `logits`, is also fused if only returned nodes read it.
+    A linear layer is fused if only a named node reads it. A node whose name begins with the name of a member, such as
+    the cast `logits.f32` of `logits`, is fused if only fused nodes read it.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -164,8 +165,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns an existing group that equals this group, and True. If there is none, returns this group under a unique
-    name, and False."""
+    """Returns the group of the programs that equals `group`, and True. If there is none, returns `group` under a
+    unique name, and False."""
     for known in programs.groups:
         if known == _named(group, known.name):
             return known, True
@@ -174,8 +175,8 @@ def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Yields candidate names for a group. The first is the default name. The next candidates contain more words of the
-    scope. The last candidates, without end, repeat the last word of the last member's name."""
+    """Yields candidate names for a group, without end. The first is the default name. The next names contain more
+    words of the scope. All further names repeat the last word of the last member's name."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

@@ -1,5 +1,5 @@
-"""Builds a fused group: the forward graph of some nodes, and a backward graph that is composed from their derivative
-rules."""
+"""Builds a fused group: the forward graph of some nodes, and a backward graph. The backward graph is composed of the
+nodes' derivative rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """Raised if a node cannot be in a group. `reason` completes a sentence that begins with the node's name."""
+    """Raised if a node cannot be in a group. `reason` follows the name of the node in a sentence."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(f"{node} {reason}")
@@ -31,13 +31,12 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
 
     Args:
         graph: The graph of the members.
-        scope: The prefix of node names that the fusion point matched.
-        members: The nodes, in graph order. Only the last may be read from outside.
-        chunks: The number of chunks of rows that are computed one after another.
+        scope: The prefix of the members' names that the fusion point matched.
+        members: The nodes, in graph order. Nodes outside of the group may read only the last one.
+        chunks: The number of chunks of rows, which are computed one after another.
 
     Returns:
-        The group with the default choice of saved values. Its field `others` contains the same group with each of the
-        other save choices.
+        The group with the default save choice. The field `others` holds the group with each other save choice.
 
     Raises:
         Unfusable: If a member cannot be in a group.
@@ -61,18 +60,18 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
 def compose(
     graph: Graph, scope: str, name: str, nodes: Sequence[Node], members: tuple[str, ...], results: Mapping[str, str]
 ) -> Group:
-    """Builds a group with several results from nodes whose ops have derivative rules.
+    """Builds a group with several results. The ops of the nodes must have derivative rules.
 
     Args:
-        graph: The graph of the nodes, with the types of the values that they read.
+        graph: The graph that contains the nodes, with the types of all values.
         scope: The prefix of the names of the members.
         name: The name of the group.
         nodes: The nodes, in order.
-        members: The names of the nodes of the spec that the group replaces.
+        members: The names of the spec's nodes that the group replaces.
         results: The values that the group returns, by label.
 
     Returns:
-        The group with the default choice of saved values.
+        The group with the default save choice.
     """
     inside = {node.name for node in nodes}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
@@ -90,8 +89,8 @@ def _composed(
     names: Mapping[str, str],
     chunks: int,
 ) -> Group:
-    """Returns the group with the default save choice. Its field `others` contains the group with each of the other save
-    choices. `names` maps the refs of its inputs to their names."""
+    """Returns the group with the default save choice. The field `others` holds the group with each other save choice.
+    `names` maps the refs of inputs to names."""
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
         forward = _forward(graph, f"{name}.forward", names, rewrite, keep, results)
@@ -108,8 +107,8 @@ def _composed(
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers, or if a member before the last is not
-    read, or is read by a node outside of the group."""
+    """Raises Unfusable if a member reads a number that differs between layers. Every member before the last must have
+    readers, all of them in the group."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -125,8 +124,7 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
 
 
 def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
-    """Applies every fusion that accepts the members, and returns the result. Raises Unfusable if a node of the result
-    cannot be in a group."""
+    """Applies every fusion that accepts the members. Raises Unfusable if a node of the result cannot be in a group."""
     done = Rewrite(tuple(members))
     reasons: dict[str, str] = {}
     for fusion in catalog(fusions, Fusion).values():
@@ -149,8 +147,8 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
 
 
 def _part(scope: str, members: Sequence[Node]) -> str:
-    """Returns the path of the smallest part of the model that contains all members. For example, the members `q.norm`
-    and `q.rope` of an attention give `q`."""
+    """Returns the path of the smallest part of the model that contains all members, such as `q` for `q.norm` and
+    `q.rope`."""
     paths = [node.name.split(".")[:-1] for node in members]
     alike = next((i for i, words in enumerate(zip(*paths, strict=False)) if len(set(words)) > 1), min(map(len, paths)))
     part = ".".join(paths[0][:alike])
@@ -158,14 +156,12 @@ def _part(scope: str, members: Sequence[Node]) -> str:
 
 
 def _labels(rewrite: Rewrite) -> Mapping[str, str]:
-    """Returns the labels that ops give to their inputs, by the ref of the input."""
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 
 def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns short names for the inputs of a group, by ref. An input is named by the label that an op gives to it.
-    Without a label, a parameter is named by the last word of its path, and an activation is named `x`. If two names are
-    equal, longer names are used."""
+    """Returns short names for the inputs of a group, by ref. The name is a label that an op gives to the input, the
+    last word of a parameter's path, or `x` for an activation. Equal names are lengthened."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -179,8 +175,8 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
 def _forward(
     graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep, results: Mapping[str, str]
 ) -> Graph:
-    """Returns the members as a graph whose inputs have the short names `names`. Pointwise members also output the
-    values that the backward pass reads."""
+    """Returns the members as a graph with short input names. Pointwise members also output the values that the
+    backward pass reads."""
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
@@ -197,8 +193,7 @@ def _forward(
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
-    """Returns `op` with the additional outputs that its backward pass reads: the values that `plan_backward` saves, and
-    products."""
+    """Returns `op` with additional outputs: the values that `plan_backward` saves, and products."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
         raise Unfusable(
@@ -214,8 +209,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
-    """Returns the forward graph, in which pointwise nodes have become epilogues of products. The graph also outputs the
-    values `saved`, under the names that they have in the backward graph."""
+    """Returns the forward graph with pointwise nodes as epilogues of products. The result also outputs the values
+    `saved`, with the names of the backward graph."""
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)

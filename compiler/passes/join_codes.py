@@ -1,5 +1,4 @@
-"""Makes the kernel of a matrix product write its result as 8-bit codes, if these codes are an operand of another
-product."""
+"""Makes the kernel of a matrix product write 8-bit codes of the result, if another product multiplies these codes."""
 
 from dataclasses import replace
 
@@ -27,7 +26,6 @@ def join_codes(graph: Graph) -> Graph:
 
 
 def _joined(graph: Graph, source: Node, codes: Node) -> Graph:
-    """Moves the node `codes` into the epilogue of `source`. Returns the new graph."""
     op, rounding = source.epilogue, codes.op
     assert isinstance(op, Pointwise) and isinstance(rounding, Fp8Codes)
     i = source.outputs.index(codes.inputs[0])

@@ -12,16 +12,15 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Turns each pointwise node that is the only reader of a matrix product into the epilogue of this product. Returns
-    the new graph.
+    """Turns each pointwise node that alone reads a matrix product into the epilogue of this product. Returns the new
+    graph.
 
     If a pointwise node reads several linear layers of the same input, these layers become one node with several
-    accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a
-    small tensor, and without it the product can remain a library call.
+    accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, stays separate. Such a node
+    only scales a small tensor, and the product can remain a library call.
 
-    Dropout whose random numbers are determined by a buffer is treated as a pointwise node that reads a mask. A node
-    after an epilogue also joins the epilogue if the node is such a dropout, or if the epilogue already has a mask.
-    Dropout between a product or an activation and a sum then needs no separate pass over memory.
+    Dropout with a buffer is a pointwise node that reads a mask. Dropout also joins an existing epilogue. A node after
+    an epilogue with a mask does so, too. Dropout between a product and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)
@@ -35,8 +34,7 @@ def join_epilogues(graph: Graph) -> Graph:
 
 
 def _as_pointwise(node: Node) -> Node | None:
-    """Returns a pointwise node unchanged, and dropout with a buffer as a pointwise node. Returns None for all other
-    nodes."""
+    """Returns the node as a pointwise node if it is one, or if it is dropout with a buffer. Otherwise None."""
     op = node.op
     if isinstance(op, Dropout) and op.counted:
         title = f"dropout_{op.p:.4g}".replace(".", "p")
@@ -46,7 +44,6 @@ def _as_pointwise(node: Node) -> Node | None:
 
 
 def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
-    """Returns the products that only `epilogue` reads and that one kernel can compute."""
     products = [
         node
         for ref in epilogue.inputs
@@ -81,8 +78,8 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
 
 
 def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
-    """Multiplies the first variable of an epilogue by the two scales of a product of codes. Returns the new epilogue.
-    The state that holds the scales is the last input."""
+    """Multiplies the first variable of an epilogue by the two scales of a product of codes. The state that holds the
+    scales becomes the last input."""
     scale = _free("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
@@ -92,8 +89,7 @@ def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
 
 
 def _drawing(graph: Graph, reader: Node) -> Node | None:
-    """Returns the product whose epilogue the node `reader` can join, if the epilogue or `reader` has a dropout mask.
-    None otherwise."""
+    """Returns the product whose epilogue `reader` can join. None unless the epilogue or `reader` has a dropout mask."""
     for ref in reader.inputs:
         node = graph.by_name.get(node_of(ref))
         if node is None or not isinstance(node.epilogue, Pointwise) or not isinstance(node.op, Product):
@@ -109,15 +105,14 @@ def _drawing(graph: Graph, reader: Node) -> Node | None:
 
 
 def _buffers(node: Node) -> tuple[str, ...]:
-    """Returns the inputs of a pointwise node that determine its dropout masks."""
     assert isinstance(node.op, Pointwise)
     masks = dict(node.op.draws)
     return tuple(ref for ref, variable in zip(node.inputs, node.op.variables, strict=True) if variable in masks)
 
 
 def _composed(graph: Graph, first: Node, second: Node) -> Graph:
-    """Moves the node `second` into the epilogue of `first`. Returns the new graph. The joined node has the outputs of
-    `second`, then those outputs of `first` that the graph returns."""
+    """Moves the node `second` into the epilogue of `first`. The new node has the outputs of `second`, then those
+    outputs of `first` that the graph returns."""
     before, after = first.epilogue, second.op
     assert isinstance(before, Pointwise) and isinstance(after, Pointwise)
     count = len(before.variables) - len(first.inputs[first.op.arity :])
@@ -128,7 +123,7 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     whole = [substitute(text, {v: saved[v] for v in saved if v not in before.variables}) for text in texts]
     returned = [i for i, ref in enumerate(first.outputs) if ref in dict(graph.outputs).values()]
     if not saved.keys() <= {labels[i] for i in returned}:
-        texts = whole  # a label whose output no longer exists
+        texts = whole  # an expression reads an output that no longer exists
     taken = {*before.variables, *labels, *after.labels, "y"}
     last = first.members[-1].rpartition(".")[2]
     names = {i: labels[i] if i and labels[i] else _free(last, taken) for i in returned}

@@ -1,8 +1,9 @@
-"""Joins fused groups that read parts of one merged product. They become one group with several results.
+"""Joins the fused groups that read parts of one merged product into one group with several results.
 
-Separate groups would each return the gradient of one part, and these gradients would have to be concatenated into the
-gradient of the product. The kernels of the joined group write into one tensor instead. The gradient of a part that a
-node outside of the groups reads is copied into this tensor, or written there directly if Torch's compiler computes it.
+Separate groups would each return the gradient of one part. These gradients would have to be concatenated into the
+gradient of the product. The kernels of the joined group write into one tensor instead. A part may also have readers
+outside of the groups. Gradients that Torch's compiler computes are written into this tensor directly. All other
+gradients are copied into it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +26,8 @@ from specc.compiler.programs.programs import Group, Programs
 
 
 def join_groups(programs: Programs) -> Programs:
-    """Returns the programs, in which groups that read parts of a merged product have become one group. Groups are
-    joined if the kernel of at least one of these groups can write its gradient into a wider tensor."""
+    """Returns the programs with joined groups. Groups are joined if at least one group has a kernel that can write its
+    gradient into a wider tensor."""
     for name in [graph.name for graph in programs.functions]:
         for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
             programs = _joined(programs, programs.function(name), parts)
@@ -35,8 +36,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the node of the fused group that reads `ref`, a part of a product, as heads. None if the part has other
-    readers, or if the kernel of the group cannot write the gradient of the part into a wider tensor."""
+    """Returns the fused node that reads `ref`, a part of a product, as heads. It must be the only reader. None if the
+    node's kernel cannot write the gradient of the part into a wider tensor."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None
@@ -52,13 +53,11 @@ def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
 
 
 def _given(group: Group, fused: Node) -> Mapping[str, str]:
-    """Returns the values that a node passes to a group, by the names of the group's inputs."""
     return dict(zip((name for name, _ in group.forward.inputs), fused.inputs, strict=True))
 
 
 def _only_reader(graph: Graph, ref: str) -> Node | None:
-    """Returns the only node that reads a value, if it reads the value once and the graph does not return the value.
-    None otherwise."""
+    """Returns the only node that reads a value. None if there are several reads, or if the graph returns the value."""
     readers = graph.consumers[ref]
     return readers[0] if len(readers) == graph.uses(ref) == 1 else None
 
@@ -107,7 +106,7 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
 
 
 def _into_one(graph: Graph) -> Graph:
-    """Returns the backward graph with the parts of the joined gradient written into one tensor, one after another."""
+    """Returns the backward graph in which the parts of the joined gradient are written into one tensor."""
     join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
     if join is None:
         return graph
@@ -137,8 +136,8 @@ def _into_one(graph: Graph) -> Graph:
 
 
 def _writes(graph: Graph, join: Node) -> Iterator[tuple[Node | None, int, str]]:
-    """Yields a tuple for each part of a joined gradient: the node that can write the part into the wider tensor, or
-    None; the index of the part's first feature; and the ref of the part."""
+    """Yields three values for each part of a joined gradient: the node that can write the part into the wider tensor
+    (or None), the index of the part's first feature, and the ref of the part."""
     at = 0
     for ref in join.inputs:
         width = graph.types[ref].width

@@ -1,4 +1,4 @@
-"""Builds the program `logits` for exported files: the part of `score` before the loss."""
+"""Builds the program `logits` for exported files: the nodes of `score` before the loss."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ SCORE, LOGITS = "score", "logits"
 def with_logits(programs: Programs) -> Programs:
     """Returns the programs `score` and `logits`, without the programs for training and decoding.
 
-    The inputs of `logits` are those inputs of `score` that the logits depend on. The output is the logits of each
+    The inputs of `logits` are the inputs of `score` that the logits depend on. The output is one row of logits per
     token, f32 [B, T, V].
 
     Raises:

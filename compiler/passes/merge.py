@@ -1,9 +1,9 @@
-"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each merged node records the variants
-in which it runs.
+"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each merged node records its
+variants.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
-code runs the nodes that all variants have unconditionally, and the other nodes under a condition. If a node reads
-different values in different variants, these values share a variable.
+code runs a node unconditionally if all variants have it, otherwise under a condition. If a node reads different values
+in different variants, these values share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ class Move(Op):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A node of the merged graph. `name` is the name of the first output. `nodes` maps each variant that runs the node
-    to the node in the graph of the variant."""
+    """A merged node. `name` is the name of the node's first output. `nodes` maps each variant with this node to the
+    node in that variant's graph."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def first(self) -> int:
-        """The variant whose node represents the slot."""
+        """The first variant of the slot. The node of this variant represents the slot."""
         return min(self.nodes)
 
     @property
@@ -59,8 +59,7 @@ class Slot:
         return output_refs(self.name, len(self.node.types))
 
     def columns(self, side: Literal["inputs", "outputs"]) -> Iterator[dict[int, str]]:
-        """Yields one dict per input or per output of the node. The dict maps each variant to the ref in this
-        variant."""
+        """Yields one dict per input or output of the node. A dict maps each variant to the ref in that variant."""
         for refs in zip(*(getattr(node, side) for node in self.nodes.values()), strict=True):
             yield dict(zip(self.nodes, refs, strict=True))
 
@@ -73,7 +72,7 @@ class Merged:
         variants: The graphs.
         slots: The merged nodes, in an order that is valid for every variant.
         outputs: The values to return, by label.
-        variables: Maps each value that shares a variable to the first value that the variable holds.
+        variables: Maps each value that shares a variable to the first value of the variable.
     """
 
     variants: tuple[Graph, ...]
@@ -86,8 +85,7 @@ class Merged:
         return frozenset(range(len(self.variants)))
 
     def inputs(self) -> Sequence[tuple[str, TensorType, Where]]:
-        """Returns a tuple for each input: its name, its type, and the indices of the variants that have it. Inputs of
-        all variants come first."""
+        """Returns the name, the type and the variants of each input. Inputs that all variants have come first."""
         entries: dict[str, tuple[TensorType, set[int]]] = {}
         for variant, graph in enumerate(self.variants):
             for name, type in graph.inputs:
@@ -96,20 +94,20 @@ class Merged:
         return sorted(inputs, key=lambda entry: entry[2] != self.every)
 
     def operands(self) -> Iterator[tuple[int, Operand]]:
-        """Yields every operand with the index of the slot that reads the operand. The operands of outputs have an index
-        larger than that of any slot."""
+        """Yields every operand with the index of the slot that reads it. Operands of outputs have a larger index than
+        any slot."""
         yield from ((i, operand) for i, slot in enumerate(self.slots) for operand in slot.inputs)
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
     def type(self, ref: str, where: Where) -> TensorType:
-        """Returns the type of the value `ref`. `where` contains the indices of the variants that have this value."""
+        """Returns the type of the value `ref` in the variants `where`."""
         types = (slot.node.types[slot.outputs.index(ref)] for slot in self.slots if ref in slot.outputs)
         return next(types, None) or self.variants[min(where)].types[ref]
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs that were lowered from similar parts, and assigns shared variables to their values. The arguments
-    are those of `align`."""
+    """Merges graphs of similar parts, and assigns shared variables to their values. The arguments are those of
+    `align`."""
     merged = align(graphs, labels, kind)
     for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
         variables = _Variables(merged)
@@ -117,18 +115,18 @@ def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         if conflict is None:
             return replace(merged, variables=variables.roots())
         merged = _with_move(merged, variables.computed_at, *conflict)
-    raise AssertionError("values of merged graphs have no variables")
+    raise AssertionError("the values of the merged graphs cannot share variables")
 
 
 def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs that were lowered from similar parts, without shared variables.
+    """Merges graphs of similar parts, without shared variables.
 
     Args:
-        graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. In this
-            comparison, a dim of 1 token equals a dim of T tokens.
-        labels: The outputs to return, or None for all. A variant may lack some of them.
-        kind: A function that returns an additional key of a node, e.g. the node's kernel. Only nodes with equal keys
-            are merged.
+        graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. A dim of
+            1 token counts as equal to a dim of T tokens.
+        labels: The outputs to return, or None for all. A variant may lack some.
+        kind: A function that returns an additional key of a node, such as its kernel. Only nodes with equal keys are
+            merged.
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:
@@ -148,8 +146,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Groups the nodes of all variants that can be merged. The order of the groups is close to the order of each
-    graph."""
+    """Groups the nodes of all variants that can be merged. The groups are almost in the order of each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
@@ -166,12 +163,12 @@ def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]
 
 
 def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Returns the shape with dims of 1 replaced by T, so that a program for one token matches one for several."""
+    """Replaces dims of 1 by T. A program for one token then matches a program for several."""
     return tuple("T" if dim == 1 else dim for dim in shape)
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants that compute the same value are united."""
+    """Returns a slot for each group of nodes. Slots of different variants that compute the same value become one."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -199,7 +196,6 @@ def _equal(slot: Slot, other: Slot) -> bool:
 
 
 def _values(slots: Sequence[Slot]) -> Mapping[tuple[int, str], str]:
-    """Maps each pair of a variant and the output of one of its nodes to the merged value."""
     return {
         (variant, ref): value
         for slot in slots
@@ -221,8 +217,7 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
 
 
 def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
-    """Returns the first option that is not taken. If all are taken, returns the last option with a
-    suffix: the first free number, counted from 2."""
+    """Returns the first option that is not taken. If all are taken, appends a number to the last option."""
     numbered = (f"{options[-1]}_{i}" for i in count(2))
     return next(option for option in chain(options, numbered) if not taken(option))
 
@@ -231,8 +226,8 @@ def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """Returns the slots in a topological order. Where the order is free, slots of the same variants are adjacent.
-    Returns None if there is no topological order."""
+    """Returns the slots in a topological order, or None if there is none. Slots of the same variants are adjacent
+    where possible."""
     before = _precedence(graphs, slots)
     current = every = frozenset(range(len(graphs)))
     ordered: list[Slot] = []
@@ -253,8 +248,8 @@ def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | Non
 def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, set[str]]:
     """Returns the names of the slots that must precede each slot.
 
-    A slot follows the slots whose values it reads. A slot that updates a state in place keeps its order relative to the
-    readers of the state. Slots that draw random numbers keep their order.
+    A slot follows the slots whose values it reads. A slot that updates a state in place keeps its order relative to
+    all readers of that state. Slots that draw random numbers keep their order.
     """
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     before = {
@@ -277,9 +272,8 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 
 
 def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
-    """Returns the merged graph with a Move that copies `ref`, one of the values of `operand`, to a separate variable.
-    Without the Move, `ref` would still be needed when another value of the operand is written to their shared
-    variable."""
+    """Returns the merged graph with a Move that copies `ref`, a value of `operand`, to a separate variable. Without
+    the Move, another value would overwrite the variable while `ref` is still needed."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
     name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
@@ -294,8 +288,8 @@ def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: 
 
 
 class _Variables:
-    """Sets of values that share a variable. Two sets are joined only if no two of their values are live at the same
-    time in any variant."""
+    """Sets of values that share a variable. Two sets are joined only if no value of one is live at the same time as a
+    value of the other."""
 
     def __init__(self, merged: Merged) -> None:
         self.computed_at = {name: -1 for name, _, _ in merged.inputs()}
@@ -309,9 +303,8 @@ class _Variables:
         self.sets: dict[str, set[str]] = {}
 
     def join(self) -> tuple[Operand, str, Where] | None:
-        """Lets the values of every operand share a variable. Returns None if that is possible for all operands.
-        Otherwise, returns the first value that cannot share the variable of its operand: the operand, the ref of the
-        value, and its variants."""
+        """Lets the values of every operand share a variable, and returns None. If a value cannot share the variable,
+        returns the operand, the ref of the value, and its variants."""
         for operand in self.operands:
             refs = sorted(
                 (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]
@@ -332,9 +325,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether the values must have different variables. They must differ if both are live at once in some
-        variant, or if one is an optional input. Generated code tests whether an optional input is None, so its variable
-        is never reassigned."""
+        """Returns whether two values must have different variables, because both are live at once in some variant, or
+        one is an optional input. Generated code tests an optional input for None, so no other value may overwrite it.
+        """
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(
@@ -344,8 +337,8 @@ class _Variables:
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Maps every value that shares a variable to the first value that the variable holds. If an input shares the
-        variable, the input counts as the first value."""
+        """Maps every value that shares a variable to the first value of the variable, which is an input if there is
+        one."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

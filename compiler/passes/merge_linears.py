@@ -1,12 +1,11 @@
-"""Merges linear layers that read the same value. They become one matrix product.
+"""Merges linear layers that read the same value into one matrix product.
 
-The forward pass is one product with the concatenated matrices. The gradient of the input is one product that reads the
-concatenated gradients of the outputs, and the gradient of the matrices is one product that has the rows of all
-matrices. Each matrix remains a separate parameter.
+The forward pass is one product with the concatenated matrices. The gradient of the input is one product, which reads
+the concatenated output gradients. The gradient of the matrices is one product with the rows of all matrices. Each
+matrix remains a separate parameter.
 
-Gradients that Torch's compiler computes are written directly into the tensor of concatenated gradients, and so are the
-gradients of fused groups that the pass `join_groups` can join. The gradients of all other kernels, attention and fused
-groups are copied into this tensor.
+Some gradients are written directly into the tensor of concatenated gradients: the gradients that Torch's compiler
+computes, and the gradients of fused groups that `join_groups` can join. All other gradients are copied there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +24,14 @@ ALIGNMENT = 8  # in features: 16 bytes of bf16, which kernels load at once
 
 
 def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
-    """Returns the programs. In programs over whole sequences, linear layers that read the same value have become one
-    product.
+    """Returns the programs with merged layers. Only programs over whole sequences change.
 
     Layers in fused groups are not merged. Decoding programs are unchanged, because each step would have to concatenate
-    the matrices, which are most of the bytes that a step reads.
+    the matrices. The matrices are most of the bytes that a step reads.
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the layers to merge; `auto` for all layers whose merged gradients move fewer bytes.
+        patterns: The patterns of the layers to merge. `auto` merges all layers whose merged gradients move fewer bytes.
 
     Raises:
         LoweringError: If a pattern has no effect. Lists the problems of all patterns.
@@ -45,9 +43,13 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
 @dataclass
 class _Moved:
-    """The memory traffic of a merged product, compared with separate products, in numbers per token: the additional
-    traffic (`costs`) and the avoided traffic (`saves`), summed over all calls of the functions that contain the layers.
-    `copied` are the layers whose gradients are copied."""
+    """The memory traffic of a merged product relative to separate products, in numbers per token.
+
+    Attributes:
+        costs: The additional traffic, summed over all calls of the functions that contain the layers.
+        saves: The avoided traffic, summed in the same way.
+        copied: The layers whose gradients are copied.
+    """
 
     costs: int = 0
     saves: int = 0
@@ -55,8 +57,7 @@ class _Moved:
 
     @property
     def refusal(self) -> str | None:
-        """The reason to refuse a merge whose product would move more numbers than the separate products; None if the
-        product moves fewer."""
+        """The reason to refuse a merge that would move more numbers than separate products, otherwise None."""
         if self.costs <= self.saves:
             return None
         return (
@@ -69,11 +70,12 @@ Balance = Mapping[tuple[str, ...], _Moved]
 
 
 def _balance(programs: Programs) -> Balance:
-    """Returns the memory traffic of each possible merge, by the names of the layers. The same layers of different
-    blocks have the same names, so they share an entry.
+    """Returns the memory traffic of each possible merge, by the names of the layers. Blocks whose layers have the same
+    names share an entry.
 
-    Separate products each write a gradient of the input, and another kernel reads and adds these gradients. A merged
-    product writes the sum directly, but reads concatenated gradients, into which the results of kernels must be copied.
+    Separate products each write a gradient of the input, and another kernel adds these gradients. A merged product
+    writes the sum directly. The merged product reads concatenated gradients, into which the results of kernels must be
+    copied.
     """
     balance: dict[tuple[str, ...], _Moved] = {}
     calls = {(graph.name, at): graph for graph, at in whole_sequences(programs)}
@@ -130,7 +132,7 @@ def _in_groups(programs: Programs, graph: Graph) -> Iterator[tuple[str, ...]]:
 
 
 def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
-    """Yields the linear layers that read the same value and whose matrices are parameters, if there are several."""
+    """Yields groups of linear layers that read the same value. All matrices are parameters."""
     by_input: dict[tuple[str, str], list[Node]] = {}
     for node in graph.nodes:
         if node.op == Linear() and node.epilogue is None and node.inputs[1][0] == "@":
@@ -139,8 +141,8 @@ def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
 
 
 def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
-    """Returns the layers whose numbers of output features are multiples of ALIGNMENT, so that each output has the
-    alignment that all kernels need."""
+    """Returns the layers whose numbers of output features are multiples of ALIGNMENT. Each output is then aligned for
+    all kernels."""
     return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
 
 
@@ -162,7 +164,6 @@ def _width(type: TensorType) -> int:
 
 
 def _refusal(programs: Programs, graph: Graph, layers: Sequence[Node]) -> str | None:
-    """Returns the reason why layers cannot be one product; None if they can."""
     for layer in layers:
         for reader in _readers(graph, layer.name):
             if isinstance(reader.op, Fused) and programs.group(reader.op.group).takes_rows:
@@ -171,7 +172,6 @@ def _refusal(programs: Programs, graph: Graph, layers: Sequence[Node]) -> str | 
 
 
 def _readers(graph: Graph, ref: str) -> Sequence[Node]:
-    """Returns the nodes that read the value `ref` or a view of it."""
     readers: list[Node] = []
     for reader in graph.consumers[ref]:
         views = isinstance(reader.op, Moves) and len(reader.inputs) == len(reader.types) == 1
@@ -180,8 +180,8 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
-    """Returns whether the gradient of the value `ref` is an output of a kernel, attention or a fused group, and
-    therefore has to be copied. If not, Torch's compiler computes the gradient, and writes it to its place directly."""
+    """Returns whether the gradient of `ref` must be copied into the concatenated gradients, because a kernel,
+    attention or a fused group computes it. Torch's compiler writes other gradients there directly."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:
@@ -196,7 +196,6 @@ def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
 
 
 def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
-    """Replaces the layers by one product. Returns the new graph."""
     first = layers[0]
     matrices = tuple(layer.inputs[1] for layer in layers)
     labels = _labels(layers)
@@ -218,8 +217,7 @@ def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
 
 
 def _labels(layers: Sequence[Node]) -> tuple[str, ...]:
-    """Returns a label for each layer: the shortest suffix of its path that differs from those of the other layers, as
-    an identifier."""
+    """Returns a label for each layer: the shortest suffix of the path that no other layer has, as an identifier."""
     paths = [layer.name.split(".") for layer in layers]
     for length in range(1, max(map(len, paths))):
         labels = tuple("_".join(path[-length:]) for path in paths)

@@ -11,8 +11,7 @@ from specc.compiler.strict import Problem
 
 
 def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
-    """Returns the programs with the optimizer of each parameter set in the table. Raises LoweringError as `owners`
-    does."""
+    """Returns the programs with the optimizer of each parameter. Raises LoweringError like `owners`."""
     owner = owners(train.optimizers, {param.name: param.shape for param in programs.params})
     return replace(programs, params=tuple(replace(param, optimizer=owner[param.name]) for param in programs.params))
 
@@ -21,8 +20,8 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
     """Maps each parameter name, in the order of `shapes`, to an index into `optimizers`.
 
     Raises:
-        LoweringError: If an optimizer matches no remaining parameter, if an optimizer matches a parameter that it
-            cannot update, or if no optimizer matches a parameter. Lists all problems.
+        LoweringError: If an optimizer matches no remaining parameter, or matches a parameter that it cannot update.
+            Also if a parameter has no optimizer. Lists all problems.
     """
     owner = {
         name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)

@@ -1,4 +1,4 @@
-"""Moves the common parts (sections) of several programs into methods that the programs call."""
+"""Moves the common parts of several programs, called sections, into methods that the programs call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ WORTH = 3  # a section that contains no loop over blocks becomes a method only i
 
 @dataclass(frozen=True, slots=True)
 class Section(Op):
-    """Calls the method `method`.
+    """Calls a method, which contains a common part of several programs.
 
     Attributes:
         method: The name of the method.
@@ -40,8 +40,8 @@ class Section(Op):
 
 @dataclass(frozen=True)
 class Outlined:
-    """The result of `outline`. `programs` call methods instead of repeating common parts. `methods` maps the name of
-    each method to its merged graph. A program that consists entirely of a common part becomes a method and is not in
+    """The result of `outline`. In `programs`, calls of methods replace common parts. `methods` maps the name of each
+    method to a merged graph. A program that consists entirely of a common part becomes a method, and is not in
     `programs`."""
 
     programs: tuple[Graph, ...]
@@ -59,13 +59,13 @@ def outline(
     """Moves common parts of programs into methods.
 
     Args:
-        graphs: The programs, rolled and aligned.
-        sides: The first words of node names that denote a part of the model, such as `encoder`.
+        graphs: The programs after `roll` and `aligned`.
+        sides: The first words of node names that name a part of the model, such as `encoder`.
         taken: The names of the model's methods.
-        reserved: The names that no argument may have.
+        reserved: The names that arguments must not have.
         kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: A function that returns whether a method can tell its variants apart by its arguments. If it
-            cannot, the pass tries a section that fewer programs share.
+        distinguishes: A function that returns whether the arguments of a method determine the variant. If they do not,
+            the pass tries a section of fewer programs.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -101,14 +101,13 @@ def _worth(slots: Sequence[Slot]) -> bool:
 
 
 def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
-    """Returns whether the slots contain all nodes of the program `variant`, and the program returns no state."""
     stated = any(label.startswith(STATES) for label, _ in graph.outputs)
     return not stated and len(graph.nodes) == sum(variant in slot.nodes for slot in slots)
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """Returns the slots that all programs with an index in `where` run. Slots that only some of these programs run are
-    included if they are between common slots, or if common slots read their values."""
+    """Returns the slots that all programs in `where` run. Slots of only some of these programs are included if they
+    are between common slots, or if common slots read their values."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}
@@ -142,10 +141,11 @@ class _Section:
 
     Attributes:
         node_names: The names of the nodes of the section, by program.
-        inputs: Maps each parameter of the method to the ref that each program passes. State is not a parameter, because
-            it is passed as a whole.
-        read: Maps the label of each output to its ref in each program that reads the output outside of the section.
-        returned: Maps the label of each output to its ref in each program that computes the output.
+        inputs: Maps each parameter of the method to the ref that each program passes. The state is passed as a whole,
+            so it is not included.
+        read: Maps the label of each output to the output's ref, for the programs that read the output outside of the
+            section.
+        returned: Maps the label of each output to the output's ref, for the programs that compute the output.
     """
 
     def __init__(
@@ -191,9 +191,8 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, the most frequent first. `passed` maps each program to the ref that
-        it passes. The candidates are the names of these values in the programs, and the names under which loops read
-        them."""
+        """Returns candidate names of a parameter, most frequent first. `passed` maps each program to the ref that the
+        program passes. The candidates are the names of these values in programs and in loops."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -230,8 +229,8 @@ class _Section:
         return names
 
     def _computed(self, refs: Mapping[int, str]) -> dict[int, str]:
-        """Returns the refs of an output in all programs that compute the output. `refs` are its refs in the programs
-        that read the output."""
+        """Returns the refs of an output in all programs that compute the output. `refs` are the refs in the programs
+        that read it."""
         computed = dict(refs)
         for column in (column for slot in self.slots for column in slot.columns("outputs")):
             if column.items() & refs.items():
@@ -239,13 +238,12 @@ class _Section:
         return computed
 
     def _read_alike(self, refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-        """Returns whether a merged node reads a value of `refs` in one program and a value of `others` in another
-        program as the same input."""
+        """Returns whether a merged node has an input that is in `refs` for one program and in `others` for another."""
         columns = (column.items() for slot in self.merged.slots for column in slot.columns("inputs"))
         return any(column & refs.items() and column & others.items() for column in columns)
 
     def bodies(self) -> list[Graph]:
-        """Returns one graph per program, which contains the nodes of the program that belong to the section."""
+        """Returns one graph per program, with the program's nodes that belong to the section."""
         bodies = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
@@ -260,15 +258,15 @@ class _Section:
         return bodies
 
     def reads_itself(self, variant: int) -> bool:
-        """Returns whether an argument of the call depends on a result of the section itself, through nodes outside of
-        the section."""
+        """Returns whether an argument of the call depends on a result of the call, through nodes outside of the
+        section."""
         graph, section = self.merged.variants[variant], self.node_names[variant]
         rest = [node for node in graph.nodes if node.name not in section]
         ahead = needed(rest, (refs[variant] for refs in self.inputs.values() if variant in refs))
         return any(node_of(ref) in section for node in ahead for ref in node.inputs)
 
     def calling(self, variant: int) -> Graph:
-        """Returns the program with its section replaced by a call."""
+        """Returns the program with a call in place of the section."""
         graph, section = self.merged.variants[variant], self.node_names[variant]
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
@@ -294,15 +292,15 @@ class _Section:
 
 
 def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns whether two parameters can be merged: at least one program passes both, and every program that passes
-    both passes the same value for both."""
+    """Returns whether two parameters can be merged. At least one program must pass both, and every such program must
+    pass the same value for both."""
     both = refs.keys() & others.keys()
     return bool(both) and all(refs[variant] == others[variant] for variant in both)
 
 
 def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns names for a value, shorter names first. An input has one name. Names of other values are the op's label
-    for the output, and parts of the node's path."""
+    """Returns names for a value, shortest first. An input has one name. Other values are named by the op's label for
+    the output, and by parts of the node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:
         return (ref.replace(".", "_"),)
@@ -312,6 +310,5 @@ def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
 
 
 def _parts(name: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns the words of a node's path, without a first word such as `encoder`."""
     parts = name.split(".")
     return parts[1:] if parts[0] in sides and len(parts) > 1 else parts

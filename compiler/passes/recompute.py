@@ -1,4 +1,4 @@
-"""Moves the parts of blocks that `train.recompute` names into functions that the backward pass recomputes."""
+"""Moves the parts of blocks in `train.recompute` into functions, which the backward pass recomputes."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ PREFIX = "recomputed_"  # the name prefix of the functions
 
 
 def recompute(programs: Programs, train: TrainSpec) -> Programs:
-    """Moves each part of a block that `train.recompute` names into a function of its own. Returns the new programs.
+    """Moves each part of a block in `train.recompute` into a separate function. Returns the new programs.
 
-    The function keeps the names of the nodes, so that values, weights and random numbers of dropout are unchanged.
-    `Programs.recomputed` lists the functions that the backward pass recomputes. If `train.recompute` contains `block`,
-    these are the functions of the blocks, and no part is moved.
+    The nodes keep their names, so values, weights and random numbers of dropout do not change. `Programs.recomputed`
+    lists the functions that the backward pass recomputes. If `train.recompute` contains `block`, these are the
+    functions of whole blocks, and no part is moved.
 
     Args:
         programs: The programs, with fused groups.
         train: The training spec.
 
     Raises:
-        LoweringError: If no block that is trained has the part, or if the part cannot be a function.
+        LoweringError: If no trained block has the part, or if the part cannot be a function.
     """
     if not train.recompute:
         return programs
@@ -63,15 +63,14 @@ def recomputable_parts(programs: Programs) -> tuple[str, ...]:
 
 
 def _trained(programs: Programs) -> tuple[str, ...]:
-    """Returns the names of the block functions that training programs call."""
     names = {"train", *(phase.train for phase in programs.phases)}
     calls = (node for graph in programs.programs if graph.name in names for node in graph.nodes)
     return tuple(dict.fromkeys(node.op.callee for node in calls if isinstance(node.op, Call)))
 
 
 def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields a pair for each function that the backward pass recomputes: the name of the function, and the path pattern
-    of the part of the model that it computes."""
+    """Yields each function that the backward pass recomputes. Each has the path pattern of the model part that the
+    function computes."""
     for name in programs.recomputed:
         is_part = name.partition(".")[2].startswith(PREFIX)
         part = programs.function(name).nodes[0].name.partition(".")[0] if is_part else ""
@@ -87,7 +86,6 @@ def _is_in(part: str, node: Node) -> bool:
 
 
 def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
-    """Yields the problems that prevent the recomputation of whole blocks."""
     if not trained:
         yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove recompute")
     for name in trained:
@@ -97,7 +95,7 @@ def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
-    """Returns the reason why nodes of a graph cannot run twice per training step; empty if they can."""
+    """Returns the reason why nodes cannot run twice per training step. Empty if they can."""
     states = {ref for ref, type in graph.types.items() if type.storage == STORAGE}
     recorded = next((node.name for node in nodes if states.intersection(node.inputs)), "")
     return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
@@ -105,7 +103,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
     """Replaces the nodes of a part by a call. Returns the new function of the block. Adds the function of the part to
-    `parts`, unless `parts` has an equal one.
+    `parts`, unless an equal function is there.
 
     Raises ValueError with the reason if the part cannot be a function.
     """
@@ -119,14 +117,14 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
         if node in inside:
             if cyclic := late.intersection(node.inputs):
                 raise ValueError(
-                    f"{node.name} reads {min(cyclic)}, which is computed outside of the part from values of the part"
+                    f"{node.name} reads {min(cyclic)}, which depends on the part but is computed outside of it"
                 )
         elif (late | computed).intersection(node.inputs):
             late.update(node.outputs)
     read_outside = {ref for node in others for ref in node.inputs} | {ref for _, ref in graph.outputs}
     results = [ref for node in inside for ref in node.outputs if ref in read_outside]
     if not results:
-        raise ValueError("nothing reads its values")
+        raise ValueError("no node outside of the part reads values of the part")
     read = dict.fromkeys(ref for node in inside for ref in node.inputs if ref not in computed)
     for callee in (programs.function(node.op.callee) for node in inside if isinstance(node.op, Call)):
         read |= dict.fromkeys((*(f"@{name}" for name, _ in callee.params), *(f"${name}" for name in callee.scalars)))
@@ -152,14 +150,14 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
 
 
 def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, Graph]) -> str:
-    """Adds a function to the class of a graph's block, and returns its name. Blocks of one class share the function if
-    theirs are equal.
+    """Adds a function to the class of a graph's block, and returns its name. Blocks of one class share equal
+    functions.
 
     Args:
-        graph: the graph that calls the function.
-        method: the name of the method. A number is appended if another function has this name.
-        function: the function.
-        functions: all functions by name, to which the function is added.
+        graph: The graph that calls the function.
+        method: The name of the method. A number is appended if another function has this name.
+        function: The function.
+        functions: All functions by name. The function is added to them.
     """
     alike = [name for name in functions if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
     for name in alike:
@@ -171,7 +169,7 @@ def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, 
 
 
 def _input_names(refs: Sequence[str]) -> dict[str, str]:
-    """Returns a name for each value that a part reads: the shortest suffix of the value's path that is unique."""
+    """Returns a name for each value that a part reads: the shortest unique suffix of the value's path."""
     names: dict[str, str] = {}
     for ref in refs:
         words = ref.replace(":", "_").split(".")

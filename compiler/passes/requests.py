@@ -1,4 +1,4 @@
-"""The graphs of programs over whole sequences, and the nodes in these graphs that a key of the spec selects."""
+"""Programs over whole sequences, and the nodes that a key of the spec selects in their graphs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +14,8 @@ Patterns = Sequence[str] | Literal["auto"]
 
 
 def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields every graph that a whole-sequence program runs, with each path at which it runs. Programs that
-    fake-quantize inputs are skipped."""
+    """Yields every graph that a whole-sequence program runs, with each path of the graph. Programs that fake-quantize
+    inputs are skipped."""
     rounded = {phase.train for phase in programs.phases if phase.rounds}
     for name in (name for name in programs.whole if name not in rounded):
         program = programs.program(name)
@@ -27,17 +27,17 @@ def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 @dataclass
 class Requests:
-    """The nodes that a pass rewrites: those that a key of the spec names or, by default, all for which the pass expects
-    a gain.
+    """The nodes that a pass rewrites. A key of the spec names them. With `auto`, the pass rewrites all nodes for which
+    it expects a gain.
 
-    A pattern names a node if it matches the path of the node or of a part that contains the node. A pattern that has no
-    effect is an error, which states the reason.
+    A pattern names a node if it matches the path of the node, or the path of a part that contains the node. A pattern
+    without effect is an error, which states the reason.
 
     Attributes:
         programs: The programs before the pass.
         step: The name of the pass.
         key: The key of the spec that names nodes, such as `merge`.
-        patterns: The patterns of the key; `auto` leaves the choice to the pass.
+        patterns: The patterns of the key. `auto` leaves the choice to the pass.
     """
 
     programs: Programs
@@ -51,11 +51,12 @@ class Requests:
 
     def run(self, rewrite: Callable[[Graph], Graph]) -> Programs:
         """Returns the programs with `rewrite` applied to every function that only whole-sequence programs call. Layers
-        outside of functions run only once per pass and are not rewritten.
+        outside of functions are not rewritten, because they run only once.
 
         Raises:
-            LoweringError: If a pattern matches no node that the pass rewrites, only some of the nodes that share
-                generated code, or a node that cannot be rewritten. Lists all problems.
+            LoweringError: If a pattern matches no node that the pass rewrites, or if it matches a node that the pass
+                cannot rewrite. Also if a pattern matches only some of the nodes that share generated code. Lists all
+                problems.
         """
         whole: set[str] = set()
         for graph, at in whole_sequences(self.programs):
@@ -72,7 +73,7 @@ class Requests:
         for i, pattern in enumerate(() if self.patterns == "auto" else self.patterns):
             if i not in self._used:
                 message = f"{pattern} matches nothing that {self.step} rewrites"
-                hint = f"remove it; with `{self.key}: auto`, PLAN.md lists what {self.step} rewrites"
+                hint = f"remove it; with `{self.key}: auto`, PLAN.md lists the nodes that {self.step} rewrites"
                 self._problems.append(Problem((self.key, i), "S302", message, hint))
         if self._problems:
             raise LoweringError(tuple(self._problems))
@@ -80,8 +81,8 @@ class Requests:
         return replace(self.programs, functions=functions, rewritings=rewritings)
 
     def names(self, graph: Graph, node: str) -> bool:
-        """Returns whether to rewrite a node that can be rewritten: with `auto` always, otherwise if a pattern matches
-        all paths of the node. Records a problem if a pattern matches only some of the paths."""
+        """Returns whether to rewrite a node. With `auto`, the result is always True. Otherwise, a pattern must match
+        all paths of the node. A pattern that matches only some of the paths is recorded as a problem."""
         if self.patterns == "auto":
             return True
         paths = self._paths(graph, node)
@@ -100,11 +101,11 @@ class Requests:
         return False
 
     def done(self, graph: Graph, nodes: Sequence[str], text: str) -> None:
-        """Records that the pass has rewritten `nodes`, with a description `text` of the effect."""
+        """Records that the pass has rewritten `nodes`. `text` describes the effect."""
         self._rewritings[Rewriting(self.step, self._shown(graph, nodes), text)] = None
 
     def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:
-        """Records the reason why the pass cannot rewrite `nodes`. If the spec names the nodes, this is an error."""
+        """Records why the pass cannot rewrite `nodes`. If the spec names the nodes, this is an error."""
         if self.patterns == "auto":
             self._rewritings[Rewriting(self.step, self._shown(graph, nodes), "", reason)] = None
             return
@@ -121,7 +122,6 @@ class Requests:
         return [f"{at}.{node}" for at in self._places[graph.name]]
 
     def _shown(self, graph: Graph, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the paths of nodes, with `*` in place of block numbers."""
         paths = (self._paths(graph, node)[0].split(".") for node in nodes)
         return tuple(".".join("*" if word.isdigit() else word for word in path) for path in paths)
 

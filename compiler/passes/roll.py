@@ -1,4 +1,4 @@
-"""Replaces the calls of a stack of blocks, one call per block, by one node: a loop over a module list."""
+"""Replaces the calls of a stack of blocks by one node, a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,22 +17,24 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Loop(Op):
-    """Runs the blocks of the module list `at` in sequence. A run is one call of a block; a block may have several runs.
+    """Runs the blocks of the module list `at` in sequence. A run is one call of a block. A block may have several
+    runs.
+
+    A join module combines the output of an earlier run with the residual stream.
 
     Attributes:
         at: The path of the module list.
-        names: The names of the blocks' inputs, except the first input, which is the residual stream. If different
-            blocks read different values under one name, there is one entry per value: the name, a space, and the value.
-        some: A pair for each input that only some blocks read: the name of the input, and the indices of these blocks.
+        names: The names of the blocks' inputs without the first, which is the residual stream. If blocks read different
+            values under one name, there is one entry per value: the name, a space, and the value.
+        some: The inputs that only some blocks read: the name of the input, and the indices of these blocks.
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
-            output (empty for the residual stream), and pairs of run indices: the run that reads the input, and the
-            earlier run that computes the output.
-        returns: The labels of the blocks' outputs other than the residual stream and the state.
-        joined: The path of the list of join modules. A join module joins the output of an earlier run to the stream.
-        join_methods: Pairs of the block after a join and the method of the join module, if this is not `forward`.
+            output (empty for the residual stream), and pairs of runs: the run that reads the input, and the earlier
+            run.
+        returns: The labels of the blocks' outputs without the residual stream and the state.
+        joined: The path of the list of join modules.
+        join_methods: Pairs of a block and the method of the join module before it, if this is not `forward`.
         runs: The block indices in the order in which they run.
-        joins: For each run after a join: the run, the index of the join module in `joined`, and the earlier run whose
-            output is joined to the stream.
+        joins: For each run with a join before it: the run, the index of the join module, and the earlier run.
         methods: The names of the block methods that the runs call, without the name of the class.
         keeps: Whether each block has state.
     """
@@ -54,7 +56,7 @@ class Loop(Op):
 
     @property
     def stateful(self) -> bool:
-        """Whether the loop passes a state, which may be empty, to each block."""
+        """Whether the loop passes a state to each block. The state may be empty."""
         return self.keeps or any(method.startswith("extend") for method in self.methods)
 
     @property
@@ -65,7 +67,7 @@ class Loop(Op):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Op):
-    """Creates the initial state of every block of the list `at`, by calling `method` of each block."""
+    """Creates the initial state of every block in the list `at`, by a call of the block's `method`."""
 
     name: ClassVar[str] = "begin"
     inline: ClassVar[bool] = False
@@ -74,8 +76,7 @@ class Begin(Op):
 
 
 def field_of(node: Node) -> str:
-    """Returns the path of the module list that contains the called block, or "" if the node does not call a block of a
-    list."""
+    """Returns the path of the module list that contains the called block. Empty if the node calls no such block."""
     if not isinstance(node.op, Call):
         return ""
     place, _, number = node.op.at.rpartition(".")
@@ -95,8 +96,8 @@ def method_of(call: Node) -> str:
 
 
 def roll(programs: Programs, graph: Graph) -> Graph:
-    """Returns the program with one node per stack of blocks. Inputs and outputs that are the state of a single block
-    are removed."""
+    """Returns the program with one node per stack of blocks. The state of a single block is no longer an input or
+    output."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
     state = {name for name, _ in graph.inputs if name.startswith(STATES)}
@@ -122,8 +123,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Yields groups of adjacent nodes, in order. The calls of blocks of one module list form a group, together with
-    calls between them that read the result of the previous call. Any other node is a group by itself."""
+    """Yields groups of adjacent nodes, in order. The calls of one module list form a group. The group includes other
+    calls between these that read the previous result. Any other node is a group by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)
@@ -139,8 +140,8 @@ def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 
 def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
-    """Returns one loop node for `calls`. The first input of each block is the output of the previous block. Each other
-    input is a value from outside the blocks, the output of an earlier block, or the state of the block."""
+    """Returns one loop node for `calls`. A block's first input is the output of the previous block. The other inputs
+    come from outside the loop, from earlier blocks, or from the block's state."""
     place = field_of(calls[0])
     blocks = [call for call in calls if field_of(call) == place]
     runs = tuple(map(index_of, blocks))
@@ -184,7 +185,7 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
 
 
 def returns_of(graph: Graph) -> Iterator[str]:
-    """Yields the labels of the outputs of a block's function other than the residual stream and the state."""
+    """Yields the output labels of a block's function, without the residual stream and the state."""
     state = {name for name, _ in graph.inputs}
     return (label for label, _ in graph.outputs[1:] if label not in state)
 
@@ -195,7 +196,7 @@ def _returned(programs: Programs, blocks: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
-    """Returns the label of the output `ref` of one of the blocks `calls`; empty for the residual stream."""
+    """Returns the label of `ref`, an output of one of the blocks `calls`. Empty for the residual stream."""
     call = next(call for call in calls if ref in call.outputs)
     assert isinstance(call.op, Call)
     index = call.outputs.index(ref)
@@ -203,21 +204,20 @@ def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
 
 
 def of_block(ref: str) -> bool:
-    """Returns whether an input of a program is the state of a single block, i.e. its name contains the index of a
-    block."""
+    """Returns whether a program input is the state of a single block. The name of such an input contains the index of
+    the block."""
     return ref.startswith(STATES) and any(word.isdigit() for word in ref.split("."))
 
 
 def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
-    """Maps the parameters of the callee, in order, to the refs that the call passes."""
     assert isinstance(call.op, Call)
     names = (name for name, _ in programs.function(call.op.callee).inputs)
     return dict(zip(names, call.inputs, strict=True))
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the names of all `orders` in one order that is consistent with each of them. If two orders contradict
-    each other, the first of them applies."""
+    """Returns all names in one order that is consistent with each of `orders`. If two orders contradict each other,
+    the first applies."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))
@@ -226,10 +226,10 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Returns rolled programs in which all loops over a list have the same inputs in the same order.
+    """Returns programs whose loops over a list all have the same inputs in the same order.
 
-    If a loop lacks an input, it receives the value that another program passes for this input. It receives `None` if
-    its own program does not compute this value before the loop.
+    A loop that lacks an input receives the value that another program passes. If the program of the loop does not
+    compute this value before the loop, the loop receives `None`.
     """
     loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 

@@ -1,4 +1,4 @@
-"""Chooses a kernel for each planned node, and, for each group, the values that its forward pass saves."""
+"""Chooses a kernel for each planned node. For each fused group, chooses the values that the forward pass saves."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,9 +35,9 @@ def select_kernels(
 ) -> Plan:
     """Returns the plan of `programs` on `target`.
 
-    A node gets the fastest measured kernel in `lock`. Without a measurement, it gets the kernel of the lowest rank
-    among the kernels that accept the node. A group gets the fastest measured save choice. Without a measurement, it
-    gets the save choice that moves the fewest bytes.
+    The lock holds measurements. A node gets its fastest measured kernel. Without a measurement, it gets the accepting
+    kernel of the lowest rank. A group gets its fastest measured save choice. Without a measurement, it gets the save
+    choice that moves the fewest bytes.
 
     Args:
         programs: The programs, with fused groups.
@@ -48,7 +48,7 @@ def select_kernels(
         deterministic: Whether every kernel must return the same bits in repeated calls.
 
     Returns:
-        The plan, with the groups of the chosen save choices.
+        The plan, with the chosen groups.
 
     Raises:
         LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
@@ -82,7 +82,6 @@ def select_kernels(
 
 
 def _save_choice(programs: Programs, group: Group, request: _Request) -> tuple[SaveChoice, list[Problem]]:
-    """Returns a group with the kernels of its nodes, and a problem for every node that no kernel accepts."""
     graphs = (group.forward, group.backward)
     planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
     choices, problems = _chosen(programs, planned, request)
@@ -92,7 +91,6 @@ def _save_choice(programs: Programs, group: Group, request: _Request) -> tuple[S
 def _chosen(
     programs: Programs, planned: Iterable[Planned], request: _Request
 ) -> tuple[tuple[Choice, ...], list[Problem]]:
-    """Returns a kernel for each node, and a problem for every node that no kernel accepts."""
     choices: list[Choice] = []
     problems: list[Problem] = []
     for group, graph, node in planned:
@@ -114,10 +112,10 @@ def _chosen(
 
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
-    """Returns the save choices of a group, and the chosen one: the choice in the lock, or the choice that moves the
-    fewest bytes. A tie selects the default."""
+    """Returns the save choices of a group, one of which is chosen. The chosen one is the choice in the lock, otherwise
+    the choice that moves the fewest bytes. A tie selects the default."""
     group = options[0].group
-    # Differs between the save choices
+    # The kernel is that of the default save choice, because other save choices may have another kernel
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
@@ -128,7 +126,7 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
 
 
 def _moved(option: SaveChoice) -> int:
-    """Returns the bytes that the nodes of a group read and write, with every symbolic dim set to `MANY`."""
+    """Returns the bytes that a group reads and writes, with `MANY` for every symbolic dim."""
     graphs = (option.group.forward, option.group.backward)
     sizes = {
         dim: MANY for graph in graphs for type in graph.types.values() for dim in type.shape if isinstance(dim, str)
@@ -138,7 +136,7 @@ def _moved(option: SaveChoice) -> int:
 
 
 def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """Returns one path pattern that matches a node of a group at every path at which the group runs."""
+    """Returns one path pattern that matches a node of a group wherever the group runs."""
     return place_pattern(programs, programs.callers[group.name], node)
 
 
@@ -160,8 +158,6 @@ def site_of(programs: Programs, group: Group | None, graph: Graph, node: Node, t
 
 
 def _tail(member: str, part: str) -> str:
-    """Returns the name of a member for use in a label: without the prefix `part`, or without its first word if it does
-    not begin with `part`."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -186,8 +182,8 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """Returns the kernel of a lock entry. Raises LockError if the kernel no longer accepts the node; the error names
-    the lock file."""
+    """Returns the kernel of a lock entry. Raises LockError with the name of the lock file if the kernel no longer
+    accepts the node."""
     file = f"{site.module}.lock.json"
     try:
         kernel = locked_kernel(entry)
@@ -203,7 +199,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
 
 
 def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yields the choices. A file that several nodes share is rendered again, with the labels of all these nodes."""
+    """Yields the choices. A file that several nodes share is rendered again with the labels of all these nodes."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)
@@ -215,8 +211,8 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def together(labels: Sequence[str]) -> str:
-    """Joins labels. Labels that differ in one word become one pattern, e.g. `blocks.*.attention.{q,k}.rope`. Other
-    labels are joined with ` and `."""
+    """Joins labels. Labels that differ in one word become one pattern, such as `blocks.*.attention.{q,k}.rope`. Others
+    are joined with ` and `."""
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
         differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]
@@ -227,7 +223,6 @@ def together(labels: Sequence[str]) -> str:
 
 
 def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
-    """Yields a problem if different epilogues have the same function name, or different kernels the same file name."""
     functions: dict[str, Site] = {}
     files: dict[str, Site] = {}
     for choice in choices:
@@ -251,8 +246,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """Returns a key for the function of a node. Nodes with different keys must have different function names. Sizes are
-    not a part of the key, because the file name contains them."""
+    """Returns a key for the function of a node. Nodes with different keys need different function names. Sizes are
+    only in the file name, so the key does not contain them."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

@@ -19,11 +19,11 @@ def verify(programs: Programs, after: str, before: Programs | None = None) -> No
     Args:
         programs: the programs.
         after: the name of the pass.
-        before: programs that are already verified. A graph of `before` is not checked again if the parameters have the
-            same shapes, and if `before` also contains all functions and groups that the graph calls.
+        before: programs that are already verified. A graph of these is not checked again, unless parameter shapes,
+            called functions or called groups have changed.
 
     Raises:
-        VerifyError: unless every graph is well formed and well typed, and every call matches its callee.
+        VerifyError: if a graph is malformed, a type is wrong, or a call does not match its callee.
     """
     shapes = _shapes(programs)
     if before is not None and shapes != _shapes(before):
@@ -43,7 +43,6 @@ def verify(programs: Programs, after: str, before: Programs | None = None) -> No
 
 
 def _parts(programs: Programs) -> Iterator[Graph | Group]:
-    """Yields the programs, functions and groups, and the graphs of groups."""
     yield from programs.graphs
     for group in programs.groups:
         yield from (group, group.forward, group.backward)
@@ -84,7 +83,7 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
             yield from (f"{node.name} calls for {name}, which is not a parameter" for name in missing)
             bound = {name for name, _ in node.op.scalars} if node.op.at else set(graph.scalars)
             if not (set(callee.scalars) <= bound if not node.op.at else set(callee.scalars) == bound):
-                yield f"{node.name} binds other numbers than {callee.name} reads"
+                yield f"{node.name} passes other numbers than {callee.name} reads"
         elif isinstance(node.op, Fused):
             forward = programs.group(node.op.group).forward
             yield from _fits(f"{node.name} passes", inputs, [type for _, type in forward.inputs])
@@ -99,8 +98,8 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Yields a message if the types of a node are not those that its op infers. All outputs of a pointwise op except
-    the first are saved for the backward pass, and may have any dtype."""
+    """Yields a message if the types of a node are not those that its op infers. Outputs of a pointwise op after the
+    first output may have any dtype, because they are saved for the backward pass."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
@@ -111,8 +110,8 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
-    """Yields a message unless the epilogue has one variable per accumulator and operand, and its result has the shape
-    of the products."""
+    """Yields a message if the epilogue does not have one variable per accumulator and operand, or if the result does
+    not have the shape of the products."""
     products = node.op.infer(inputs[: node.op.arity])
     count = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)

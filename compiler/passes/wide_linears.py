@@ -1,4 +1,4 @@
-"""Replaces linear layers that convert their input from bf16 to f32 with layers that read the bf16 input."""
+"""Replaces linear layers that convert a bf16 input to f32 by layers that read the bf16 input."""
 
 from dataclasses import replace
 
@@ -9,8 +9,8 @@ from specc.compiler.programs.programs import Programs
 
 
 def wide_linears(programs: Programs) -> Programs:
-    """Returns the programs with a WideLinear for each linear layer that multiplies a bf16 value, converted to f32, with
-    an f32 matrix. The router of a mixture of experts is such a layer.
+    """Returns the programs with WideLinear layers. A WideLinear replaces a linear layer with an f32 matrix, if the
+    input is a bf16 value that is converted to f32. The router of a mixture of experts is such a layer.
 
     A layer is not changed if another node reads the converted value, because the value is then stored in f32 anyway.
     """
@@ -34,8 +34,7 @@ def _widened(graph: Graph) -> Graph:
 
 
 def _narrow(graph: Graph, node: Node) -> str | None:
-    """Returns the ref of a bf16 value that is converted to f32 for a linear layer alone. None if the input of the layer
-    is not such a value, or if another node also reads the converted value."""
+    """Returns the ref of the bf16 value that is converted to f32 for this linear layer alone. Otherwise None."""
     if not isinstance(node.op, Linear) or len(node.inputs) != 2:
         return None
     cast = graph.by_name.get(node.inputs[0])

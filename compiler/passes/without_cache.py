@@ -1,5 +1,5 @@
 """Splits `score` into two programs for decoding without a cache. The first program reads the source. The second reads
-all tokens that were written so far."""
+all tokens that were generated so far."""
 
 from dataclasses import replace
 
@@ -14,12 +14,12 @@ SIDE = "decoder."  # the name prefix of nodes that a decoder without a cache rec
 
 
 def uncached(programs: Programs) -> Programs:
-    """Returns the programs `score`, `encode` and `logits` of a model of pairs. `encode` and `logits` are the halves of
-    `score`.
+    """Returns the programs `score`, `encode` and `logits` of an encoder-decoder model. `encode` and `logits` are the
+    halves of `score`.
 
-    `encode` maps the source i64[B,S] to the state of the encoder. It contains every node that depends only on the
-    source and is not part of the decoder. `logits` maps this state and the decoder inputs i64[B,T] to logits
-    f32[B,T,V]. It contains the decoder, which also computes the keys and values of the source.
+    `encode` maps the source i64[B,S] to the state of the encoder. `encode` contains every node that depends only on
+    the source and is not part of the decoder. `logits` maps this state and the decoder inputs i64[B,T] to logits
+    f32[B,T,V]. `logits` contains the decoder, which also computes the keys and values of the source.
 
     Raises:
         ValueError: If `score` does not shift targets, does not contain a loss, or runs fused groups.
@@ -50,8 +50,8 @@ def uncached(programs: Programs) -> Programs:
 
 
 def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns two lists of nodes: the nodes whose values do not change while target tokens are generated, and all
-    other nodes except the shift and the loss."""
+    """Returns two lists of nodes of `score`, without the shift and the loss. The nodes of the first list do not depend
+    on the generated tokens. The second list holds all other nodes."""
     written = {shift.name, score.inputs[1][0]}
     read, write = [], []
     for node in score.nodes:

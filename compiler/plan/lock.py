@@ -1,4 +1,4 @@
-"""The lock file of a spec: the fastest measured kernel and tile of each node, and the machine of the measurement."""
+"""The lock file of a spec: each node's fastest measured kernel and tile, and the machine of the measurement."""
 
 import hashlib
 import json
@@ -36,10 +36,16 @@ class LockError(SpeccError):
 class Entry(StrictModel):
     """The measured kernel of one node.
 
-    `key` is the text of the node (`Site.key`), so the entry does not apply to a changed node. `ms` is the median time
-    of the kernel over `rows` rows. `floor_ms` is the minimum time in which the machine can move the node's bytes and
-    compute its operations. `others` are the times of the other kernels in ms, each with the best tile of the kernel.
-    Locks of earlier versions have `site`, a digest of the node, instead of `key`.
+    Attributes:
+        node: The path of the node.
+        key: The text of the node (`Site.key`). The entry does not apply to a changed node.
+        site: In locks of earlier versions, a digest of the node in place of `key`.
+        kernel: The name of the fastest kernel.
+        tile: The tile of this kernel.
+        rows: The number of rows of the measurement.
+        ms: The median time of the kernel.
+        floor_ms: A lower bound of the time: the node's bytes and operations at the peak rates of the machine.
+        others: The times of the other kernels in ms, each with the best tile.
     """
 
     node: Word
@@ -64,9 +70,11 @@ class Entry(StrictModel):
 class GroupEntry(StrictModel):
     """The measured save choice of one group.
 
-    `key` is a digest of the nodes in all save choices (`group_key`), so the entry does not apply to a changed group.
-    `ms` is, for each save choice, the time of all kernels of the group, forward and backward. Locks of earlier versions
-    have `group`, another digest, instead of `key`.
+    Attributes:
+        key: A digest of the nodes in all save choices (`group_key`). The entry does not apply to a changed group.
+        group: In locks of earlier versions, another digest in place of `key`.
+        keep: The fastest save choice.
+        ms: The time of the group's kernels, forward and backward, for each save choice.
     """
 
     key: Word | None = None
@@ -93,7 +101,7 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
-    """Returns `entry` unchanged. Raises ValueError unless exactly one of its fields `new` and `old` is set."""
+    """Returns `entry`. Raises ValueError unless exactly one of the fields `new` and `old` is set."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
         raise ValueError(f"an entry must have exactly one of `{new}` and `{old}`")
     return entry
@@ -103,7 +111,7 @@ class Machine(StrictModel):
     """The machine and software versions of an entry.
 
     `nvcc` and `cutlass` (the headers) are the versions that compiled the CUTLASS kernels. A version is None if the
-    software was not installed, or if its version was not recorded. Such an entry does not match a machine that has the
+    software was not installed, or if its version was not recorded. Such an entry does not match a machine with the
     software.
     """
 
@@ -117,14 +125,14 @@ class Machine(StrictModel):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions with their names, for display."""
+        """The versions and their names, for display."""
         named = {"torch": self.torch, "triton": self.triton, "CUDA": self.cuda, "driver": self.driver}
         named |= {name: value for name, value in (("nvcc", self.nvcc), ("CUTLASS", self.cutlass)) if value is not None}
         return tuple(f"{name} {value}" for name, value in named.items())
 
 
 class Timing(StrictModel):
-    """The time of a node that a library computes. `ms` is the time in milliseconds of one call over `rows` rows."""
+    """The time of a node that a library computes. `ms` is the time of one call over `rows` rows in milliseconds."""
 
     node: Word
     rows: Positive
@@ -134,9 +142,12 @@ class Timing(StrictModel):
 class StepTiming(StrictModel):
     """The time of a whole training step.
 
-    `key` identifies everything that runs in the step (`specc.compiler.report.step`). `tokens` are the tokens of the
-    step. `memory` is the peak memory in bytes. `classes` are the milliseconds of each class of work that is not a node
-    of the plan.
+    Attributes:
+        key: A digest of everything that runs in the step (`specc.compiler.report.step`).
+        tokens: The number of tokens of the step.
+        ms: The time in milliseconds.
+        memory: The peak memory in bytes.
+        classes: The milliseconds of each class of work that is not a node of the plan.
     """
 
     key: Word
@@ -149,9 +160,12 @@ class StepTiming(StrictModel):
 class TargetLock(StrictModel):
     """The measurements of one target.
 
-    The keys of `kernels` are kernel symbols. A key of `groups` consists of the name of a group and the name of its
-    first kernel. The keys of `timings` are the keys (`Site.key`) of nodes that a library computes. `step` is the time
-    of a whole training step.
+    Attributes:
+        machine: The machine of the measurements.
+        kernels: The entries of kernels, by symbol.
+        groups: The entries of groups, by the names of the group and of its first kernel.
+        timings: The times of nodes that a library computes, by key (`Site.key`).
+        step: The time of a whole training step.
     """
 
     machine: Machine
@@ -168,13 +182,13 @@ class Lock(StrictModel):
     targets: Mapping[Word, TargetLock] = {}
 
     def entry(self, target: str, site: Site) -> Entry | None:
-        """Returns the entry of this node; None if the node was not measured."""
+        """Returns the entry of this node, or None without a measurement."""
         locked = self.targets.get(target)
         entry = locked.kernels.get(symbol(site)[1]) if locked else None
         return entry if entry is not None and entry.applies_to(site) else None
 
     def group(self, target: str, name: str, options: Sites) -> GroupEntry | None:
-        """Returns the entry of this group; None if the group was not measured."""
+        """Returns the entry of this group, or None without a measurement."""
         locked = self.targets.get(target)
         entry = locked.groups.get(name) if locked else None
         return entry if entry is not None and entry.applies_to(options) else None
@@ -198,7 +212,7 @@ class Lock(StrictModel):
             kernels: entries of kernels, by symbol.
             groups: entries of groups, by name.
             timings: times of nodes that a library computes, by the key of the node (`Site.key`).
-            step: the time of a whole step; None leaves the old time unchanged.
+            step: the time of a whole step. None leaves the old time unchanged.
         """
         known = self.targets.get(target)
         if known is None or known.machine != machine:
@@ -213,7 +227,7 @@ class Lock(StrictModel):
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:
-        """Returns the file's text, sorted and with one value per line, so that diffs are readable."""
+        """Returns the file's text, sorted and with one value per line, for readable diffs."""
         data = self.model_dump(mode="json", exclude_defaults=True) | {"lock_version": self.lock_version}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
@@ -229,10 +243,8 @@ def lock_path(spec: Path, name: str) -> Path:
 
 
 def read_lock(path: Path) -> Lock:
-    """Returns the lock at `path`; an empty lock if there is no file. Raises SpecError if the lock is invalid.
-
-    The error states the file and line of each problem.
-    """
+    """Returns the lock at `path`, or an empty lock if there is no file. Raises SpecError if the lock is invalid. The
+    error states the file and line of each problem."""
     if not path.exists() and not path.is_symlink():  # a broken symbolic link must be an error, and not an empty lock
         return NO_LOCK
     try:
@@ -253,8 +265,8 @@ def read_lock(path: Path) -> Lock:
 
 
 def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Returns a JSON object with its lists as tuples. Raises ValueError if a key is repeated, for example after a merge
-    of two branches."""
+    """Returns a JSON object with its lists as tuples. Raises ValueError for a repeated key, which a merge of two
+    branches may cause."""
     data = {key: tuple(value) if isinstance(value, list) else value for key, value in pairs}
     if len(data) < len(pairs):
         raise ValueError("a key is repeated")
@@ -262,10 +274,8 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Returns the diagnostics with the hint for lock files.
-
-    Hints on how to edit a spec do not apply, because locks are not edited by hand.
-    """
+    """Yields the diagnostics with a hint for lock files. Locks are not edited by hand, so hints for specs do not
+    apply."""
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(diagnostic, hint=hint) for diagnostic in diagnostics)
 
@@ -276,11 +286,11 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
     The fastest tile depends on the number of rows. A measurement on fewer rows must therefore not replace the entry.
 
     Args:
-        lock: the lock with earlier measurements.
-        target: the name of the target.
-        machine: the machine that is about to measure.
-        sites: the nodes to measure.
-        rows: the number of rows of the planned measurement.
+        lock: The lock with earlier measurements.
+        target: The name of the target.
+        machine: The machine of the planned measurement.
+        sites: The nodes to measure.
+        rows: The number of rows of the planned measurement.
     """
     locked = lock.targets.get(target)
     known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
@@ -290,15 +300,14 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """Returns the key of the node in locks of earlier versions: twelve hex digits of a digest over the `repr` of op and
+    """Returns the key of the node in locks of earlier versions: twelve hex digits, a digest of the `repr` of op and
     epilogue."""
     types, node = map(str, (*site.inputs, *site.node.types)), (site.node.op, site.epilogue)
     return _digest("\n".join((site.target.name, *map(_earlier_repr, node), *types)))
 
 
 def _earlier_repr(op: Op | None) -> str:
-    """Returns the `repr` of an op. Fields that earlier versions did not have are left out if they have their
-    defaults."""
+    """Returns the `repr` of an op, without default values of fields that earlier versions did not have."""
     text = repr(op)
     for field in fields(op) if op is not None else ():
         if field.metadata == ADDED:
@@ -307,25 +316,25 @@ def _earlier_repr(op: Op | None) -> str:
 
 
 def group_digest(options: Sites) -> str:
-    """Returns the key of the group in locks of earlier versions: twelve hex digits of a digest over the `site_digest`
-    of its nodes."""
+    """Returns the key of the group in locks of earlier versions: twelve hex digits, a digest of the nodes'
+    `site_digest`."""
     return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
 def group_key(options: Sites) -> str:
-    """Returns the key of a group: twelve hex digits of a digest over the keys of its nodes, which are listed for each
-    save choice in `options`."""
+    """Returns the key of a group: twelve hex digits, a digest of the nodes' keys. `options` lists the nodes for each
+    save choice."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
-    """Returns the plan key: twelve hex digits of a digest over node, target, kernel and tile. All files of a kernel
-    contain the plan key.
+    """Returns the plan key: twelve hex digits, a digest of node, target, kernel and tile. All files of a kernel state
+    it.
 
     Args:
-        kernel: the kernel that computes the node.
-        site: the node and its target.
-        tile: the tile that the kernel uses, as text (`Rendered.tile`). If a rule chooses it, `kernel.tile` is None.
+        kernel: The kernel that computes the node.
+        site: The node and its target.
+        tile: The tile of the kernel, as text (`Rendered.tile`). If a rule chooses the tile, `kernel.tile` is None.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))
@@ -336,13 +345,13 @@ def _digest(text: str) -> str:
 
 
 def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
-    """Returns a kernel's tile as it is stored in a lock; None if the kernel has no tile."""
+    """Returns a kernel's tile in the form of a lock. None if the kernel has no tile."""
     tile = getattr(kernel, "tile", None)
     return None if tile is None else {k: v for k, v in asdict(tile).items() if v is not None}
 
 
 def locked_kernel(entry: Entry) -> Kernel:
-    """Returns the kernel of an entry, with its tile.
+    """Returns the kernel of an entry, with the tile.
 
     Raises LockError if this compiler does not have the kernel, or if the tile is invalid.
     """

@@ -1,4 +1,4 @@
-"""The plan: programs with a kernel for every node that needs one, on one target."""
+"""The plan for one target: programs, and a kernel for every node that needs one."""
 
 from dataclasses import dataclass
 
@@ -18,9 +18,9 @@ class Choice:
         site: the node and its target.
         kernel: the chosen kernel.
         rendered: the kernel's files.
-        rejected: the names of the other kernels, each with the reason why it was not chosen.
+        rejected: the names of the other kernels, and the reason why each was not chosen.
         passed_over: the other kernels that could compute the node.
-        measured: the lock's entry of the node; None if it was not measured.
+        measured: the lock's entry of the node, or None.
     """
 
     graph: str
@@ -33,7 +33,7 @@ class Choice:
 
     @property
     def listed(self) -> bool:
-        """Whether plans, explanations and benchmarks list the node. A node is listed if its op is planned, or if its
+        """Whether plans, explanations and benchmarks list the node. True if the node's op is planned, or if the node's
         kernel is a generated function."""
         return self.site.node.op.planned or bool(self.rendered.function)
 
@@ -57,7 +57,7 @@ class SaveChoice:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The saved values that the group computes; inputs of the group are not included."""
+        """The saved values that the group computes, without its inputs."""
         inputs = {name for name, _ in self.group.forward.inputs}
         return tuple(name for name in self.group.saved if name not in inputs)
 
@@ -67,12 +67,11 @@ class SaveChoices:
     """All save choices of one group.
 
     Attributes:
-        label: the path of the group.
-        name: the name of the group's entry in a lock.
-        options: the save choices, beginning with the default of the group.
-        chosen: the selected save choice: the fastest measured one, or, without a measurement, the one that moves the
-            fewest bytes.
-        measured: the lock's entry of the group; None if it was not measured.
+        label: The path of the group.
+        name: The name of the group's entry in a lock.
+        options: The save choices, beginning with the default of the group.
+        chosen: The selected save choice. It is the fastest measured one, otherwise the one that moves the fewest bytes.
+        measured: The lock's entry of the group, or None.
     """
 
     label: str
@@ -83,7 +82,7 @@ class SaveChoices:
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
-        """The nodes that have kernels, for each save choice. These nodes identify the entry of the group in a lock."""
+        """The nodes with kernels, for each save choice. These nodes identify the group's entry in a lock."""
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
@@ -91,8 +90,10 @@ class SaveChoices:
 class Plan:
     """The input of rendering.
 
-    `source` is the path of the spec, as generated files state it. `save_choices` lists the groups with more than one
-    save choice. `locked` contains all measurements of the target.
+    Attributes:
+        source: The path of the spec, as generated files state it.
+        save_choices: The groups with more than one save choice.
+        locked: All measurements of the target.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Plan:
     locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
-        """Returns the choice for a node; None if plain Torch runs it."""
+        """Returns the choice for a node, or None if plain Torch runs it."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
 
@@ -116,23 +117,21 @@ class Plan:
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices of the plan and of every save choice, which may include duplicates."""
+        """The choices of the plan and of every save choice, with possible duplicates."""
         options = (option for choices in self.save_choices for option in choices.options)
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
     def called(self, choice: Choice) -> str:
-        """Returns the name under which model.py calls the function of a kernel.
-
-        This is the name of the function or, if several kernels have functions of the same name, the name of the file.
-        """
+        """Returns the name under which model.py calls the function of a kernel. This is the name of the function, or
+        the name of the file if several kernels have functions of the same name."""
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
         return function if len(modules) == 1 else choice.rendered.module
 
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
-    """Returns the path of a node with wildcards, e.g. `blocks.*.mlp.up` for a node of a function that several blocks
-    call. `graphs` are the graphs that contain the node."""
+    """Returns the path of a node with wildcards, such as `blocks.*.mlp.up` for a node in several blocks. `graphs` are
+    the graphs that contain the node."""
     places = [path.split(".") for graph in graphs for path in programs.call_paths.get(graph, ())]
     if not places:
         return node

@@ -1,5 +1,4 @@
-"""The cost of a model, computed from its graphs: parameters, floating-point operations and bytes, per node or per
-token."""
+"""The cost of a model, from its graphs: parameters, floating-point operations and bytes, per node or per token."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -30,10 +29,11 @@ class NodeCost:
 
 
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """Returns the cost of every node of a program, with its symbolic dims set to `sizes`.
+    """Returns the cost of every node of a program, with `sizes` for the symbolic dims. A multiply-add counts as two
+    operations.
 
-    A loop over time has one entry for the loop, and one entry per node of its step function. The entry of a step's node
-    has the cost of all steps. A multiply-add counts as two operations.
+    A loop over time has one entry for the loop, and one entry per node of its step function. The entry of such a node
+    has the cost of all steps.
     """
     graph = flatten(programs, programs.program(program))
     costs = list(graph_costs(graph, sizes))
@@ -48,8 +48,8 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
-    """Yields the cost of every node of one graph without flattening it. Operations inside calls and groups are not
-    counted."""
+    """Yields the cost of every node of a graph that is not flattened. Operations inside calls and groups do
+    not count."""
     types = graph.types
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
@@ -59,7 +59,7 @@ def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
 
 
 def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the minimum number of bytes that a graph moves: each input and parameter read once, each output written
+    """Returns the fewest bytes that a graph moves: it reads each input and parameter once, and writes each output
     once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = {ref for _, ref in graph.outputs} - read
@@ -67,18 +67,17 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns the number of elements of a cache for a sequence of `tokens` tokens; 0 if no program extends
-    sequences."""
+    """Returns the number of elements of a cache for `tokens` tokens. 0 if no program continues sequences."""
     return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
 
 
 def cached_bytes(programs: Programs, tokens: int) -> int:
-    """Returns the bytes of a cache for a sequence of `tokens` tokens; 0 if no program extends sequences."""
+    """Returns the bytes of a cache for `tokens` tokens. 0 if no program continues sequences."""
     return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
 
 
 def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mapping[str, int]]]:
-    """Yields the type of each tensor of the cache, with the sizes of its symbolic dims."""
+    """Yields the type of each tensor of the cache, and the sizes of its symbolic dims."""
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
     for type in caches.values():
         # The second dim is the positions of a page
@@ -87,7 +86,7 @@ def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mappi
 
 
 def used_parameters(programs: Programs) -> int:
-    """Returns the number of parameters that one token uses. Only the experts that are chosen for the token count."""
+    """Returns the number of parameters that one token uses. Only the chosen experts of the token count."""
     graph = flatten(programs, programs.program("train"))
     shares = {param.name: 1.0 for param in programs.params}
     for node in graph.nodes:
@@ -98,9 +97,9 @@ def used_parameters(programs: Programs) -> int:
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:
-    """Returns the operations of matrix products and attention in a forward pass over one window, divided by its tokens.
+    """Returns the operations of matrix products and attention per token, in a forward pass over one window.
 
-    A model of line pairs also reads a source line of `tokens` tokens. Training takes three times as many operations,
+    A model of lines also reads a source line of `tokens` tokens. Training takes three times as many operations,
     because each matrix product has two gradients of the same cost.
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
@@ -109,11 +108,10 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
 
 def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
     """Returns the minimum work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens.
-    The first number is the operations of matrix products and attention. The second is the bytes of the parameters and
-    the cache, each read once.
 
-    A lookup reads only those rows of a table that it returns. An expert is read at most once, and only if a text uses
-    it.
+    The first number is the operations of matrix products and attention. The second is the bytes of the parameters and
+    the cache, each read once. A lookup reads only the rows that it returns. An expert is read at most once, and only
+    if a text uses it.
     """
     sizes = {"B": rows, "T": 1, "S": tokens}
     graph = flatten(programs, programs.program("decode"))

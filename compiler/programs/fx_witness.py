@@ -1,5 +1,4 @@
-"""The first check of a generated module: traces the module with torch.fx, and compares the trace with the plan node by
-node."""
+"""The first check of a generated module: a torch.fx trace of the module must equal the plan, node by node."""
 
 import copy
 import inspect
@@ -30,8 +29,7 @@ class Mismatch(Exception):
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """Returns the fx graph of one method of a generated module. A call of a function that model.py defines is one node
-    of the trace."""
+    """Returns the fx graph of one method of a generated module. A call of a function in model.py is one node."""
     import types
 
     from torch import arange, fx
@@ -53,7 +51,7 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
 
 @contextmanager
 def _whole_groups(source: ModuleType) -> Iterator[None]:
-    """A context in which fx records each application of an autograd function of model.py as one node."""
+    """A context in which fx records each autograd function of model.py as one node."""
     from torch import autograd
 
     groups = [v for v in vars(source).values() if isinstance(v, type) and issubclass(v, autograd.Function)]
@@ -68,8 +66,8 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _plain_methods(source: ModuleType) -> Iterator[None]:
-    """A context in which the wrapped methods of model.py, which the backward pass recomputes, are replaced with the
-    plain methods."""
+    """A context in which plain methods replace the wrapped methods of model.py. The backward pass recomputes wrapped
+    methods."""
     classes = [value for value in vars(source).values() if isinstance(value, type)]
     wrapped = [(c, n, v) for c in classes for n, v in list(vars(c).items()) if hasattr(v, "__wrapped__")]
     try:
@@ -82,8 +80,8 @@ def _plain_methods(source: ModuleType) -> Iterator[None]:
 
 
 def _recorded(group: Any) -> Callable[..., Any]:
-    """Returns a replacement for `group.apply`. fx records its call as one call of a function with the name of the
-    group."""
+    """Returns a replacement for `group.apply`. fx records a call of the replacement as a call of a function with the
+    group's name."""
     apply = group.apply
 
     def run(*args: Any) -> Any:
@@ -107,7 +105,7 @@ def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     if unmatched := [node.name for node in graph.nodes if node.name not in seen]:
-        raise Mismatch(f"the plan has {unmatched[0]}, which the module does not compute")
+        raise Mismatch(f"the plan has {unmatched[0]}, but the module does not compute it")
     return len(seen)
 
 
@@ -118,12 +116,12 @@ def compare(
 
     Args:
         graph: the flattened graph of the plan.
-        scalars: the values of the scalars that calls pass, by `PATH.name`.
+        scalars: the scalars that calls pass, by `PATH.name`.
         traced: the fx graph.
-        groups: the name of the function that runs each fused group, by the group's name.
+        groups: the function of each fused group, by the group's name.
 
     Returns:
-        A mapping from the name of each graph node to the traced node that computes it.
+        The traced node for the name of each graph node.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -134,22 +132,22 @@ def compare(
 def check_types(
     programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
 ) -> int:
-    """Runs a traced program on tensors without data, and checks the dtype and shape of every matched value. Parameters
+    """Runs a traced program on tensors without data. Checks the dtype and shape of every matched value. Parameters
     have the dtypes of the plan.
 
     Args:
-        programs: the programs of the plan.
-        program: the name of the traced program.
-        traced: the fx graph.
-        module: the generated module.
-        rows: the size of the batch dim `B`.
-        tokens: the size of the dims `T` and `S`.
+        programs: The programs of the plan.
+        program: The name of the traced program.
+        traced: The fx graph.
+        module: The generated module.
+        rows: The size of the batch dim `B`.
+        tokens: The size of the dims `T` and `S`.
 
     Returns:
         The number of values checked.
 
     Raises:
-        Mismatch: if the trace and the plan differ, in structure, dtype or shape.
+        Mismatch: If the trace and the plan differ in structure, dtype or shape.
     """
     import torch
     from torch import fx, nn
@@ -163,7 +161,7 @@ def check_types(
     checked = 0
 
     class Checked(fx.Interpreter):
-        """An interpreter that compares each value as soon as it is computed, because in-place ops may change the value
+        """An interpreter that compares each value as soon as it is computed. In-place ops may change the value
         later."""
 
         def run_node(self, n: fx.Node) -> Any:
@@ -199,8 +197,8 @@ def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int
 
 @dataclass
 class _Comparison:
-    """Compares plan and trace by traversing both at once, from the output back to the inputs. `seen` maps plan nodes to
-    the traced nodes that compute them."""
+    """Traverses plan and trace at once, from the output to the inputs. `seen` maps plan nodes to the traced nodes that
+    compute them."""
 
     graph: Graph
     scalars: Mapping[str, float]
@@ -209,8 +207,7 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Compares all nodes, beginning at the only output. Returns a mapping from the name of each plan node to the
-        traced node that computes it."""
+        """Compares all nodes, from the only output on. Returns the traced node for the name of each plan node."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -260,8 +257,8 @@ class _Comparison:
             self.kernel(node, actual, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
     def group(self, node: Node, function: str, actual: Any) -> None:
-        """Checks a fused group. The trace must contain a function call or, if the group has a gradient, an application
-        of an autograd function.
+        """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, it
+        must be an application of an autograd function.
 
         The trace may flatten the rows of an argument to one dim, and then unflatten those of the result.
         """
@@ -284,8 +281,8 @@ class _Comparison:
             self.value(ref, have)
 
     def kernel(self, node: Node, actual: Any, function: str) -> None:
-        """Checks a call of a kernel's function. The traced name is `function`, then `_` and the title of the epilogue
-        if there is one, then possibly `__` and the shape, which is ignored."""
+        """Checks a call of a kernel's function. The traced name is `function`, followed by `_` and the title of the
+        epilogue if there is one. A final `__` and shape is ignored."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
         name, wanted = self.called(actual).partition(".")[0].partition("__")[0], f"{function}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", actual)

@@ -23,8 +23,8 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator that accepts an expression if it reads `name`, and reads no other names than those in
-    `further`."""
+    """Returns a validator of expressions that read `name`. The expressions may also read the names in `further`, but
+    no others."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):
@@ -37,16 +37,13 @@ LayerFormula = Annotated[float | str, formula("layer", "layers")]
 
 
 def value_of(value: float | str, **variables: float) -> float:
-    """Returns the value of a number or formula.
-
-    Raises ExprError if the formula has no value.
-    """
+    """Returns the value of a number or formula. Raises ExprError if the formula has no value."""
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 
 def stated(value: float | str, **variables: float) -> float | str:
-    """Returns the text of a formula with the values of `variables` in place of their names. Returns a number
-    unchanged."""
+    """Returns the text of a formula with the values of `variables` in place of their names. A number is returned as it
+    is."""
     if not isinstance(value, str):
         return value
     return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
@@ -59,8 +56,8 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
-    A number may be a formula over `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number
-    of blocks of the model; in an encoder-decoder, of encoder and decoder together).
+    A number may be a formula of `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number of
+    blocks, which in an encoder-decoder includes both sides).
 
     Attributes:
         normal: the standard deviation of a normal distribution.
@@ -85,10 +82,10 @@ class Init(StrictModel):
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
-        """Returns the name of the field that is set, and the value of that field for a parameter of this shape.
+        """Returns the name and the value of the field that is set, for a parameter of this shape.
 
-        For `fan_in` and `fan_out`, a vector is a matrix of one row, and a parameter of experts [experts, rows, columns]
-        is the matrix of one expert. Raises ExprError if the formula has no value.
+        For `fan_in` and `fan_out`, a vector is a matrix of one row, and a parameter of experts [experts, rows,
+        columns] is the matrix of one expert. Raises ExprError if the formula has no value.
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
@@ -96,7 +93,7 @@ class Init(StrictModel):
         return field, value_of(getattr(self, field), **names)
 
     def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
-        """Returns the reason why a parameter of this shape cannot have this initialization; None if it can."""
+        """Returns the reason why a parameter of this shape cannot have this initialization, or None."""
         try:
             field, value = self.numbers(shape, layers)
         except ExprError as error:

@@ -15,7 +15,7 @@ from specc.compiler.strict import Path, Problem
 
 
 class LoweringError(Exception):
-    """Raised if a spec is valid in itself but does not describe a valid model. `problems` contains the spec paths and
+    """Raised if a spec has valid fields but does not describe a valid model. `problems` contains the spec paths and
     the reasons."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
@@ -25,15 +25,15 @@ class LoweringError(Exception):
 
 @contextmanager
 def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()) -> Iterator[None]:
-    """A context manager that reports a TypeRuleError as a problem of the part of the spec at `path`.
+    """A context manager that reports a TypeRuleError as a problem of the spec at `path`.
 
     Args:
-        path: the spec path.
-        hint: how to fix it.
-        related: pairs (note, path) of other places in the spec that the error also shows.
+        path: The spec path.
+        hint: How to fix the error.
+        related: Pairs (note, path) of other places in the spec that the error shows.
 
     Raises:
-        LoweringError: if the body raises TypeRuleError.
+        LoweringError: If the body raises TypeRuleError.
     """
     try:
         yield
@@ -43,16 +43,16 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One learned tensor. The optimizer owns it in f32; programs read it in `dtype`.
+    """One learned tensor. The optimizer stores it in f32, and programs read it in `dtype`.
 
     Attributes:
-        name: the name in checkpoints, rules and reports.
-        shape: the dims of the tensor.
-        dtype: the dtype in which programs read it.
-        init: the initialization.
-        storage: the format in which the deployed model stores it; empty if it is not quantized.
-        optimizer: the index into `train.optimizers`; None until an optimizer is assigned.
-        training: whether only training programs read it. Artifacts do not contain such a parameter.
+        name: The name in checkpoints, rules and reports.
+        shape: The dims of the tensor.
+        dtype: The dtype in which programs read it.
+        init: The initialization.
+        storage: The format in which the deployed model stores it. Empty if it is not quantized.
+        optimizer: The index into `train.optimizers`. None until an optimizer is assigned.
+        training: Whether only training programs read it. Artifacts do not contain such a parameter.
     """
 
     name: str
@@ -73,18 +73,17 @@ class Group:
     """A fused group of nodes.
 
     Attributes:
-        name: the name of the group.
-        scope: the prefix of the names of its nodes.
-        members: the names of the nodes that the group replaces.
-        forward: the forward graph, whose nodes have epilogues.
-        backward: the backward graph, whose nodes have epilogues; empty if no gradient flows through the group.
-        saved: the values of `forward` that `backward` reads in addition to the incoming gradient.
-        keep: the kind of value that the forward saves for the backward.
-        others: the same group with the other save choices. The plan selects one.
-        chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
-            gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
-            exist at a time.
-        results: the number of results. The results are the first outputs of `forward`, and their gradients are the
+        name: The name of the group.
+        scope: The prefix of the names of its nodes.
+        members: The names of the nodes that the group replaces.
+        forward: The forward graph, whose nodes have epilogues.
+        backward: The backward graph, whose nodes have epilogues. Empty if no gradient flows through the group.
+        saved: The values of `forward` that `backward` reads besides the incoming gradient.
+        keep: The save choice: the kind of value that the forward pass saves for the backward pass.
+        others: The same group with the other save choices. The plan selects one.
+        chunks: The number of chunks of rows, which are computed one after another. With several chunks, the gradients
+            of a chunk are computed right after its results. Intermediate values then exist for one chunk at a time.
+        results: The number of results. The results are the first outputs of `forward`, and their gradients are the
             first inputs of `backward`.
     """
 
@@ -101,14 +100,14 @@ class Group:
 
     @property
     def inlined(self) -> bool:
-        """Whether generated code contains the nodes of the group in place of a call, because the group has no backward
-        pass and is not computed in chunks."""
+        """Whether generated code contains the nodes of the group, and not a call. Such a group has no backward pass
+        and no chunks."""
         return not self.backward.outputs and self.chunks == 1
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the group accepts rows that are flattened to one dim. Such a group has a matrix product and does not
-        mix tokens."""
+        """Whether the group accepts rows that are flattened to one dim. It then has a matrix product and does not mix
+        tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
@@ -118,14 +117,14 @@ class Phase:
     """A phase of a training run. It ends after the fraction `until` of the run.
 
     Attributes:
-        until: the fraction of the run at which the phase ends, from 0 to 1.
-        train: the name of the program that trains the model.
-        score: the name of the program that scores the model.
-        rests: the names of the parameters that neither `train` nor `score` reads.
-        rounds: whether `train` fake-quantizes the inputs of products, as the deployed model does. The weights must then
+        until: The fraction of the run at which the phase ends, from 0 to 1.
+        train: The name of the program that trains the model.
+        score: The name of the program that scores the model.
+        rests: The names of the parameters that neither `train` nor `score` reads.
+        rounds: Whether `train` fake-quantizes the inputs of products, as in the deployed model. The weights must then
             be fake-quantized too.
-        writes: the programs that compute decoder inputs without teacher forcing: the first encodes the source, and the
-            second extends the target by one token.
+        writes: The programs that compute decoder inputs without teacher forcing. The first encodes the source, and the
+            second appends one token to the target.
     """
 
     until: float
@@ -138,14 +137,14 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class DerivedWeight:
-    """A matrix that a block computes only from its parameters.
+    """A matrix that a block computes from its parameters alone.
 
     Attributes:
-        at: the path of the block.
-        method: the name of the block's method that computes the matrix.
-        params: the names of the parameters that it reads.
-        shape: the dims of the matrix.
-        dtype: the dtype in which programs read it.
+        at: The path of the block.
+        method: The name of the block's method that computes the matrix.
+        params: The names of the parameters that the method reads.
+        shape: The dims of the matrix.
+        dtype: The dtype in which programs read the matrix.
     """
 
     at: str
@@ -166,8 +165,8 @@ class Rewriting:
     Attributes:
         step: the name of the pass.
         nodes: the paths of the nodes, with `*` in place of block numbers.
-        text: the effect of the pass; empty if it did not rewrite the nodes.
-        refusal: the reason why the pass did not rewrite the nodes; empty if it did.
+        text: the effect of the pass. Empty if it did not rewrite the nodes.
+        refusal: the reason why the pass did not rewrite the nodes. Empty if it did.
     """
 
     step: str
@@ -178,28 +177,30 @@ class Rewriting:
 
 @dataclass(frozen=True)
 class Programs:
-    """All programs of a model. A function has a name such as `block.forward`: a class and a method. A call runs a
-    function at a path. The path is the prefix of the names of the function's parameters and nodes.
+    """All programs of a model.
+
+    A function has a name such as `block.forward`: a class and a method. A call runs a function at a path. The path is
+    the prefix of the names of the function's parameters and nodes.
 
     Attributes:
-        name: the name of the model.
-        params: the parameters.
-        functions: the functions that programs call.
-        programs: the programs.
-        places: pairs of a prefix of node names and the spec path of the part that created these nodes.
-        whole: the names of the programs that read whole sequences at once.
-        groups: the fused groups.
-        phases: the phases of a training run, in order. After the last phase, the run continues with `train` and
+        name: The name of the model.
+        params: The parameters.
+        functions: The functions that programs call.
+        programs: The programs.
+        places: Pairs of a prefix of node names, and the spec path of the part that created these nodes.
+        whole: The names of the programs that read whole sequences at once.
+        groups: The fused groups.
+        phases: The phases of a training run, in order. After the last phase, the run continues with `train` and
             `score`.
-        context: the maximum number of tokens of a sequence; None if unknown.
-        buffers: tensors that programs read but no optimizer owns: the inverse scales of quantized inputs.
-        constants: the values of the spec's formulas: triples of a name for generated code, the value, and the formula.
-        sizes: the named dims: triples of the name, the size, and a description.
-        recomputed: the functions whose values the backward pass recomputes instead of reading them from memory.
-        derived: the functions of blocks that compute matrices only from parameters. Training runs each once per step.
-        layers: the value of `layers` in formulas: the number of blocks (in an encoder-decoder, of both sides together);
-            1 if there are no blocks.
-        rewritings: the effects of passes that select nodes, and the reasons for nodes that they did not rewrite.
+        context: The maximum number of tokens of a sequence. None if unknown.
+        buffers: Tensors that programs read but no optimizer updates, such as the inverse scales of quantized inputs.
+        constants: The constants of the spec's formulas: a name for generated code, the value, and the formula.
+        sizes: The named dims: the name, the size, and a description.
+        recomputed: The functions whose values are not stored, because the backward pass recomputes them.
+        derived: The functions of blocks that compute matrices from parameters alone. Training runs each once per step.
+        layers: The value of `layers` in formulas: the number of blocks, at least 1. In an encoder-decoder, it counts
+            the blocks of both sides.
+        rewritings: The effects of passes that select nodes, and the reasons why other nodes were not rewritten.
     """
 
     name: str
@@ -240,7 +241,7 @@ class Programs:
 
     @cached_property
     def call_paths(self) -> Mapping[str, tuple[str, ...]]:
-        """Maps the name of each function that programs call to the paths at which they call it."""
+        """Maps the name of each function that programs call to the paths of the calls."""
         paths: dict[str, list[str]] = {}
         for node in (node for program in self.programs for node in program.nodes):
             if isinstance(node.op, Call | Scan):
@@ -253,7 +254,7 @@ class Programs:
 
     @property
     def derived_weights(self) -> tuple[DerivedWeight, ...]:
-        """The derived weights of all blocks, which training computes once per step."""
+        """The derived weights of all blocks. Training computes each once per step."""
         return tuple(
             DerivedWeight(
                 at, name.partition(".")[2], tuple(f"{at}.{param}" for param, _ in function.params), shape, type.dtype
@@ -276,13 +277,13 @@ class Programs:
 
     def place(self, node: str) -> Path:
         """Returns the spec path of the part that created a node: the entry of `places` with the longest prefix of the
-        name, or the path of the model if there is no entry."""
+        name. Without an entry, it is the path of the model."""
         paths = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
         return max(paths)[1] if paths else ("model",)
 
 
 def in_dtype(programs: Programs, dtype: str) -> Programs:
-    """Replaces COMPUTE, the placeholder for the compute dtype, with `dtype`. Returns the new programs."""
+    """Returns the programs with `dtype` in place of COMPUTE, the placeholder of the compute dtype."""
 
     def change(type: TensorType) -> TensorType:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
@@ -293,17 +294,17 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:
-    """Returns `graph`, in which every call is replaced with the nodes of its function, under full names. Loops over
-    time are not expanded.
+    """Returns `graph` with the nodes of a function in place of every call, under full names. Loops over time are not
+    expanded.
 
-    The scalar `name` that a call at the path PATH passes becomes `$PATH.name`; `scalar_values` returns its value.
+    A call at PATH may pass a scalar `name`. The scalar becomes `$PATH.name`, and `scalar_values` returns the value.
 
     Args:
-        programs: the programs that hold the functions and groups.
-        graph: the program or function to flatten.
-        groups: whether to expand every fused group. If false, only groups without a gradient are expanded.
-        at: the path at which `graph` runs.
-        derived: whether to expand the functions of derived weights. If false, derived weights are parameters.
+        programs: The programs with the functions and groups.
+        graph: The program or function to flatten.
+        groups: Whether to expand every fused group. Otherwise, only groups without a gradient are expanded.
+        at: The path at which `graph` runs.
+        derived: Whether to expand the functions of derived weights. Otherwise, derived weights are parameters.
     """
     nodes, outputs = _inlined(programs, graph, groups, at, derived=derived)
     params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
@@ -328,24 +329,26 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 def _inlined(
     programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True, derived: bool = True
 ) -> tuple[tuple[Node, ...], tuple[tuple[str, str], ...]]:
-    """Returns the nodes of `graph` under full names, with groups and calls replaced by their nodes, and its outputs.
+    """Returns the nodes of `graph` under full names, with nodes in place of groups and calls, and the outputs.
 
     Args:
-        programs: the programs that hold the functions and groups.
-        graph: the graph to inline.
-        groups: whether to expand every fused group; see `flatten`.
-        at: the path at which `graph` runs.
-        calls: whether to expand calls.
-        derived: whether to expand the functions of derived weights; see `flatten`.
+        programs: The programs with the functions and groups.
+        graph: The graph to inline.
+        groups: Whether to expand every fused group; see `flatten`.
+        at: The path at which `graph` runs.
+        calls: Whether to expand calls.
+        derived: Whether to expand the functions of derived weights; see `flatten`.
     """
     nodes: list[Node] = []
 
     def inline(
         graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim], region: str = ""
     ) -> list[str]:
-        """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters are prefixed with
-        `at`, and names of nodes with `run`. `values` replaces references, and `dims` replaces dims, such as T with S in
-        an encoder. `region` becomes the region of the nodes."""
+        """Adds the nodes of `graph`. Returns the references of its outputs.
+
+        Names of parameters begin with `at`, and names of nodes with `run`. `values` maps references to their
+        replacements, and `dims` maps dims, such as T to S in an encoder. The nodes are in the region `region`.
+        """
         prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
         def place(ref: str) -> str:
@@ -359,7 +362,7 @@ def _inlined(
             elif isinstance(node.op, Call) and calls:
                 callee = programs.function(node.op.callee)
                 arguments = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
-                begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
+                begins = node.name if node.op.at in ran else node.op.at  # a repeated run needs new node names
                 ran |= {node.op.at} - {""}
                 passed = [dims.get(dim, dim) for ref in node.inputs[:1] for dim in graph.types[ref].shape]
                 dims_of_x = zip((dim for _, type in callee.inputs[:1] for dim in type.shape), passed, strict=True)
@@ -384,15 +387,15 @@ def _inlined(
 
 
 def class_name(name: str) -> str:
-    """Returns the name of a class in generated code, e.g. `FusedMlp` for `fused_mlp`."""
+    """Returns the name of a class in generated code, such as `FusedMlp` for `fused_mlp`."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def group_functions(programs: Programs) -> Mapping[str, str]:
-    """Returns the name of the function that runs each group, by the group's name.
+    """Returns the function name of each group, by the group's name.
 
-    Groups with the same computation, such as the rotation of q and the rotation of k, share one function. The function
-    is named after the members of the group if the name is free.
+    Groups with the same computation, such as the rotations of q and of k, share one function. The function is named
+    after the members of a group if that name is free.
     """
     shared: dict[object, list[Group]] = {}
     for group in programs.groups:
@@ -424,11 +427,11 @@ def _computation(group: Group) -> object:
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
-    """Returns the graph with each group without a gradient replaced by the nodes of the group."""
+    """Returns the graph with nodes in place of each group without a gradient."""
     nodes, outputs = _inlined(programs, graph, groups=False, calls=False)
     return replace(graph, nodes=nodes, outputs=outputs)
 
 
 def owner(ref: str) -> str:
-    """Returns the class to which a function belongs: `block` for `block.forward`."""
+    """Returns the class of a function, such as `block` for `block.forward`."""
     return node_of(ref).partition(".")[0]

@@ -1,5 +1,5 @@
-"""The second check of a generated module: runs the program in float64 with the plain Torch references of its ops, which
-share no code with generated modules."""
+"""The second check of a generated module. The program runs in float64 with a plain Torch reference of each op.
+References share no code with generated modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,14 +19,14 @@ def run(
     params: Mapping[str, Tensor],
     observe: Observe | None = None,
 ) -> dict[str, Tensor]:
-    """Runs a program with the references of the ops, in the precision of `params`. The programs must not be fused.
+    """Runs a program with the references of its ops, in the precision of `params`. The programs must not be fused.
 
     Args:
-        programs: the programs of the model.
-        program: the name of the program to run.
-        inputs: the inputs of the program, by name.
-        params: the parameters, by name.
-        observe: a function that is called with each node, its inputs and its outputs; see `Observe`.
+        programs: The programs of the model.
+        program: The name of the program to run.
+        inputs: The inputs of the program, by name.
+        params: The parameters, by name.
+        observe: A function that is called with each node, its inputs and its outputs; see `Observe`.
 
     Returns:
         The outputs by label.
@@ -43,8 +43,8 @@ def run(
     def outputs_of(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a flattened graph by label.
 
-        The outputs of a node have the precision of its inputs. Floating-point outputs of a node without floating-point
-        inputs, such as sinusoidal positions, are cast to the dtype of the parameters.
+        The outputs of a node have the precision of its inputs. A node such as sinusoidal positions has float outputs,
+        but no float inputs. The outputs of such a node have the dtype of the parameters.
         """
         values = {**inputs, **fixed}
         for node in graph.nodes:
@@ -75,10 +75,10 @@ def run(
 
 
 def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
-    """Returns all outputs of one node, including its epilogue.
+    """Returns all outputs of one node, after its epilogue.
 
-    `every` holds all rows of the inputs, and `inputs` may be a sample of these rows. Outputs without rows, such as a
-    sum over rows, are computed from `every`.
+    `every` holds all rows of the inputs. `inputs` may be a sample of these rows. Outputs without rows, such as a sum
+    over rows, are computed from `every`.
     """
     import torch
 
@@ -96,7 +96,7 @@ def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None 
 
 def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Applies an epilogue to its accumulators and operands. The additional outputs are computed first, because the
-    value may read them."""
+    main result may read them."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.fp8_codes import codes_of
     from specc.compiler.ops.pointwise import Pointwise

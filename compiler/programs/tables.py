@@ -1,4 +1,4 @@
-"""The tables that the programs of a model share during lowering: functions, parameters, and the names of sizes."""
+"""Tables that the programs of a model share during lowering: functions, parameters, and the names of sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,15 +18,15 @@ class Tables:
     """Functions by name and parameters by path, in the order in which they were added.
 
     Attributes:
-        layers: the number of blocks, for formulas.
-        places: the spec paths of all nodes so far, by node-name prefix.
-        graphs: the functions, by name.
-        params: the parameters, by path.
-        scored: the paths of the parameters that are read outside of training programs.
-        refused: the initializations that some parameter cannot have, each with the first such parameter and the reason.
-        owners: the class of the functions that run at each path.
-        constants: the value and the text of each formula, by the name of the constant in generated code.
-        sizes: the sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
+        layers: The number of blocks, for formulas.
+        places: The spec paths of all nodes so far, by prefix of the node names.
+        graphs: The functions, by name.
+        params: The parameters, by path.
+        scored: The paths of the parameters that are read outside of training programs.
+        refused: The initializations that some parameter cannot have. Each has the first such parameter and the reason.
+        owners: The class of the functions that run at each path.
+        constants: The value and the text of each formula, by the name of the constant in generated code.
+        sizes: The sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
     """
 
     layers: int
@@ -42,14 +42,14 @@ class Tables:
     def size(self, name: str, value: int, words: str, title: str = "") -> int:
         """Returns `value` as a dim called `name` in generated code.
 
-        If `name` already stands for another value, the dim is called `TITLE_NAME`. If both names are taken, returns
-        `value` as a number.
+        If `name` stands for another value, the dim is called `TITLE_NAME`. If both names are taken, the result is a
+        plain number.
 
         Args:
-            name: the preferred name, e.g. `D`.
-            value: the size.
-            words: the description of the size.
-            title: the title of the part that declares the size; `name` if empty.
+            name: The preferred name, such as `D`.
+            value: The size.
+            words: The description of the size.
+            title: The title of the part that declares the size. By default, `name`.
         """
         for option in (name, f"{title or name}_{name}".upper()):
             if self.sizes.setdefault(option, (value, words))[0] == value:
@@ -94,17 +94,17 @@ class Tables:
         )
 
     def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
-        """Builds a function, or returns the equal function that the table already holds.
+        """Builds a function, or returns an equal function of the table.
 
         Args:
-            b: the builder of the function.
-            names: candidate names, in order of preference. The function gets the first name that is free or that
-                belongs to an equal function.
-            at: the path prefix of the function's parameters.
-            outputs: the output values by label.
+            b: The builder of the function.
+            names: Candidate names, most preferred first. The function gets the first name that is free or belongs to an
+                equal function.
+            at: The path prefix of the function's parameters.
+            outputs: The output values by label.
 
         Raises:
-            AssertionError: if every candidate name belongs to a different function.
+            AssertionError: If every candidate name belongs to a different function.
         """
         for name in names:
             b.name = name
@@ -121,7 +121,7 @@ class Tables:
         return graph
 
     def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
-        """Builds a program without unused nodes, adds its parameters and constants to the tables, and returns it."""
+        """Builds a program without unused nodes. Adds its parameters and constants to the tables."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             self._add(path, type, b.inits[path])
@@ -131,7 +131,7 @@ class Tables:
         return graph
 
     def _define(self, b: Builder) -> None:
-        """Adds the constants of a graph. If a name already has a different value, a number is appended to the name."""
+        """Adds the constants of a graph. A number is appended to a name that has another value."""
         for name, constant in b.constants.items():
 
             def free(option: str, constant: tuple[float, str] = constant) -> bool:

@@ -1,7 +1,7 @@
 """The layout of an artifact's sections, derived from the arrays that a spec stores.
 
 The runtime's `artifact` package defines the file format. Arrays whose names differ only in numbers have the same role,
-such as the codes of all `blocks.*.mlp.up`. The arrays with one role are concatenated along rows into one stream. Small
+such as the codes of all `blocks.*.mlp.up`. The arrays of one role are concatenated along rows into one stream. Small
 roles of the same kind share a stream. A stream is cut between rows into sections.
 """
 
@@ -45,8 +45,7 @@ TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)
 
 
 def kind_of(stored: Stored) -> Kind:
-    """Returns the kind of an array. Row scales are a separate kind, because they compress worse when mixed with other
-    floats."""
+    """Returns the kind of an array. Row scales are a separate kind, because they compress worse among other floats."""
     if stored.dtype == "i8":
         return Kind.CODES
     return Kind.SCALES if (stored.suffix, stored.dtype) == ("scale", "f16") else Kind[stored.dtype.upper()]
@@ -54,7 +53,8 @@ def kind_of(stored: Stored) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The concatenation of the arrays `members` (indices into the layout), as `rows` rows of `columns` items."""
+    """The concatenation of the arrays `members`, as `rows` rows of `columns` items. `members` are indices into the
+    layout."""
 
     kind: Kind
     columns: int
@@ -66,8 +66,7 @@ class Stream:
         return self.columns * ITEM_BYTES[self.kind]
 
     def cuts(self) -> Iterator[int]:
-        """Yields, for each section, the number of rows that it contains. Sections have about equal sizes, of at most
-        512 KiB."""
+        """Yields the number of rows of each section. Sections have about equal sizes, of at most 512 KiB."""
         count = -(-self.rows // (CHUNK_BYTES // self.row_bytes))
         yield from (self.rows * (i + 1) // count - self.rows * i // count for i in range(count))
 
@@ -94,13 +93,13 @@ def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
 
 
 def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -> int:
-    """Returns an upper bound on the bytes of an artifact in addition to its compressed arrays.
+    """Returns an upper bound of an artifact's bytes without the compressed arrays.
 
-    The header is exact. For a text section, the bound is the size before compression plus CODEC_BYTES.
+    The header is exact. The bound of a text section is the size before compression plus CODEC_BYTES.
 
     Args:
-        layout: a pair (parameter name, stored array) for each array, in the order of `Scheme.stored`.
-        texts: the bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
+        layout: A pair (parameter name, stored array) per array, in the order of `Scheme.stored`.
+        texts: The bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
             products if there are any, and the 64 bytes of data digests.
     """
     sections = len(texts) + sum(1 for stream in streams(layout) for _ in stream.cuts())
@@ -108,8 +107,7 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
 
 def _columns(stored: Stored) -> int:
-    """Returns the number of items per row of an array; 1 for a scalar, and for an array whose rows are too long for a
-    section."""
+    """Returns the number of items per row of an array. 1 for a scalar, and for rows that are too long for a section."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

@@ -1,4 +1,4 @@
-"""GPTQ: rounds a matrix column by column and adjusts the remaining columns to compensate for the error."""
+"""GPTQ: rounds a matrix column by column. Each error is compensated in the remaining columns."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -21,19 +21,19 @@ class Gptq(PerRow):
     """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
     Pre-trained Transformers", arXiv 2210.17323).
 
-    For each row, codes are computed once per clip, and also by rounding to nearest. The codes with the smallest
-    Hessian-weighted error dw H dw^T are selected. The error of a row is therefore never larger than the error of
-    rounding to nearest.
+    The codes of a row are computed once per clip, and also by rounding to nearest. The codes with the smallest
+    Hessian-weighted error dw H dw^T are selected. A row therefore never has a larger error than with rounding to
+    nearest.
 
     Attributes:
-        damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
+        damping: the number that is added to the Hessian's diagonal, as a fraction of the mean diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
-        block: the number of columns that are rounded before the error is propagated to the rest. The block size affects
-            the speed; the codes depend on it only by rounding in float64.
+        block: the number of columns that are rounded before the error is propagated to the rest. The number affects the
+            speed. It affects codes only by rounding errors in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
-        clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
-            instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.
-            Rounding to nearest then also uses these clips instead of the maximum of the row.
+        clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394).
+            These clips replace the quantiles. For rounding to nearest, they replace the maximum of the row. Such clips
+            give a larger error, but smaller codes, which compress to fewer bytes.
     """
 
     scheme: Literal["gptq"] = "gptq"
@@ -63,10 +63,12 @@ class Gptq(PerRow):
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes with `seen.hessian` [columns, columns], which must be symmetric positive semidefinite.
 
-        If the parameter has several uses, each group of `row_groups` is solved with the metric of its rows. In a
-        parameter of experts, [experts, rows, columns], each expert has its own Hessian, which is measured on the inputs
-        of that expert. Raises SchemeError as the base class does, and if the Hessian is missing, has the wrong shape,
-        contains NaN or infinity, or is not positive definite with the largest damping.
+        If the parameter has several uses, each group of `row_groups` is solved with the metric of the group. In a
+        parameter of experts, [experts, rows, columns], each expert has a Hessian, measured on the inputs of that
+        expert.
+
+        Raises SchemeError like the base class, and also if the Hessian is missing, has the wrong shape, contains NaN
+        or infinity, or is not positive definite with the largest damping.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)
@@ -83,8 +85,7 @@ class Gptq(PerRow):
         return self.mended(arrays_of(*self._solved(weight, factor), shape), weight, factor.hessian)
 
     def _of_groups(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes the rows of each group with the metric of the group. A low-rank correction uses the mean of the
-        metrics."""
+        """Quantizes each group of rows with its metric. A low-rank correction uses the mean of the metrics."""
         import torch
 
         solutions: list[Solution] = []
@@ -112,8 +113,8 @@ class Gptq(PerRow):
         return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
     def _of_experts(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes each of the matrices [experts, rows, columns]. The matrix of an expert without inputs is rounded to
-        nearest."""
+        """Quantizes each of the matrices [experts, rows, columns]. If an expert had no inputs, its matrix is rounded
+        to nearest."""
         import numpy as np
 
         assert seen.hessian is not None
@@ -139,7 +140,7 @@ class Gptq(PerRow):
         return magnitude.amax(1) if widest == 1.0 else row_quantile(magnitude.sort(1).values, widest)
 
     def _clips(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns two lists of clips, [rows] each: the clips for rounding to nearest, and the clips for GPTQ."""
+        """Returns two lists of clips, [rows] each: for rounding to nearest, and for GPTQ."""
         if self.clip_stds:
             clips = [factor * _deviation(weight) for factor in self.clip_stds]
             return clips, clips
@@ -147,7 +148,7 @@ class Gptq(PerRow):
         return [magnitude[:, -1]], [row_quantile(magnitude, quantile) for quantile in self.clip_quantiles]
 
     def _rows(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes and the scales of `weight`, which is a chunk of rows, float64 [rows, columns]."""
+        """Returns the codes and the scales of `weight`, a chunk of rows, float64 [rows, columns]."""
         import torch
 
         nearest, solved = ([self.scales(clip) for clip in clips] for clips in self._clips(weight))
@@ -167,5 +168,5 @@ class Gptq(PerRow):
 
 
 def _deviation(rows: Tensor) -> Tensor:
-    """Returns the root mean square of each row: the deviation about 0, which is positive for constant rows too."""
+    """Returns the root mean square of each row: the deviation about 0, which is also positive for constant rows."""
     return rows.square().mean(1).sqrt()

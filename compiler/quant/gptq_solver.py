@@ -1,7 +1,7 @@
 """The linear algebra of GPTQ, in float64.
 
-Let H^-1 = U^T U with U upper triangular. Columns are rounded from left to right. The error of column j, e = (w_j - q_j)
-/ U_jj, changes each later column k by -e U_jk (Frantar et al. 2022, step 3). U comes from one factorization: Cholesky
+Let H^-1 = U^T U with U upper triangular. Columns are rounded from left to right. The error of column j, e = (w_j -
+q_j) / U_jj, changes each later column k by -e U_jk (Frantar et al. 2022, step 3). One factorization gives U: Cholesky
 of H with reversed columns yields H = R R^T with R upper triangular, and U = R^-1.
 """
 
@@ -13,7 +13,7 @@ from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import SchemeError, Solution, Use
 
 TINY = 1e-300
-SMALLEST_SHARE = 10  # a use whose weight is less than 2^-10 of another's is treated as having 2^-10 of it
+SMALLEST_SHARE = 10  # weights below 2^-10 of the largest count as 2^-10 of it
 # Relative to the mean diagonal; with more damping, the solution is practically rounding to nearest
 LARGEST_DAMPING = 10.0
 
@@ -26,7 +26,7 @@ class Factor:
         hessian: the undamped Hessian [n, n], scaled to a mean diagonal of 1 over columns with input.
         upper: the matrix U [n, n] for the columns in `order`.
         order: i64[n], the order in which columns are rounded.
-        solution: the damping used and the number of columns without input.
+        solution: the applied damping, and the number of columns without input.
     """
 
     hessian: Tensor
@@ -36,14 +36,15 @@ class Factor:
 
 
 def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
-    """Divides the rows of a parameter into groups whose metrics nearly agree up to a factor.
+    """Divides the rows of a parameter into groups in which the metrics of all rows nearly agree, up to a factor.
 
     The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group. Rows form a
-    group if their uses have similar weights rows_ui. For this comparison, the weights of a row are divided by their
-    maximum and rounded to powers of 2, but not below 2^-10. With two uses, there are at most 21 groups.
+    group if their weights rows_ui are similar. To compare two rows, the weights of each row are divided by the maximum
+    weight of the row. They are then rounded to powers of 2, but not below 2^-10. With two uses, there are at most 21
+    groups.
 
     Args:
-        uses: at least one use.
+        uses: At least one use.
 
     Returns:
         For each group, the indices of its rows, i64 [rows], and its metric, float64 [n, n].
@@ -71,10 +72,10 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
     import torch
 
     if not bool(hessian.isfinite().all()):
-        raise SchemeError("its Hessian holds NaN or infinity")
+        raise SchemeError("the Hessian holds NaN or infinity")
     requested, diagonal = damping, hessian.diagonal()
     if float(diagonal.min()) < 0:
-        raise SchemeError("its Hessian has a negative diagonal, so it is not X^T X of any input")
+        raise SchemeError("the Hessian has a negative diagonal, so it is not X^T X of any input")
     dead = diagonal == 0
     # The Hessian is divided by its largest entry first, because a sum of diagonal entries near the maximum of float64
     # would overflow.
@@ -101,22 +102,22 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
                 return Factor(scaled, inverse, by, Solution(requested, damping, int(dead.sum())))
         if damping * 10 > LARGEST_DAMPING:
             amount = f"damped by {damping:g} times its mean diagonal"
-            raise SchemeError(f"its Hessian is not positive definite, even {amount}; calibrate again")
+            raise SchemeError(f"the Hessian is not positive definite, even {amount}; calibrate again")
         damping *= 10
 
 
 def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -> Tensor:
     """Returns the codes of `weight`, as whole numbers in float64 [rows, n].
 
-    Columns are rounded in the order of `factor`, in blocks. The error of a column is applied to the later columns of
-    its block immediately, and to the columns after the block by one matrix product at the end of the block.
+    Columns are rounded in the order of `factor`, in blocks. A column's error changes the later columns of the block at
+    once. One matrix product at the end of the block changes the columns after the block.
 
     Args:
         weight: float64 [rows, n].
-        scale: the row scales, float64 [rows].
-        factor: the factorized Hessian.
-        top: the largest code; the smallest is -top.
-        block: the number of columns per block.
+        scale: The row scales, float64 [rows].
+        factor: The factorized Hessian.
+        top: The largest code. The smallest is -top.
+        block: The number of columns per block.
     """
     import torch
 
@@ -139,6 +140,6 @@ def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -
 
 
 def weighted_error(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Returns dw H dw^T for each row dw of `delta` [rows, n], in float64. Results that are negative because of rounding
-    are replaced with 0."""
+    """Returns dw H dw^T for each row dw of `delta` [rows, n], in float64. A result that would be negative by rounding
+    is 0."""
     return (delta @ hessian).mul_(delta).sum(1).clamp_(min=0.0)

@@ -1,4 +1,4 @@
-"""Matrix products on int8 codes, with sums in int32: the quantization of weights, inputs and biases."""
+"""Matrix products of int8 codes, with sums in int32: the quantization of weights, inputs and biases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,19 +29,19 @@ FAINTEST = 2.0**-12
 class Int8(PerRow):
     """Matrix products that are computed on int8 codes.
 
-    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. The input of the product is quantized
-    with one scale s_in, which is the largest magnitude during calibration divided by 127. The bias of the product is
-    int32, round(b / (s_in * s_w)), and is added exactly to the int32 sums. All codes are symmetric, without a zero
-    point.
+    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. The input has one scale s_in: the
+    largest magnitude of the input during calibration, divided by 127. The bias is int32, round(b / (s_in * s_w)), and
+    is added exactly to the int32 sums. All codes are symmetric, without a zero point.
 
     Attributes:
-        weights: `per_tensor` uses one scale for all rows of a matrix.
-        activations: `per_channel` uses a scale s_in r_k with r_k <= 1 for each feature k of the input, and rounds the
-            weights W_nk r_k. The result is unchanged, but features of small magnitude have more precision (SmoothQuant,
-            Xiao et al. 2022; the exponent is chosen to minimize the expected error, see `input_scale`).
+        weights: `per_channel` has one scale per row of a matrix, `per_tensor` one scale for all rows.
+        activations: with `per_channel`, feature k of the input has the scale s_in r_k, where r_k <= 1. The stored
+            weights are W_nk r_k, rounded. The result does not change, but features of small magnitude have more
+            precision (SmoothQuant, Xiao et al. 2022). `input_scale` chooses the exponent that minimizes the expected
+            error.
         activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does. The input is then
-            s_in (q1 + q2 / 254) with two int8 codes q1 and q2, each of which is multiplied by the weight. For the
-            hidden weights of an LSTM, the input is h, which is rounded at every step.
+            s_in (q1 + q2 / 254) with two int8 codes q1 and q2, and each is multiplied by the weight. For the hidden
+            weights of an LSTM, the input is h, which is rounded at every step.
         correction_rank: always 0, because a correction would add a floating-point product.
     """
 
@@ -78,10 +78,10 @@ class Int8(PerRow):
         raise SchemeError("int8 needs the measured range of the product's input, but nothing was calibrated")
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of the weight of
-        the same product.
+        """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of its product's
+        weight.
 
-        Raises SchemeError if the required field of `seen` is missing, or if a value cannot be quantized.
+        Raises SchemeError if `seen` lacks the field, or if a value cannot be quantized.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)
@@ -99,11 +99,11 @@ class Int8(PerRow):
         return {**arrays_of(codes, scale, shape), "input_scale": input_scale}
 
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
-        """Returns the codes that GPTQ computes, or `nearest` for the rows whose error GPTQ does not reduce.
+        """Returns the codes of GPTQ, or `nearest` for rows whose error GPTQ does not reduce.
 
-        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k, so
-        the solver uses the second moments of these values, including the variance of the rounding. The damping is this
-        variance, but at least LEAST_DAMPING.
+        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k.
+        The solver therefore uses the second moments of these values, including the variance of the rounding. The
+        damping is this variance, and at least LEAST_DAMPING.
         """
         import torch
 
@@ -127,14 +127,14 @@ class Int8(PerRow):
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each.
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. For an input of
+        zeros, the scale is 1 / 127.
 
-        For an input of zeros, the scale is 1 / 127.
+        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over
+        k. `a` is the number in EXPONENTS with the smallest expected squared error of all sums.
 
-        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over k,
-        and `a` is the value of EXPONENTS that minimizes the expected squared error of all sums. The error is the sum
-        over n and k of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12 * E[x_k^2] / s_k^2 for
-        rounding W_nk s_k to the step of row n. 16-bit inputs use the same exponent as 8-bit inputs.
+        This error is the sum over n and k of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12
+        * E[x_k^2] / s_k^2 for rounding W_nk s_k to the step of row n. 16-bit inputs use the exponent of 8-bit inputs.
         """
         top = float(seen.largest.max())
         if not self.input_by_feature or not top:
@@ -153,8 +153,8 @@ class Int8(PerRow):
         return chosen.float()
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """Rounds weights [P, N, K] as `quantize` does. Returns biases [P, N] unchanged, because their steps s_in * s_w
-        are negligible."""
+        """Rounds weights [P, N, K] as `quantize` does. Returns biases [P, N] unchanged, because the steps s_in * s_w
+        of biases are negligible."""
         import torch
 
         if weights.dim() == 2:
@@ -219,15 +219,15 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` contains the stored arrays of a
-    weight, by suffix."""
+    """Returns s_in * s_w, f32 [N], the number that 1 represents in the int32 sums. `weight` holds the stored arrays of
+    a weight, by suffix."""
     import torch
 
     return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()
 
 
 def _shares(input_scale: Array) -> Tensor:
-    """Returns r_k, f64 [1] or [K]: the scale of each input feature relative to the largest, s_in."""
+    """Returns r_k, f64 [1] or [K], the scale of each input feature divided by the largest scale, s_in."""
     import torch
 
     scale = torch.from_numpy(input_scale.copy()).double()
@@ -235,8 +235,7 @@ def _shares(input_scale: Array) -> Tensor:
 
 
 def _check_scales(what: str, scale: Array, smallest: float, largest: float) -> None:
-    """Raises SchemeError, which names the first invalid scale, unless all scales are between `smallest` and
-    `largest`."""
+    """Raises SchemeError with the first scale that is not between `smallest` and `largest`."""
     wrong = ~((scale >= smallest) & (scale <= largest))
     if wrong.any():
         where = int(wrong.argmax())

@@ -27,22 +27,22 @@ def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
 
 
 def bits(rows: int, columns: int, rank: int) -> int:
-    """Returns the number of bits of a correction: its packed codes and its scales."""
+    """Returns the number of bits of a correction: packed codes and scales."""
     return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
 
 
 def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Array]:
     """Returns the arrays of the correction L R that minimizes the remaining error E - L R.
 
-    With H = C C^T, the best L R of a given rank is the truncated singular value decomposition of E C, times C^-1. Here
-    L is rounded first, and R is then fitted to the rounded L. If the rounded correction does not reduce the error, the
-    result is a correction of 0.
+    With H = C C^T, the best L R of a given rank is the truncated singular value decomposition of E C, times C^-1. L is
+    rounded first, then R is fitted to the rounded L. If the rounded correction does not reduce the error, the result
+    is 0.
 
     Args:
         error: the error E of the codes, float64 [rows, columns].
         rank: the rank of the correction.
-        hessian: X^T X of the inputs [columns, columns], to minimize the error of the outputs, tr(E H E^T). If None, the
-            Frobenius norm of the error is minimized.
+        hessian: X^T X of the inputs [columns, columns]. The error is then the error of the outputs, tr(E H E^T). If
+            None, the error is the Frobenius norm.
 
     Raises:
         SchemeError: if the damped Hessian is not positive definite.
@@ -57,7 +57,7 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
         damped = metric + DAMPING * damped
     root, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed):
-        raise SchemeError("its Hessian is not positive definite; calibrate again")
+        raise SchemeError("the Hessian is not positive definite; calibrate again")
     u, s, _ = torch.linalg.svd(error @ root, full_matrices=False)
     known = min(rank, s.numel())
     left = error.new_zeros(rows, rank)
@@ -87,7 +87,7 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
 
 
 def product(arrays: Mapping[str, Array]) -> Tensor:
-    """Computes L R in float64 on the CPU, adding one rank at a time, so that the result does not depend on the device.
+    """Computes L R in float64 on the CPU, one rank at a time. The result therefore does not depend on the device.
 
     Raises SchemeError if the arrays cannot be a result of `correction`.
     """
@@ -97,9 +97,9 @@ def product(arrays: Mapping[str, Array]) -> Tensor:
     scales = [torch.from_numpy(arrays[name].copy()).double() for name in ("left_scale", "right_scale")]
     for codes, (least, most) in ((left, LEFT), (right, RIGHT)):
         if codes.numel() and (int(codes.min()) < least or int(codes.max()) > most):
-            raise SchemeError(f"a code of its correction is outside [{least}, {most}]")
+            raise SchemeError(f"a code of the low-rank correction is outside [{least}, {most}]")
     if not all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales):
-        raise SchemeError("a scale of its correction is not a positive number")
+        raise SchemeError("a scale of the low-rank correction is not a positive number")
     columns = right.shape[1]
     exact = right.double() * scales[1].repeat_interleave(GROUP, 1)[:, :columns]
     total = torch.zeros(left.shape[0], columns, dtype=torch.float64)

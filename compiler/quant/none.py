@@ -1,4 +1,4 @@
-"""No quantization: parameters stored as floating-point numbers."""
+"""No quantization: parameters are stored as floating-point numbers."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -47,9 +47,10 @@ class Unquantized(Scheme):
         value = torch.from_numpy(arrays["value"].copy())
         weight = (value.view(torch.bfloat16) if self.dtype == "bf16" else value).float()
         if not bool(weight.isfinite().all()):
-            raise SchemeError("it holds NaN or infinity")
+            raise SchemeError("the tensor holds NaN or infinity")
         return weight
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the uncompressed bytes. Trained floats compress by only 5 to 15 %, which is not enough to rely on."""
+        """Returns the uncompressed bytes. Trained floats compress by only 5 to 15 %, which is too uncertain to count
+        on."""
         return self.stored(shape)[0].bytes

@@ -14,8 +14,8 @@ class Round(PerRow):
     """Symmetric rounding to nearest with one scale per row, for example for embeddings.
 
     Attributes:
-        clip: a quantile of the absolute values of a row, from 0 to 1. This value gets the largest code, and larger
-            values are clipped. With 1, the quantile is the maximum, and nothing is clipped.
+        clip: a quantile of a row's absolute values, from 0 to 1. The value at the quantile gets the largest code, and
+            larger values are clipped. With 1, the quantile is the maximum, and nothing is clipped.
     """
 
     scheme: Literal["round"] = "round"

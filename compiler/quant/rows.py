@@ -1,8 +1,8 @@
 """Symmetric integer codes with one float16 scale per row: the base class of `round`, `gptq` and `int8`.
 
-A value is code * scale, with the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] stored in one byte. Codes are not packed:
-brotli compresses whole bytes almost to their entropy. Packed bits compress worse: files are 13 % larger at int6, and 25
-% larger at int5. A row consists of the values along the last dim.
+A value is code * scale. A code is in [-(2^(bits-1) - 1), 2^(bits-1) - 1] and takes one byte. Codes are not packed,
+because brotli compresses whole bytes almost to their entropy. Files with packed bits are 13 % larger at int6, and 25 %
+larger at int5. A row consists of the values along the last dim.
 """
 
 import math
@@ -29,11 +29,12 @@ class PerRow(Scheme):
     """Integer codes and row scales.
 
     Attributes:
-        bits: the bits of a code.
-        clip_floor: the smallest |w| that maps to the largest code. All rows whose values are smaller have the same
-            step, and therefore compress better. Records of parameter-golf use 1.0, so that a scale is at least 1/31 at
-            int6. With 0, each row has a separate step.
-        correction_rank: the rank of a low-rank correction of the rounding error, which is stored in 2 and 4 bits.
+        bits: the number of bits per code.
+        clip_floor: the smallest |w| that gets the largest code. Rows with only smaller values all have the same step,
+            and therefore compress better. Records of parameter-golf use 1.0: a scale is then at least 1/31 at int6.
+            With 0, each row has a separate step.
+        correction_rank: the rank of a low-rank correction of the rounding error. The correction is stored in 2 and 4
+            bits.
     """
 
     scheme: str
@@ -86,8 +87,8 @@ class PerRow(Scheme):
         return (plain.double() + correction_product(arrays).reshape(shape)).float()
 
     def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """Adds the arrays of the low-rank correction to the codes and scales of `weight`, if the scheme has a
-        correction."""
+        """Returns the codes and scales of `weight` with the arrays of the low-rank correction, if the scheme
+        has one."""
         import torch
 
         if not self.correction_rank:
@@ -97,14 +98,14 @@ class PerRow(Scheme):
         return arrays | correction(error.flatten(1), self.correction_rank, hessian)
 
     def with_correction(self, rank: int) -> Self:
-        """Returns this scheme with a correction of rank `rank`."""
         return self.model_copy(update={"correction_rank": rank})
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the entropy of the codes of normal rows (entropy.py) plus 2 bytes per row and the packed correction.
+        """Returns the entropy of the codes of normal rows (entropy.py), plus 2 bytes per row and the packed
+        correction.
 
         This is the size of a model after little training. Trained matrices with clips near the maximum took 3.65 bits
-        per value at int5, compared to 4.28 for normal rows of 512.
+        per value at int5. Normal rows of 512 take 4.28.
         """
         bits = normal_bits(self.normal_clip(shape[-1]), self.top)
         codes = math.ceil(math.prod(shape) * bits / 8) + 2 * math.prod(shape[:-1])
@@ -118,11 +119,11 @@ class PerRow(Scheme):
             raise SchemeError(f"{self.scheme} cannot store {bits} bits: {reason}") from error
 
     def scales(self, clip: Tensor) -> Tensor:
-        """Returns the float16 row scales that map each value of `clip` (the |w| of the largest code) to `top`.
+        """Returns the float16 row scales for which `clip`, the |w| of the largest code, maps to `top`.
 
-        Scales have the shape of `clip`. They are rounded up to float16, so that no value within the clip exceeds the
-        largest code. A scale is at least 2^-24, which is the scale of a row of zeros. Raises SchemeError if a scale
-        exceeds float16.
+        Scales have the shape of `clip`. Scales are rounded up to float16, so no value within the clip exceeds the
+        largest code. A scale is at least 2^-24, the scale of a row of zeros. Raises SchemeError if a scale exceeds
+        float16.
         """
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
@@ -139,14 +140,12 @@ class PerRow(Scheme):
         return (codes * scale).reshape(weights.shape)
 
     def normal_clip(self, columns: int) -> float:
-        """Returns the approximate smallest clip, in standard deviations, of normally distributed rows with `columns`
-        values."""
+        """Returns the approximate smallest clip of normal rows with `columns` values, in standard deviations."""
         return normal_clip(columns)
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:
-        """Returns, for each row of `rows` [N, columns], the |w| that gets the largest code if there is no calibration
-        data."""
+        """Returns, for each row of `rows` [N, columns], the |w| that gets the largest code without calibration data."""
 
     def _exact_scales(self, clip: Tensor) -> Tensor:
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
@@ -157,14 +156,13 @@ class PerRow(Scheme):
 
 
 def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
-    """Returns True if `scheme` supports a low-rank correction."""
+    """Returns whether `scheme` supports a low-rank correction."""
     return isinstance(scheme, PerRow) and not scheme.integer
 
 
 def largest_rank(shape: tuple[int, ...]) -> int:
-    """Returns the largest useful rank of a correction: the rank of a matrix is at most its number of rows and its
-    number of columns. The result is 0 for the matrices of experts, which cannot be corrected.
-    """
+    """Returns the largest useful rank of a correction: the smaller number of rows and columns. 0 for the matrices of
+    experts, which cannot be corrected."""
     return min(shape) if len(shape) == 2 else 0
 
 
@@ -179,10 +177,8 @@ def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str,
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns code * scale in float32.
-
-    The conversions are exact and only the product rounds, so all devices return the same result.
-    """
+    """Returns code * scale in float32. The conversions are exact and only the product rounds, so all devices return
+    the same result."""
     return codes.float() * scale.float().unsqueeze(-1)
 
 

@@ -1,5 +1,5 @@
-"""The interface of quantization schemes. A scheme states which arrays are stored for a parameter, and how to quantize
-and dequantize it.
+"""The interface of quantization schemes. A scheme states the stored arrays of a parameter, and how to quantize and
+dequantize it.
 
 A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
 runtime/quantize/assignment.py decides the scheme of each parameter.
@@ -30,18 +30,16 @@ ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "i32": 4, "f16": 2, "bf16": 2, 
 
 
 class SchemeError(ValueError):
-    """Raised if a scheme cannot quantize a parameter, or if stored arrays are invalid.
-
-    The message does not name the parameter; the runtime adds the name.
-    """
+    """Raised if a scheme cannot quantize a parameter, or if stored arrays are invalid. The runtime adds the name of
+    the parameter to the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One stored array of a parameter, such as its codes or its row scales.
 
-    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 arrays that
-    hold the 16 bits.
+    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 arrays with
+    the same 16 bits.
     """
 
     suffix: str
@@ -67,7 +65,7 @@ class Range:
     Attributes:
         largest: the largest magnitude of each feature [K].
         products: the mean of x^T x [K, K].
-        beyond: for an input that already has a scale, the mean square of the values that clipping cuts off [K].
+        beyond: the mean square of the clipped excess [K], for an input that already has a scale.
         clipped: the fraction of all values that clipping changes by more than half a scale.
     """
 
@@ -84,12 +82,12 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A report on the use of a Hessian in quantizing a matrix.
+    """How the Hessian was used to quantize a matrix.
 
     Attributes:
-        requested: the requested damping, relative to the mean diagonal of the Hessian.
-        damping: the damping with which the Cholesky factorization succeeded, relative to the mean diagonal.
-        dead: the number of columns without input, which were rounded to nearest.
+        requested: The requested damping, relative to the mean diagonal of the Hessian.
+        damping: The damping with which the Cholesky factorization succeeded, relative to the mean diagonal.
+        dead: The number of columns without input, which were rounded to nearest.
     """
 
     requested: float
@@ -101,11 +99,12 @@ class Solution:
 class Use:
     """A use of a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i rows_i d_i columns d_i^T.
 
-    If a parameter has several uses, as a tied embedding table does, the increases of the loss add up.
+    A parameter may have several uses, such as a tied embedding table. The increases of the loss from all uses are
+    added.
 
     Attributes:
-        rows: the weight of each row, f64 [N], at least 0.
-        columns: symmetric positive semidefinite, f64 [K, K].
+        rows: The weight of each row, f64 [N], at least 0.
+        columns: A matrix, symmetric positive semidefinite, f64 [K, K].
     """
 
     rows: Tensor
@@ -114,14 +113,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Calibration data for a parameter that is the weight or the bias of a matrix product.
+    """Calibration data for the weight or the bias of a matrix product.
 
     Attributes:
-        hessian: the matrix X^T X [K, K] of the inputs X of a weight.
-        input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
-        weight: for a bias, the stored arrays of the weight of the same product.
-        solved: a function that is called with a `Solution` if the Hessian is used.
-        uses: all uses of a parameter that is read in several products or lookups. If set, `hessian` is ignored.
+        hessian: The matrix X^T X [K, K] of the inputs X of a weight.
+        input_scale: The scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
+        weight: For a bias, the stored arrays of its product's weight.
+        solved: A function that is called with a `Solution` if the Hessian is used.
+        uses: All uses of a parameter that several products or lookups read. If set, `hessian` is ignored.
     """
 
     hessian: Tensor | None = None
@@ -141,19 +140,19 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def label(self) -> str:
-        """Returns the scheme as plans and reports print it, such as `int5 gptq, per row`."""
+        """Returns the name of the scheme in plans and reports, such as `int5 gptq, per row`."""
 
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Returns the number of bits of one stored value, without scales. The plan groups parameters by this number."""
+        """Returns the number of bits per stored value, without scales. The plan groups parameters by this number."""
 
     @abstractmethod
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
-        """Returns the arrays that are stored for a parameter of `shape`, in file order."""
+        """Returns the stored arrays of a parameter of `shape`, in file order."""
 
     def row_codes(self, shape: tuple[int, ...]) -> int | str:
-        """Returns the number of bits of the stored `codes`, if each value of a parameter of `shape` is its code times
-        the `scale` of its row. Otherwise returns the reason why a kernel cannot decode the parameter in this way."""
+        """Returns the number of bits of `codes`, if each value is a code times the `scale` of its row. Otherwise,
+        returns the reason why a kernel cannot decode such a parameter."""
         return f"{self.label()} has no codes"
 
     @abstractmethod
@@ -164,13 +163,13 @@ class Scheme(StrictModel):
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         """Converts `weight` (any float dtype and device) to the arrays of `stored`, by suffix.
 
-        `hessian` is X^T X [columns, columns], up to a positive factor. Schemes whose `needs_hessian` is False ignore
-        `hessian`. Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value
-        is out of range.
+        `hessian` is X^T X [columns, columns], up to a positive factor. Schemes with `needs_hessian` False ignore it.
+        Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out of
+        range.
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """Returns the scale, f32 [1] or [K], of the input of `weights`, [N, K] each; None if the scheme does not round
+        """Returns the scale, f32 [1] or [K], of the input of `weights`, [N, K] each. None if the scheme does not round
         inputs."""
         return None
 
@@ -181,17 +180,16 @@ class Scheme(StrictModel):
 
     @property
     def input_by_feature(self) -> bool:
-        """Whether `input_scale` has one number per feature, [K]. This must be equal for all weights that share an
-        input."""
+        """Whether `input_scale` has one number per feature, [K]. All weights with the same input must agree."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes as `quantize` does, for schemes that may need more calibration data than a Hessian."""
+        """Quantizes like `quantize`, for schemes that may need more calibration data than a Hessian."""
         return self.quantize(weight, seen.hessian)
 
     @abstractmethod
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
-        """Returns the float32 parameter of `shape`, bitwise equal in every process and on every device.
+        """Returns the float32 parameter of `shape`. The bits are the same in every process and on every device.
 
         Raises SchemeError if the arrays cannot be a result of `quantize`.
         """
@@ -203,33 +201,27 @@ class Scheme(StrictModel):
         shape and on the same device. The computation does not synchronize with the device. Values out of range are
         clipped. Raises SchemeError if `has_grid` is False.
         """
-        raise SchemeError(f"{self.label()} has no grid to round to")
+        raise SchemeError(f"{self.label()} cannot round weights for training")
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Estimates the bytes of the parameter in an artifact, after compression and before weights exist.
-
-        The estimate is approximately an upper bound, because trained weights take fewer bytes.
-        """
+        """Estimates the bytes of the parameter in an artifact after compression. The estimate needs no weights. The
+        estimate is approximately an upper bound, because trained weights take fewer bytes."""
 
     def with_bits(self, bits: int) -> Self:
-        """Returns this scheme with another number of bits.
-
-        Raises SchemeError if the scheme has no setting `bits` or rejects the number.
-        """
+        """Returns this scheme with another number of bits. Raises SchemeError if the scheme has no setting `bits` or
+        rejects the number."""
         raise SchemeError(f"{self.label()} has no setting `bits`")
 
     def with_clip(self, deviations: float) -> Self:
-        """Returns this scheme with rows clipped at `deviations` standard deviations.
-
-        Raises SchemeError if the scheme has no setting for clips.
-        """
-        raise SchemeError(f"{self.label()} has no clip in standard deviations")
+        """Returns this scheme with rows clipped at `deviations` standard deviations. Raises SchemeError if the scheme
+        has no such setting."""
+        raise SchemeError(f"{self.label()} has no setting for clips in standard deviations")
 
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
-    """Returns the scheme with each supported combination of bits and clip, sorted by ascending bits, then by descending
-    clip."""
+    """Returns the scheme with each supported combination of bits and clip. The schemes are sorted by ascending bits,
+    then by descending clip."""
     schemes: list[Scheme] = []
     for width in sorted(set(bits)):
         try:
@@ -249,7 +241,7 @@ def check_weight(scheme: Scheme, weight: Tensor) -> None:
     if reason := scheme.rejects(tuple(weight.shape)):
         raise SchemeError(reason)
     if not bool(weight.isfinite().all()):
-        raise SchemeError("it holds NaN or infinity")
+        raise SchemeError("the tensor holds NaN or infinity")
 
 
 def check_codes(codes: Tensor, largest: int) -> None:
@@ -262,7 +254,7 @@ def check_arrays(expected: tuple[Stored, ...], arrays: Mapping[str, Array]) -> N
     """Raises SchemeError unless `arrays` has exactly the expected suffixes, dtypes and shapes."""
     if set(arrays) != {stored.suffix for stored in expected}:
         names = ", ".join(stored.suffix for stored in expected)
-        raise SchemeError(f"its arrays are {', '.join(sorted(arrays)) or 'none'}, not {names}")
+        raise SchemeError(f"the stored arrays are {', '.join(sorted(arrays)) or 'none'}, not {names}")
     for stored in expected:
         array = arrays[stored.suffix]
         if array.dtype != stored.numpy_dtype() or array.shape != stored.shape:

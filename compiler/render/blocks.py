@@ -1,6 +1,6 @@
-"""Renders the class of the blocks of a module list.
+"""Renders the class of the blocks in a module list.
 
-All blocks of a list share one class. Inputs that only some blocks have are optional arguments.
+All blocks of a list share one class. Inputs of only some blocks are optional arguments.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,15 +37,15 @@ DERIVED = "@derived"
 
 @dataclass
 class Tables:
-    """The module constants of generated code that differ between the blocks of a `ModuleList`, called tables.
+    """Module constants of generated code, called tables. Tables state what differs between the blocks of a
+    `ModuleList`.
 
     Attributes:
-        taken: the names of other constants.
-        texts: the definition of each constant, by name.
-        values: the value of each constant as text, by name.
-        layers: the names of the constants that hold sets of blocks, by module list and set.
-        arguments: the names of the constants that hold the blocks which receive an optional argument, by module list
-            and argument.
+        taken: The names of other constants.
+        texts: The definition of each table, by name.
+        values: The value of each table as text, by name.
+        layers: The names of tables that hold sets of blocks, by module list and set.
+        arguments: The names of tables with the blocks that receive an optional argument, by module list and argument.
     """
 
     taken: frozenset[str] = frozenset()
@@ -55,14 +55,14 @@ class Tables:
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, place: str, name: str, text: str, comment: str, layers: Sequence[int] = ()) -> str:
-        """Adds a table and returns its name. An existing table with the same text and preferred name is used again.
+        """Adds a table and returns its name. A table with the same text and preferred name is not added again.
 
         Args:
-            place: the path of the module list.
-            name: the preferred name.
-            text: the value.
-            comment: the comment of the definition.
-            layers: the blocks in the table, if it is a set of blocks.
+            place: The path of the module list.
+            name: The preferred name.
+            text: The value.
+            comment: The comment of the definition.
+            layers: The blocks in the table, if it is a set of blocks.
         """
         options = (name, f"{place.upper().replace('.', '_')}_{name}")
         chosen = free(options, lambda option: option in self.taken or self.values.get(option, text) != text)
@@ -75,8 +75,7 @@ class Tables:
         return chosen
 
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """Returns the name of the table that holds the set `layers` of a list. If there is none, adds one called
-        `name`."""
+        """Returns the name of the table with the set `layers` of a list. If there is none, adds one called `name`."""
         known = self.layers.get((place, layers))
         return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
 
@@ -95,13 +94,13 @@ class BlockClass:
     """The class of a module list.
 
     Attributes:
-        context: the text of the class.
-        order: the arguments of a call after the residual stream.
-        optional: the arguments that a call may omit.
-        flags: the boolean arguments.
-        begin_flags: the boolean arguments of `begin`.
-        keeps: whether `forward` has an argument for the cache.
-        make: the expression that creates one module, for use in a comprehension over `layer`.
+        context: The text of the class.
+        order: The arguments of a call after the residual stream.
+        optional: The arguments that a call may omit.
+        flags: The boolean arguments.
+        begin_flags: The boolean arguments of `begin`.
+        keeps: Whether `forward` has an argument for the cache.
+        make: The expression that creates one module, inside a comprehension over `layer`.
     """
 
     context: ClassContext
@@ -135,7 +134,7 @@ class _Uses:
         return frozenset().union(*self.layers.values())
 
     def having(self, graphs: Iterable[Graph]) -> frozenset[int]:
-        """Returns the blocks that run any of the functions `graphs`."""
+        """Returns the blocks that run at least one of the functions `graphs`."""
         return frozenset().union(*(self.layers[graph.name] for graph in graphs))
 
 
@@ -233,7 +232,6 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
 
 
 def _part(plan: Plan, graph: Graph, reserved: frozenset[str], decorator: str) -> Function:
-    """Returns the method that computes a part of a block, with its decorator."""
     merged = merge([graph], [label for label, _ in graph.outputs], Speller(plan).kernel)
     body = Body(merged, Speller(plan), reserved=reserved, constants=constants_of(plan))
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs]).removeprefix(" -> ")
@@ -246,13 +244,13 @@ def _method(graph: Graph) -> str:
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
-    """Returns conditions on attributes of a block that distinguish variants with equal arguments.
+    """Returns conditions on attributes of a block. These conditions distinguish variants with equal arguments.
 
     Args:
-        merged: the variants.
-        uses: the functions of the module list.
-        facts: the conditions on arguments.
-        taken: the names of other attributes.
+        merged: The variants.
+        uses: The functions of the module list.
+        facts: The conditions on arguments.
+        taken: The names of other attributes.
     """
     known = {fact.where for fact in facts}
     attribute_facts: dict[str, Fact] = {}
@@ -275,8 +273,8 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
     def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
-        """Returns the sort key of a name for a condition. Preferred names are, in this order, those of layers that only
-        some blocks have, of nodes that the other blocks lack, and of nodes with weights."""
+        """Returns a sort key for names of a condition. The best name is a layer that only some blocks have. Next best
+        is a node that the other blocks lack, then a node with weights."""
         return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
 
     for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
@@ -305,8 +303,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs other than state: first inputs that all variants have, then inputs of only some blocks, then
-    inputs of only some programs."""
+    """Returns the inputs without state. Inputs of all variants come first, then inputs of some blocks, then inputs of
+    some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -323,10 +321,10 @@ def _begin(
     attributes: dict[str, frozenset[int]],
     conditions: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and the flags among its arguments.
+    """Returns the method that creates the state of a block, and its flag arguments.
 
-    The attributes that the method needs are added to `attributes`, each with the blocks in which it is true. The names
-    of all conditions that the method reads are added to `conditions`.
+    Adds the attributes that the method reads to `attributes`, each with the blocks in which it is true. Adds the names
+    of the method's conditions to `conditions`.
     """
     variants = block_variants(begins, uses.callers)
     merged = merge([graph for graph, _ in variants], kind=Speller(plan).kernel)
@@ -351,16 +349,14 @@ def _begin(
 
 
 def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yields each shape of the parameter `path` that differs from the shape of `type`, with the blocks that have this
-    shape."""
+    """Yields each other shape of the parameter `path`, with the blocks in which the parameter has this shape."""
     for other in dict.fromkeys(dict(graph.params).get(path, type) for graph in uses.functions):
         if other != type:
             yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)
 
 
 def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, ...]]:
-    """Returns the expression for the table of a block's buffers, and the definitions of the constants that the
-    expression reads."""
+    """Returns the expression of a block's buffer table, and the definitions of the constants in it."""
     groups: dict[frozenset[int], list[Named]] = {}
     for entry in dict.fromkeys(entry for graph in uses.functions for entry in graph.params if entry[1].storage):
         groups.setdefault(uses.having(graph for graph in uses.functions if entry in graph.params), []).append(entry)
@@ -378,8 +374,8 @@ def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, .
 
 
 def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables, table: str) -> tuple[str, ...]:
-    """Returns the lines of a block's constructor, which set the parameters, the scalars, and the attributes that are
-    true in only some blocks."""
+    """Returns the lines of a block's constructor. The lines set the parameters, the scalars, and the attributes that
+    are true in only some blocks."""
     params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """Renders merged graphs as the body of one Python function.
 
-Names are short, lines have a limited complexity, and no value is computed twice.
+Names are short, each line has a limited complexity, and no value is computed twice.
 """
 
 import re
@@ -28,32 +28,31 @@ Group = tuple[Where, Sequence[str]]  # lines that are run by the same variants
 
 @dataclass
 class Body:
-    """The lines of one function, rendered on construction.
+    """The lines of one function. The constructor renders them.
 
     Attributes:
-        merged: the graphs to render, as variants of one function.
-        spell: a function that returns the text of a node that calls a kernel, group or block, and None for other nodes.
-        names: the Python names of inputs that have another name in the graph.
-        facts: the conditions that distinguish the variants, in order of preference.
-        reserved: the names that locals must not have.
-        alive: the inputs that generated code reads after the body, so that their names must not be reassigned.
-        scopes: the first words of paths that the names of values omit.
-        wanted: the preferred names of some values, by ref.
-        unpacks: the lines that unpack state. An entry has the names that the line assigns, the text of the line, and
+        merged: The graphs to render, as variants of one function.
+        spell: A function that returns the text of calls of kernels, groups and blocks. None for other nodes.
+        names: The Python names of inputs that have another name in the graph.
+        facts: The conditions that distinguish the variants, most preferred first.
+        reserved: The names that local variables must not have.
+        alive: The inputs that generated code reads after the body. The names of these inputs must not be reassigned.
+        scopes: The first words of paths that the names of values omit.
+        wanted: The preferred names of some values, by ref.
+        unpacks: The lines that unpack state. An entry has the names that the line assigns, the text of the line, and
             its variants. The line is inserted before the first read of one of these names.
-        constants: the names of constants, keyed by the text of their values.
-        regions: a function that adds the lines of a node that is not an expression, such as a loop. It returns False
-            for all other nodes.
-        guarded: the lines, each with its variants.
-        texts: the text of each value that has been assigned.
-        held: for each name, all values that were assigned to it.
-        pending: values that are computed but not yet assigned to a name. Their text can be inlined into the line of a
-            reader.
-        conditions: the names of the facts that conditions use.
-        position: the index of the current node.
-        ahead: whether the current line is inserted before the line of the current node.
-        guard: the variants of the current line.
-        lines: the lines of the body. Lines of some variants are inside `if` statements.
+        constants: The names of constants, by the text of their values.
+        regions: A function that adds the lines of a loop or another node that is not an expression. Returns False for
+            expressions.
+        guarded: The lines, each with its variants.
+        texts: The text of each value that has been assigned.
+        held: All values that were assigned to each name.
+        pending: Values without a name yet. The text of such a value can be inlined into the line of a reader.
+        conditions: The names of the facts that conditions use.
+        position: The index of the current node.
+        ahead: Whether the current line is inserted before the line of the current node.
+        guard: The variants of the current line.
+        lines: The lines of the body. Lines of only some variants are inside `if` statements.
     """
 
     merged: Merged
@@ -105,7 +104,7 @@ class Body:
             self.unpacks = [other for other in self.unpacks if other is not unpack]
 
     def line(self, text: str, where: Where | None = None) -> None:
-        """Adds a line for the variants `where`; by default, for the variants of the current node."""
+        """Adds a line for the variants `where`, by default those of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
         if guard == self.merged.every:  # a line of all variants moves before guarded lines that are independent of it
@@ -116,15 +115,14 @@ class Body:
         self.guarded.insert(at, (guard, text))
 
     def _block(self, lines: Sequence[Guarded], every: Where) -> Iterator[str]:
-        """Yields the text of `lines` for code that only the variants `every` reach. Lines of fewer variants are inside
+        """Yields the text of `lines` in code that only the variants `every` reach. Lines of fewer variants are inside
         `if` statements."""
         for common, group in groupby(lines, lambda line: line[0] == every):
             run = list(group)
             yield from (text for _, text in run) if common else self._branches(run, every)
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
-        """Returns the text of guarded lines, with as few conditions as possible. Records the facts that the text
-        tests."""
+        """Returns the text of guarded lines with as few conditions as possible. Records the facts in the conditions."""
         key = (*lines, (every, ""))  # cached, because nested statements process the same lines many times
         if key not in self._branch_texts:
             before, self.conditions = self.conditions, set()
@@ -135,11 +133,11 @@ class Body:
         return text
 
     def _fewest_tests(self, groups: Sequence[Group], every: Where) -> Sequence[str]:
-        """Returns the text of groups of guarded lines, with the fewest conditions.
+        """Returns the text of groups of guarded lines with the fewest conditions.
 
-        Adjacent lines of the same variants form a group. A statement contains one group, two groups with opposite
-        conditions, or several groups that are divided between the two branches of one fact. `best[n]` is the best text
-        of the first n groups (dynamic programming).
+        A group is adjacent lines of the same variants. A statement contains one group, two groups with opposite
+        conditions, or several groups in the two branches of one fact. `best[n]` is the best text of the first n groups
+        (dynamic programming).
         """
         best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), set())]
         for end in range(1, len(groups) + 1):
@@ -156,7 +154,6 @@ class Body:
         return text
 
     def _statements(self, groups: Sequence[Group], every: Where) -> Iterator[Iterator[str]]:
-        """Yields each statement that can contain all of `groups`, as its lines."""
         (where, lines), *others = groups
         if not others:
             yield self._opposite(where, every, lines, ())
@@ -169,8 +166,8 @@ class Body:
                 yield self._nested(groups, every, first)
 
     def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-        """Yields the lines of an `if` statement with the branch `lines` for the variants `where` and the branch
-        `others` for the rest. The branches contain no further `if` statement."""
+        """Yields the lines of an `if` statement without nested statements: `lines` for the variants `where`, `others`
+        for the rest."""
         condition = self.condition(where, every)
         if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
             condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
@@ -178,8 +175,8 @@ class Body:
         yield from _branched(condition, lines, others) if joined is None else joined
 
     def _nested(self, groups: Sequence[Group], every: Where, side: Where) -> Iterator[str]:
-        """Yields the lines of an `if` statement whose branches contain the groups: one branch for the variants `side`,
-        and one for the other variants."""
+        """Yields the lines of an `if` statement with the groups in two branches: one for the variants `side`, one for
+        the rest."""
         lines = [(where, text) for where, texts in groups for text in texts]
         branches = [
             (branch, list(self._block([line for line in lines if line[0] <= branch], branch)))
@@ -191,15 +188,15 @@ class Body:
     def _joined(
         self, others: Where, every: Where, condition: str, group: Sequence[str], other: Sequence[str]
     ) -> Sequence[str] | None:
-        """Returns shorter text for two lines that assign the same variable under opposite conditions: a conditional
-        expression, or an assignment followed by a conditional addition. Returns None if neither form applies.
+        """Returns a shorter text of two lines that assign the same variable under opposite conditions. The text is a
+        conditional expression, or an assignment and a conditional addition. Returns None if neither is possible.
 
         Args:
-            others: the variants of the second line.
-            every: the variants that reach the lines.
-            condition: the condition of the first line.
-            group: the lines under the condition.
-            other: the lines under the opposite condition.
+            others: The variants of the second line.
+            every: The variants that reach the lines.
+            condition: The condition of the first line.
+            group: The lines under the condition.
+            other: The lines under the opposite condition.
         """
         if len(group) != 1 or len(other) != 1:
             return None
@@ -236,15 +233,13 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Assigns, before the current node changes a state, the pending values that read this state."""
+        """Assigns the pending values that read a state, before the current node changes this state."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
-        """Returns the expression of the node, the complexity of the expression, and whether it contains a heavy node
-        (see `_heavy`).
+        """Returns the expression of the node, its complexity, and whether it contains a heavy node (see `_heavy`).
 
-        A pending input is assigned to a name first if the expression would contain it twice, or if the line would be
-        too complex.
+        A pending input is first assigned to a name if the expression would contain it twice or become too complex.
         """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or self.reads(operand) > 1):
@@ -265,7 +260,7 @@ class Body:
         return self.spelled(slot, args), size, bool(heavy) or _heavy(slot.node)
 
     def spelled(self, slot: Slot, args: Sequence[str]) -> str:
-        """Returns the text of a node. `args` are the texts of its inputs."""
+        """Returns the text of a node. `args` are the texts of the node's inputs."""
         graph, node = self.merged.variants[slot.first], slot.node
         text = self.spell(graph, node, args)
         if text is None:
@@ -312,10 +307,8 @@ class Body:
         return self.texts[ref]
 
     def write(self, ref: str) -> None:
-        """Assigns a pending value on a separate line before the current node.
-
-        Earlier pending values with several readers are assigned first.
-        """
+        """Assigns a pending value on a separate line before the current node. Earlier pending values with several
+        readers are assigned first."""
         before, guard = self.ahead, self.guard
         slot = self._slots[ref]
         at = self._at[slot.name]
@@ -323,7 +316,7 @@ class Body:
             (key for key in self.pending if len(self._reads[key]) > 1 and self._at[self._slots[key].name] < at), None
         ):
             self.write(earlier)
-        # Already assigned, because the name of an earlier value was one that this value reads
+        # Assigned above: an earlier value got a name that this value reads
         if ref not in self.pending:
             return
         self.ahead, self.guard = True, slot.where
@@ -347,8 +340,8 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Records that the variable `name` contains the value `ref`. All values that share a variable with `ref` then
-        have this name."""
+        """Records that the variable `name` contains the value `ref`. All values that share the variable then have this
+        name."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
@@ -357,8 +350,8 @@ class Body:
     # Names
 
     def name_for(self, slot: Slot, index: int) -> str:
-        """Returns a short name that no live value has, or a longer name if all short names are taken. If a node has
-        several outputs, the name of an output that nothing reads is `_`."""
+        """Returns a name that no live value has: a short name if one is free, otherwise a longer name. An output of a
+        node with several outputs is named `_` if nothing reads it."""
         ref = slot.outputs[index]
         if len(slot.node.types) > 1 and ref not in self._reads:
             return "_"
@@ -371,10 +364,10 @@ class Body:
         )
 
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
-        """Returns the possible names of a value, in order of preference.
+        """Returns the possible names of a value, most preferred first.
 
-        The candidates are the name in `wanted`, the label in the graph, the label of the op's output, the component of
-        the spec, and the whole path.
+        These are the name in `wanted`, the label in the graph, the label of the op's output, the component of the
+        spec, and the whole path.
         """
         ref, node = slot.outputs[index], slot.node
         if isinstance(node.op, Move):
@@ -399,8 +392,8 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns the value that determines the name of the node's output: the output itself or, for a Move, a value of
-        the same variable that no Move computes."""
+        """Returns the value that determines the name of the node's output. This is the output itself. For a Move, it
+        is a value of the same variable that no Move computes."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -408,7 +401,7 @@ class Body:
     def live(self, ref: str) -> bool:
         """Returns whether a value, or another value of its variable, is read after the current node.
 
-        While a line is inserted before the current node, the current node also counts as a later reader.
+        While a line is inserted before the current node, the current node counts as a later reader.
         """
         if ref in self.alive:
             return True
@@ -428,7 +421,7 @@ class Body:
         return ", ".join(map(self._result, dict(self.merged.outputs).values()))
 
     def _result(self, operand: Operand) -> str:
-        """Returns the expression of a returned value. Its value is None in the variants that do not have the value."""
+        """Returns the expression of a returned value. The expression is None in variants without the value."""
         where = frozenset(variant for _, variants in operand for variant in variants)
         text = self.text(operand)
         return text if where == self.merged.every else f"{text} if {self.condition(where)} else None"
@@ -440,7 +433,6 @@ def constants_of(plan: Plan) -> Mapping[str, str]:
 
 
 def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of an `if` statement. It has an `else` only if there is a second branch."""
     yield from (f"if {condition}:", *(f"    {text}" for text in first))
     if second and second[0].startswith("if ") and all(text.startswith((" ", "el")) for text in second[1:]):
         yield from (f"el{second[0]}", *second[1:])
@@ -449,7 +441,7 @@ def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> It
 
 
 def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
-    """Returns the lines grouped by guard, i.e. by the set of their variants.
+    """Returns the lines grouped by guard, the set of their variants.
 
     Lines with the same guard are joined if no variant of the guard runs the lines between them. Groups are sorted by
     their first variant.
@@ -463,7 +455,7 @@ def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
 
 
 def _independent(guarded: str, text: str, assigned: Sequence[str]) -> bool:
-    """Returns whether the line `text`, which assigns the names `assigned`, can be moved before the line `guarded`."""
+    """Returns whether the line `text` can be moved before the line `guarded`. `text` assigns the names `assigned`."""
     names, simple, _ = guarded.partition(" = ")
     clashes = [(text, name) for name in names.split(", ")] + [(guarded, name) for name in assigned]
     return bool(simple and assigned) and not any(mentions(line, name) for line, name in clashes)
@@ -481,10 +473,10 @@ def _heavy(node: Node) -> bool:
 
 
 def _cost(node: Node) -> int:
-    """Returns the complexity that a node adds to a line: 1 for the node, 1 for each of its parameters, 1 for a function
-    call in its text, and 1 if the node mixes tokens.
+    """Returns the complexity that a node adds to a line.
 
-    Casts, and ops that only change a shape, add nothing.
+    The node adds 1, plus 1 for each parameter that it reads, 1 for a function call in its text, and 1 if it mixes
+    tokens. Casts, and ops that only change a shape, add nothing.
     """
     if isinstance(node.op, Section):
         return 2

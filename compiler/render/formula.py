@@ -8,7 +8,7 @@ BUILTIN = frozenset({"abs", "max", "min"})
 
 
 class _Python(Printer):
-    """Prints expressions with calls in Python syntax."""
+    """Prints expressions with Python's function calls."""
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         if function not in MATH | BUILTIN:
@@ -18,10 +18,8 @@ class _Python(Printer):
 
 
 def python_formula(text: str, layers: int) -> str:
-    """Returns Python that computes the formula, with `layers` substituted.
-
-    Returns an empty string if `text` is empty or has a function that Python's math module lacks.
-    """
+    """Returns Python that computes the formula for a number of layers. Empty if `text` is empty, or if Python's math
+    module lacks a function."""
     if not text:
         return ""
     try:

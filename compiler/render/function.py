@@ -23,7 +23,7 @@ class Function:
     """A Python function as text.
 
     `arguments` include annotations. `lines` are the body without the return. `returns` is the returned expression, and
-    `annotation` its type.
+    `annotation` the type of this expression.
     """
 
     name: str
@@ -64,7 +64,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
         name: The name of the method.
         doc: The docstring of the method.
         arguments: The arguments other than `self`, with annotations.
-        annotation: The type annotation of the result; by default, the tensors that the body returns.
+        annotation: The type annotation of the result. By default, that of the returned tensors.
 
     Returns:
         The method.
@@ -74,7 +74,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
 
 
 def tensors(count: int) -> str:
-    """Returns the type annotation of a result that consists of `count` tensors."""
+    """Returns the type annotation of a result of `count` tensors."""
     return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
@@ -86,12 +86,12 @@ def tuple_text(texts: Sequence[str]) -> str:
 def optional_arguments(
     merged: Merged, inputs: Sequence[tuple[str, TensorType, Where]], flags: Sequence[str], state: Sequence[str]
 ) -> Sequence[str]:
-    """Returns the argument list of a method, as text. The docstring of the method states the types and shapes of
-    inputs. An input that some variants lack is optional.
+    """Returns the argument list of a method, as text. Inputs of only some variants are optional. The method's
+    docstring states the types and shapes of inputs.
 
     Args:
         merged: The variants of the method.
-        inputs: The inputs other than state, with the variants that have them.
+        inputs: The inputs without state, and the variants that have them.
         flags: The names of boolean arguments.
         state: The text of the argument for state, if there is one.
     """
@@ -125,7 +125,7 @@ def typed(type: TensorType) -> str:
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
     """Returns the text that calls a group's function with `args`.
 
-    If the group takes rows, the call flattens the leading dims of an argument to one dim, and unflattens the result.
+    If `group.takes_rows` is true, the call flattens the leading dims of an argument, and unflattens the result.
     """
     first, flat = "", list(args)
     if group.takes_rows:
@@ -144,10 +144,10 @@ class Speller:
     """Renders nodes that are not plain ops: kernels of the plan, fused groups, loops over time and calls.
 
     Attributes:
-        plan: the plan.
-        flags: for each program, the flags that are true in it, such as `training`.
-        sections: for each method that several programs call, the names of its flag arguments.
-        keeper: the name of the argument of programs that contains the state.
+        plan: The plan.
+        flags: The flags that are true in each program, such as `training`.
+        sections: The names of flag arguments, for each method that several programs call.
+        keeper: The name of the programs' argument for the state.
     """
 
     plan: Plan
@@ -172,7 +172,6 @@ class Speller:
         return f"{kernel}({', '.join(args)})" if kernel else None
 
     def _section(self, graph: Graph, op: Section, args: Sequence[str]) -> str:
-        """Returns the text of a call of a method that several programs share."""
         pairs = list(zip(op.names, args, strict=True))
         arguments = [text for name, text in pairs if name not in op.optional]
         arguments += [f"{name}={text}" for name, text in pairs if name in op.optional and text != NONE]
@@ -181,10 +180,10 @@ class Speller:
         return f"self.{op.method}({', '.join(arguments)})"
 
     def kernel(self, graph: Graph, node: Node) -> str:
-        """Returns the name of the kernel function of a node; empty if the plan has no kernel for the node.
+        """Returns the name of a node's kernel function. Empty if the plan has no kernel for the node.
 
-        The nodes of a group without a backward are rendered in the program that runs the group. The plan lists their
-        kernels under the group.
+        The nodes of a group without a backward pass are rendered in the program that runs the group. The plan lists
+        their kernels under the group.
         """
         homes = [graph]
         for group in self.plan.programs.groups:

@@ -24,11 +24,13 @@ ADD_SHARE = TorchCall(
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """A fused group as an autograd.Function, without a backward if no gradient flows through it.
+    """A fused group as an autograd.Function. The class has no backward method if no gradient flows through the group.
 
-    `saved` lists the values that the forward saves. `restored` lists the names to which the backward assigns these
-    values; it is empty if the backward only passes them on. `calls` lists the support functions that the forward calls
-    in addition to those of the group's nodes.
+    Attributes:
+        saved: The values that the forward method saves.
+        restored: The names to which the backward method assigns these values. Empty if the backward method only passes
+            the values on.
+        calls: The additional support functions of the forward method.
     """
 
     name: str
@@ -41,7 +43,7 @@ class GroupContext:
 
 
 def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
-    """Returns the contexts of the groups that have a backward. Groups with the same computation share one context."""
+    """Returns the contexts of the groups with a backward pass. Groups with the same computation share one context."""
     names = group_functions(plan.programs)
     learned = [group for group in plan.programs.groups if not group.inlined]
     firsts = {names[group.name]: group for group in reversed(learned)}
@@ -57,8 +59,8 @@ def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
 def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """Returns the context of a group that computes its rows in chunks.
 
-    The forward also computes the gradients of each chunk, and saves only the gradients. Values without rows are
-    computed once, before the first chunk.
+    The forward method also computes the gradients of each chunk, and saves only these gradients. Values without rows
+    are computed once, before the first chunk.
     """
     rows = [label for label, type in group.forward.inputs if type.shape and isinstance(type.shape[0], str)]
     first, rest = _split(group.forward, rows)
@@ -117,7 +119,7 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward of a loss, in which the gradients `names` are not yet multiplied by the incoming gradient
+    """Returns the backward pass of a loss without the multiplication of the gradients `names` by the incoming gradient
     `d`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
@@ -127,7 +129,7 @@ def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
     """Splits a graph in two: the nodes that do not depend on the inputs `rows`, and all other nodes. The second graph
-    reads the values of the first graph as inputs."""
+    reads values of the first as inputs."""
     first: list[Node] = []
     known = {name for name, _ in graph.inputs if name not in rows}
     for node in graph.nodes:
@@ -144,14 +146,13 @@ def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
 
 
 def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the lines `name = text` of the pairs (name, text). A pair of equal texts is omitted."""
     return [f"{name} = {text}" for name, text in pairs if name != text]
 
 
 def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
-    """Returns the context of a group with a backward.
+    """Returns the context of a group with a backward pass.
 
-    If the group has products, its function takes rows: a call flattens the leading dims of the inputs to one dim.
+    If the group has products, a call of its function flattens the leading dims of the inputs to rows.
     """
     forward = _body(plan, group.forward, frozenset(group.saved))
     returned = [forward.text(ref) for _, ref in group.forward.outputs[: group.results]]
@@ -212,8 +213,8 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 
 def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
-    """Returns the gradients of a group's results that kernels need in contiguous rows. If the backward has a kernel and
-    the group has a single result, the gradient of this result is always included."""
+    """Returns the result gradients that kernels need in contiguous rows. A single result's gradient is always included
+    if the backward pass has a kernel."""
     names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
     if len(given) == 1:
         return given if names else []
@@ -233,7 +234,7 @@ def _body(
 
 
 def _written_before(graph: Graph, ref: str) -> Iterator[str]:
-    """Yields the earlier values of the tensor `ref`, to which nodes write in place, the latest first."""
+    """Yields the earlier values of the tensor `ref`, to which nodes write in place. The latest comes first."""
     while (node := graph.by_name.get(ref)) is not None and node.op.written is not None:
         ref = node.inputs[node.op.written]
         yield ref
@@ -245,10 +246,8 @@ def _group_doc(plan: Plan, group: Group) -> str:
 
 
 def _replaced(lines: Sequence[str], returns: str, pattern: str, text: str) -> tuple[tuple[str, ...], str]:
-    """Returns `lines` and `returns` with each match of `pattern` replaced by `text`."""
     return tuple(re.sub(pattern, text, line) for line in lines), re.sub(pattern, text, returns)
 
 
 def _times(text: str, name: str) -> int:
-    """Returns the number of times that Python text reads a variable."""
     return len(re.findall(rf"(?<![\w.]){name}\b", text))

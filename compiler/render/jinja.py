@@ -42,7 +42,7 @@ def _cpp(value: object) -> str:
 
 
 def _ident(value: object) -> str:
-    """Returns the value unchanged. Raises TypeError if it is not an identifier."""
+    """Returns the value. Raises TypeError if the value is not an identifier."""
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value):
         return value
     raise TypeError(f"not an identifier: {value!r}")
@@ -55,7 +55,6 @@ class TemplateFault(SpeccError):
 
 
 def exists(template: str) -> bool:
-    """Returns whether the template exists."""
     return (TEMPLATES / template).is_file()
 
 
@@ -87,12 +86,10 @@ def render(template: str, context: object, source: str, key: str, known: Collect
         context: the typed context, which the template reads as `c`.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: the names that the text may read without a definition, because the module into which the text is inserted
-            defines them.
+        known: the names that the text may read without a definition. The surrounding module defines them.
 
     Raises:
-        TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse or
-            reads an undefined name.
+        TemplateFault: if the template or the rendered Python is invalid or reads an undefined name.
     """
     try:
         loaded = environment().get_template(template)
@@ -108,7 +105,6 @@ def render(template: str, context: object, source: str, key: str, known: Collect
 
 
 def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
-    """Returns the template and the line at which rendering failed."""
     place = template, 1
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename).endswith(".jinja"):
@@ -117,9 +113,9 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
 
 
 def _require_python(text: str, template: str, known: Collection[str]) -> None:
-    """Raises TemplateFault if `text` is not valid Python, or reads a name that is neither defined nor `known`.
+    """Raises TemplateFault if `text` is not valid Python, or reads an undefined name that is not in `known`.
 
-    The error states the template line that rendered the invalid line, if it can be determined.
+    The error states the template line of the invalid line, if it can be determined.
     """
     try:
         names = [*_undefined(symtable.symtable(text, template, "exec"))]
@@ -131,7 +127,6 @@ def _require_python(text: str, template: str, known: Collection[str]) -> None:
 
 
 def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
-    """Yields the names that a module reads but neither defines nor imports."""
     defined = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     defined |= _BUILTINS
     tables = [module]
@@ -145,13 +140,12 @@ def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
 
 
 def _renders(written: str, line: str) -> bool:
-    """Returns whether the template line `written` could have rendered `line`."""
+    """Returns whether the template line `written` may have rendered `line`."""
     literals = re.split(r"\{\{.*?\}\}", written)
     return any(map(str.strip, literals)) and re.fullmatch(".*".join(map(re.escape, literals)), line) is not None
 
 
 def _fault(text: str, template: str, line: int, what: str) -> TemplateFault:
-    """Returns the error for a line of a rendered text."""
     lines = text.splitlines()
     wrong = lines[min(line, len(lines)) - 1] if lines else ""
     loader = environment().loader

@@ -17,10 +17,10 @@ STATE = "state"  # the type of a dict with one tuple per path in the spec
 
 
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
-    """Adds the tables that loops over blocks read.
+    """Adds the tables of loops over blocks.
 
-    The tables hold the order of the blocks, the blocks that receive an optional input, and the runs whose outputs are
-    joined.
+    The tables hold the order of the blocks, the blocks that receive an optional input, and the earlier runs whose
+    outputs are added to the stream.
     """
     given: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for loop in loops:
@@ -52,8 +52,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns, for each argument of a block, the loop inputs that can be its value. An entry is a pair: the name of a
-    loop input, and the blocks that receive it. In the last pair, None stands for all other blocks."""
+    """Returns the loop inputs that can be the value of each argument of a block. An entry has the name of a loop
+    input, and the blocks that receive it. None in the last entry stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -67,8 +67,8 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Maps the name of each method that joins the outputs of blocks, except `forward`, to the indices of the blocks
-    that read its result."""
+    """Maps each method of join modules, except `forward`, to the blocks that read its result. A join module combines
+    an earlier output with the stream."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 
@@ -83,8 +83,8 @@ class LoopText:
         block: the class of its blocks.
         tables: the tables of the module.
         keeper: the name of the state argument in the function.
-        first: the index, in a cache, at which the state of the first block is stored.
-        flags: for each flag of the blocks, the variants in which it is true.
+        first: the index of the first block's state in a cache.
+        flags: the variants in which each flag of the blocks is true.
     """
 
     body: Body
@@ -131,15 +131,13 @@ class LoopText:
         body.hold(name, slot.name)
 
     def _lists(self, joins: Sequence[str]) -> Mapping[str, str]:
-        """Maps the label of each output that later blocks read to the name of the Python list that collects this
-        output."""
+        """Maps the label of each output that later blocks read to a name: the Python list that collects this output."""
         read = {label for _, label, _ in self.loop.earlier} | ({""} if joins else set())
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
 
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
-        """Returns the expression of a table that may differ between variants. `plain` is the text for each variant, and
-        `values` are the values. If variants have different tables, adds a line that assigns the table of the variant to
-        `name`, and returns `name`."""
+        """Returns the expression of a table that may differ between variants. `plain` and `values` are the texts and
+        values of the variants. If they differ, adds a line that assigns the table to `name`, and returns `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -152,7 +150,7 @@ class LoopText:
         return name
 
     def _joins(self, name: str, index: str) -> Sequence[str]:
-        """Returns the lines that join an earlier output to the residual stream before a block."""
+        """Returns the lines that add an earlier output to the residual stream before a block."""
         joins = {variant: dict(loop.joins) for variant, loop in self.loops.items() if loop.joins}
         if not joins:
             return ()
@@ -168,8 +166,7 @@ class LoopText:
         )
 
     def _arguments(self, index: str) -> tuple[Sequence[str], Sequence[str]]:
-        """Returns the lines that precede the call of a block, and the arguments of the call after the residual
-        stream."""
+        """Returns the lines before the call of a block, and the arguments of the call after the residual stream."""
         body, loop, block = self.body, self.loop, self.block
         texts = {key: body.text(operand) for key, operand in zip(loop.names, self.slot.inputs[1:], strict=True)}
         values: dict[str, str] = {}
@@ -210,15 +207,15 @@ class LoopText:
 
 
 def _assign_pending(body: Body, operands: Sequence[Operand]) -> None:
-    """Assigns the pending values among the operands before the loop. Every block reads the operands, so they would
-    otherwise be computed once per block."""
+    """Assigns the pending values among the operands before the loop. Every block reads them, so they would otherwise
+    be computed once per block."""
     for operand in operands:
         if operand[0][0] in body.pending:
             body.write(operand[0][0])
 
 
 def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping[str, Where]) -> Iterator[str]:
-    """Yields the keyword arguments that the loop passes to its blocks for those flags `names` that can be true."""
+    """Yields the flag arguments that the loop passes to its blocks. Flags that are never true are left out."""
     for flag in names:
         where = flags.get(flag, frozenset()) & slot.where
         if where == slot.where:
@@ -232,10 +229,10 @@ def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, W
     """Adds the line that creates a dict with the initial state of every block.
 
     Args:
-        body: The body to add the line to.
+        body: The body, to which the line is added.
         slot: The node, whose inputs every block receives.
         block: The class of the blocks.
-        flags: The flags of the body, by name, with the variants in which they are true.
+        flags: The variants in which each flag of the body is true.
     """
     begin = slot.node.op
     assert isinstance(begin, Begin)

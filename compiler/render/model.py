@@ -1,7 +1,5 @@
-"""Converts a plan to the context of templates/torch/model.py.jinja.
-
-The context has classes, methods, groups and tables, all as text.
-"""
+"""Converts a plan to the context of templates/torch/model.py.jinja. The context has classes, methods, groups and
+tables as text."""
 
 import re
 import textwrap
@@ -53,7 +51,7 @@ class OpContext:
 class ModelContext:
     """The context of model.py.
 
-    `ops` are the functions in separate files, by name, each with the template and the context of the file. They are
+    `ops` are the functions in separate files, by name: the template and the context of each file. These functions are
     custom ops of Torch, or functions generated for an op.
     """
 
@@ -75,7 +73,7 @@ class ModelContext:
 def model_context(plan: Plan) -> ModelContext:
     """Returns the context of model.py for `plan`.
 
-    `supports` contains the names of templates, which build.py replaces with their rendered text.
+    `supports` contains the names of templates. build.py replaces them by rendered text.
     """
     programs = plan.programs
     groups = group_contexts(plan)
@@ -138,13 +136,11 @@ def model_context(plan: Plan) -> ModelContext:
 
 
 def _imported(module: str, function: str) -> str:
-    """Returns the import statement of a function. A long statement is broken at a bracket."""
     line = f"from .{module} import {function}"
     return line if len(line) <= WIDTH else f"from .{module} import (\n    {function},\n)"
 
 
 def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
-    """Yields the lines that assign the sizes to their names, eight per line."""
     for start in range(0, len(sizes), 8):
         row = sizes[start : start + 8]
         yield f"{', '.join(name for name, _, _ in row)} = {', '.join(str(int(value)) for _, value, _ in row)}"
@@ -169,7 +165,7 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
 
 
 def _supports(plan: Plan, graph: Graph) -> Iterator[TorchCall]:
-    """Yields the calls of support functions in the nodes that have no kernel."""
+    """Yields the support functions that nodes without a kernel call."""
     for node in (node for node in graph.nodes if not node.op.planned):
         choice = plan.choice(graph, node) if node.op.everywhere else None
         if choice is not None and choice.rendered.function:
@@ -204,7 +200,7 @@ def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) ->
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
-    """Returns the classes of module lists and of loops over time, and then the class of the model."""
+    """Returns the classes of module lists and of loops over time, and the class of the model."""
     programs = plan.programs
     keeper = keeper_of(programs)
     speller = Speller(plan, flags_of(programs), {}, keeper)
@@ -248,8 +244,7 @@ def _reads_cache(programs: Programs, graph: Graph) -> bool:
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
-    """Returns the programs with distinct code, and a line `NAME = EARLIER` for each program with the code of an earlier
-    program."""
+    """Returns the programs with distinct code, and a line `NAME = EARLIER` for each other program."""
     known: dict[object, Graph] = {}
     aliases: list[str] = []
     for graph in rolled:
@@ -263,19 +258,18 @@ def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], t
 
 
 def _taken(programs: Programs) -> frozenset[str]:
-    """Returns the names of the model's methods."""
     return frozenset((*(METHODS.get(graph.name, graph.name) for graph in programs.programs), "new_cache"))
 
 
 def _sides(programs: Programs) -> frozenset[str]:
-    """Returns the first words of paths that denote a part of the model, such as `encoder`."""
+    """Returns the first words of paths that name a part of the model, such as `encoder`."""
     paths = [path.split(".") for graph in programs.programs for path, _ in graph.params]
     return frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
 
 
 def _steps(programs: Programs) -> Sequence[str]:
-    """Returns the class names of the functions that loops over time call. These are the functions that are not called
-    through a module list."""
+    """Returns the class names of the step functions of loops over time. Step functions are not called through a module
+    list."""
     inside = {
         node.op.callee
         for graph in programs.graphs
@@ -286,7 +280,6 @@ def _steps(programs: Programs) -> Sequence[str]:
 
 
 def _step_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
-    """Returns the class of a loop over time, with its step methods and the loop."""
     graphs = [graph for graph in plan.programs.functions if owner(graph.name) == name]
     functions = [without_scoring_groups(plan.programs, graph) for graph in graphs]
     params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
@@ -324,7 +317,7 @@ def _init(programs: Programs, params: Sequence[Named], blocks: dict[str, BlockCl
 
 
 def _constants(programs: Programs) -> Iterator[str]:
-    """Yields the class attributes of the model that the runtime reads when it compiles the model."""
+    """Yields the class attributes of the model. The runtime reads them when it compiles the model."""
     nodes = (node for graph in programs.graphs for node in graph.nodes)
     if names := sorted({node.op.name for node in nodes if node.op.apart}):
         yield f"fullgraph = False  # Torch's compiler skips {' and '.join(names)}, and compiles the parts around it"

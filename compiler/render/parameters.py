@@ -1,4 +1,4 @@
-"""Parameters and buffers of a class, under the names of the spec."""
+"""Parameters and buffers of a class, under the names in the spec."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +41,11 @@ def parameter_lines(
     """Returns the lines that create parameters and buffers.
 
     Args:
-        params: the paths and types of the parameters. Those whose type has `storage` become buffers.
-        where: for each parameter that only some instances of the class have, the condition under which an instance has
-            it.
-        modules: paths of modules that other lines create. The returned lines create the parents of these modules.
-        table: the table of buffers, by name or as an expression.
-        shapes: for each parameter whose shape depends on the instance, the shape as an expression.
+        params: The paths and types of the parameters. Those whose type has `storage` become buffers.
+        where: The condition under which an instance of the class has a parameter, if only some instances have it.
+        modules: Paths of modules that other lines create. The returned lines create the parents of these modules.
+        table: The table of buffers, by name or as an expression.
+        shapes: The shape of a parameter as an expression, if it depends on the instance.
 
     Returns:
         The lines of the constructor.
@@ -93,7 +92,7 @@ def parameter_lines(
 
 
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
-    """Returns the lines that define the table of buffers. Returns no lines if there are no buffers."""
+    """Returns the lines that define the table of buffers. Empty if there are no buffers."""
     stored = [(path, type) for path, type in params if type.storage]
     rows = [f'    "{path}": ({shape_text(type)}, {DTYPES[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()

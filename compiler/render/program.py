@@ -22,8 +22,8 @@ FITTING = 72  # the most characters of a block's state that fit on one line with
 
 
 def keeper_of(programs: Programs) -> str:
-    """Returns the name of the argument that holds the state: `state`, a dict by spec path, for models of pairs, and
-    `cache` for all other models."""
+    """Returns the name of the state argument: `state`, a dict by spec path, for encoder-decoders, and `cache` for all
+    other models."""
     names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
@@ -41,8 +41,7 @@ class Methods:
     outer_state: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
-        """Returns whether the method `name`, which several programs call, can tell these programs apart by its
-        arguments."""
+        """Returns whether the arguments of the method `name` determine which program calls it."""
         try:
             self.shared(name, merged)
         except Indistinguishable:
@@ -50,7 +49,7 @@ class Methods:
         return True
 
     def shared(self, name: str, merged: Merged) -> tuple[Function, tuple[str, ...]]:
-        """Returns a method that several programs call, and the flags among its arguments."""
+        """Returns a method that several programs call, and its flag arguments."""
         keeper = self.speller.keeper
         flags = self._flags(merged)
         keeping = self._keeping(merged)
@@ -94,7 +93,6 @@ class Methods:
         return flag_variants([self.speller.flags[graph.name] for graph in merged.variants])
 
     def _keeping(self, merged: Merged) -> Where:
-        """Returns the variants that receive the state as an argument."""
         return frozenset(
             v
             for v, graph in enumerate(merged.variants)
@@ -132,7 +130,7 @@ class Methods:
     def _unpacked(
         self, merged: Merged, state: Mapping[str, Where]
     ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
-        """Returns the local names of the state outside of blocks, and the entries of `Body.unpacks` for this state."""
+        """Returns the local names of the state outside of blocks, and the entries of `Body.unpacks` for it."""
         taken = {name for name, _, _ in merged.inputs()}
         words = {name: name.split(".")[1:] for name in state}
         last = [path[-1] for path in words.values()]
@@ -169,7 +167,6 @@ def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
 
 
 def _new_state(body: Body) -> str:
-    """Returns the dict expression of the new state, by path."""
     operands = dict(body.merged.outputs)
     begins = {slot.name for slot in body.merged.slots if isinstance(slot.node.op, Begin)}
     entries = {label: f"**{body.text(op)}" for label, op in operands.items() if op[0][0] in begins}
@@ -181,8 +178,8 @@ def _new_state(body: Body) -> str:
 def _wanted(merged: Merged) -> dict[str, str]:
     """Returns the preferred names of values that a loop over blocks reads or returns, by ref.
 
-    The result of the loop is named `x`. If the blocks also receive the initial value as an argument, the initial value
-    has the name of this argument.
+    The result of the loop is named `x`. If the blocks also receive the initial value as an argument, it has the name
+    of this argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:
@@ -198,13 +195,12 @@ def _wanted(merged: Merged) -> dict[str, str]:
 def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Tables) -> Function:
     """Returns the method that creates an empty cache.
 
-    The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block.
+    The cache has the state of the embedding, if there is any, and one tuple of tensors per run of a block.
 
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: a parameter. The cache is on the device of this parameter. Float tensors that state no dtype have the
-            parameter's dtype.
+        param: a parameter, whose device the cache has. Float tensors without a stated dtype have the parameter's dtype.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]
@@ -244,7 +240,5 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
 
 
 def _empty(type: TensorType, dtype: str) -> str:
-    """Returns the expression that creates an empty tensor of state, in a model whose parameters have the dtype
-    `dtype`."""
     dims = ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)
     return f"new({dims})" if type.dtype == dtype else f"new({dims}, dtype={DTYPES[type.dtype]})"

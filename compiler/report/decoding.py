@@ -1,4 +1,4 @@
-"""The bytes of weights that a decoding step reads, both with floats and with the codes of an artifact."""
+"""The bytes of weights that a decoding step reads: as floats, and as codes of an artifact."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class Decoding:
 
     @cached_property
     def float_bytes(self) -> int:
-        """The bytes of the parameters that a step reads if they are floats."""
+        """The bytes of the parameters that a step reads, as floats."""
         return decode_cost(self.floats, 1, 0)[1]
 
     @cached_property
     def packed_bytes(self) -> int:
-        """The bytes of the parameters that a step reads if it runs from an artifact."""
+        """The bytes of the parameters that a step from an artifact reads."""
         return decode_cost(self.packed, 1, 0)[1]
 
     @property
@@ -39,8 +39,11 @@ class Decoding:
 
 
 def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
-    """Returns the decoding step of a quantized model on the newest GPU among `targets`. Returns None if there is no GPU
-    target, if the model is not quantized or does not extend texts, or if its products are computed in integers."""
+    """Returns the decoding step of a quantized model on the newest GPU among `targets`.
+
+    Returns None if there is no GPU target, or if the model is not quantized, does not extend texts, or has integer
+    products.
+    """
     target = max(targets, key=lambda name: TARGETS[name].arch)
     if not reads_codes(spec, target):
         return None
@@ -49,7 +52,7 @@ def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
 
 
 def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
-    """Returns the facts that `decoding_lines` prints as JSON data."""
+    """Returns the facts of `decoding_lines` as JSON data."""
     if decoding is None:
         return None
     floats = [{"nodes": list(rewriting.nodes), "reason": rewriting.refusal} for rewriting in decoding.refused]
@@ -57,7 +60,7 @@ def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
 
 
 def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
-    """Yields the lines about a decoding step in `specc plan`: the bytes that it reads, and each product whose weights
+    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and each product whose weights
     stay floats."""
     if decoding is None:
         return

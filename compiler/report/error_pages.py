@@ -1,4 +1,4 @@
-"""The meaning and the examples of each error code, read from the page docs/reference/errors.md of this installation."""
+"""The meaning and examples of each error code. They are read from docs/reference/errors.md of this installation."""
 
 import difflib
 import importlib.resources
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specc.compiler.errors import UsageProblem, one_of
 from specc.compiler.errors.codes import CODES, exit_code_of
 
-CODE = re.compile(r"[A-Za-z]{1,2}\d{1,5}")  # also what people mistake for one
+CODE = re.compile(r"[A-Za-z]{1,2}\d{1,5}")  # also matches misspelled codes
 _SECTION = r"^## {code}: .*?$(.*?)(?=^## |\Z)"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -21,9 +21,9 @@ class ErrorPage:
         code: the code.
         meaning: the meaning of the code.
         exit_code: the exit code of a command that ends with this error.
-        bad: lines of a spec, or commands, that cause the error; empty if there is no short example.
+        bad: lines of a spec, or commands, that cause the error. Empty if there is no short example.
         message: the error message for `bad`.
-        good: the corrected lines or commands; empty if there is no short example.
+        good: the corrected lines or commands. Empty if there is no short example.
     """
 
     code: str
@@ -61,7 +61,7 @@ def page_of(code: str) -> ErrorPage:
 
 
 def _side(change: str, sign: str) -> str:
-    """Returns the lines of a diff that have the sign `sign`, and the unchanged lines around them."""
+    """Returns the lines of a diff with the sign `sign`, and the unchanged lines around them."""
     lines = [f"  ...{line[2:]}" if line == "@@" else line for line in change.splitlines()]
     return "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", sign))
 

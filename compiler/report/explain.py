@@ -17,9 +17,11 @@ from specc.compiler.programs.programs import Parameter, Programs
 class Explained:
     """The kernel of one node on one target.
 
-    `target` is the name of the folder with the generated files, which belongs to a target or to a deployed plan.
-    `rejected` are the other kernels, each with the reason why it was not chosen. `passes` lists the passes that rewrote
-    the node, each with its effect, and the passes that refused to, each with the reason.
+    Attributes:
+        target: The name of the folder with the generated files of a target or of a deployed plan.
+        rejected: The other kernels, and the reason why each was not chosen.
+        passes: The passes that rewrote the node, each with the effect, and the passes that refused to, each with the
+            reason.
     """
 
     target: str
@@ -34,7 +36,6 @@ class Explained:
     passes: tuple[tuple[str, str], ...] = ()
 
     def data(self) -> dict[str, Any]:
-        """Returns this object as JSON data."""
         rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
         passes = [{"pass": name, "effect": effect} for name, effect in self.passes]
         return {**asdict(self), "rejected": rejected, "passes": passes}
@@ -45,8 +46,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
     Args:
         plan: the plan.
-        node: a node's path, a path in one block, or a pattern; None for all listed nodes.
-        folder: the folder of the plan's files; the target's name if empty.
+        node: a node's path, a path in one block, or a pattern. None for all listed nodes.
+        folder: the folder of the plan's files. By default, the target's name.
     """
     folder = folder or plan.target.name
     known: set[Explained] = set()
@@ -82,8 +83,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
 
 def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
-    """Yields a pair for each pass that rewrote the node `path` or refused to: the name of the pass, and the effect or
-    the reason."""
+    """Yields each pass that rewrote the node `path` or refused to, with the effect or the reason."""
     for rewriting in programs.rewritings:
         if any(_covers(path, other) for other in rewriting.nodes):
             effect = rewriting.text or f"not applied: {rewriting.refusal}"
@@ -91,15 +91,14 @@ def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _computed_again(programs: Programs) -> frozenset[str]:
-    """Returns the names of the graphs that the backward pass recomputes: functions, and the forward graphs of
-    groups."""
+    """Returns the names of the graphs that the backward pass recomputes: functions, and forward graphs of groups."""
     again = set(programs.recomputed)
     groups = (group for group in programs.groups if again.intersection(programs.callers[group.name]))
     return frozenset({*again, *(group.forward.name for group in groups)})
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
-    """Yields, for each node without a chosen kernel, its path, the node, the reason, and the name of its graph."""
+    """Yields the path, the node, the reason and the graph name of each node without a chosen kernel."""
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:
@@ -131,7 +130,6 @@ def text_of(row: Explained) -> str:
 
 
 def _parameter_line(param: Parameter) -> str:
-    """Returns a row of the parameter table as a comment: type, storage and optimizer."""
     owner = f", optimizer {param.optimizer}" if param.optimizer is not None else ""
     return f"# {param.name} : {TensorType(param.shape, param.dtype, param.storage)}{owner}"
 
@@ -139,8 +137,8 @@ def _parameter_line(param: Parameter) -> str:
 def graphs_text(programs: Programs, program: str | None) -> str:
     """Returns the graphs of a plan in the text form of the IR, which can be parsed again.
 
-    If `program` is None, the text is the parameter table, every graph, and the forward and backward of every fused
-    group. Otherwise it is the graph of that name.
+    If `program` is None, the text has the parameter table, every graph, and the forward and backward graphs of every
+    fused group. Otherwise, the text is the graph of that name.
     """
     graphs = [graph for graph in programs.graphs if program in (None, graph.name)]
     parts = [str(graph) for graph in graphs]

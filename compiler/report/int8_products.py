@@ -1,4 +1,4 @@
-"""The int8 matrix products of a deployed plan as rows of a table: kernel, extents and padding."""
+"""The int8 matrix products of a deployed plan, as rows of a table with kernel, extents and padding."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ from specc.compiler.plan.plan import Choice, Plan
 class ProductRow:
     """One matrix product [M, K] x [N, K]^T.
 
-    `m` is an expression of the symbolic dims, such as `B * T`. `model_n` and `model_k` are the extents in the model.
-    `n` and `k` are the extents in the kernel, padded with zeros.
+    Attributes:
+        m: An expression of the symbolic dims, such as `B * T`.
+        model_n, model_k: The extents in the model.
+        n, k: The extents in the kernel, padded with zeros.
     """
 
     node: str
@@ -31,7 +33,7 @@ class ProductRow:
 
     @property
     def extents(self) -> str:
-        """The extents N and K as text, e.g. `N 31 -> 32, K 128` if N is padded from 31 to 32."""
+        """The extents N and K as text, such as `N 31 -> 32, K 128` if N is padded from 31 to 32."""
         dims = (("N", self.model_n, self.n), ("K", self.model_k, self.k))
         return ", ".join(
             f"{name} {size} -> {padded}" if size != padded else f"{name} {size}" for name, size, padded in dims
@@ -65,12 +67,11 @@ def products(plan: Plan) -> Iterator[ProductRow]:
 
 
 def path_of(choice: Choice) -> str:
-    """Returns the product's path in the spec, without the suffixes that padding and fusion add."""
+    """Returns the product's path in the spec, without the suffixes of padding and fusion."""
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 
 def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
-    """Returns N and K before padding."""
     for reader in graph.consumers[product.name]:
         if isinstance(reader.op, CropColumns):
             n = reader.op.features
@@ -83,10 +84,10 @@ def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
 
 
 def product_lines(deployed: Mapping[str, Plan]) -> list[str]:
-    """Returns the lines about int8 products that `specc plan` prints.
+    """Returns the lines of `specc plan` about int8 products.
 
-    There is one line for each combination of kernel and extents. Only the products of the first target are listed,
-    because targets differ only in the languages of their kernels.
+    There is one line per combination of kernel and extents. Only the products of the first target are listed, because
+    targets differ only in the languages of kernels.
     """
     if not deployed:
         return []

@@ -21,7 +21,7 @@ class LockUse:
     idle: tuple[str, ...] = ()
 
     def note(self, spec: Path) -> str:
-        """Returns a note about the entries that do not apply; empty if all entries apply."""
+        """Returns a note about the entries that do not apply. Empty if all entries apply."""
         if not self.idle:
             return ""
         names = ", ".join(self.idle[:SHOWN])
@@ -31,15 +31,14 @@ class LockUse:
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
-    """Returns which entries of a lock the plans do not use. Entries for targets of the spec that have no plan in
-    `plans` are ignored."""
+    """Returns which entries of a lock no plan uses. Entries for targets without a plan in `plans` are ignored."""
     targets = [target for target in lock.targets if target in plans or target not in spec.targets]
     entries = [entry for target in targets for entry in _of(lock, target, plans, spec)]
     return LockUse(len(entries), tuple(sorted(name for name, used in entries if not used)))
 
 
 def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Iterator[tuple[str, bool]]:
-    """Yields a pair for each entry of one target: its name, and whether the entry applies."""
+    """Yields the name of each entry of one target, and whether the entry applies."""
     locked, plan = lock.targets[target], plans.get(target)
     choices = plan.every_choice if plan is not None else ()
     taken = [lock.entry(target, choice.site) for choice in choices]

@@ -1,8 +1,8 @@
 """The memory of a training step: the tensors of the whole run, and the peak of a forward and backward pass.
 
-A pass is simulated on the flattened training program. The forward pass keeps the values that the backward pass reads,
-and frees all others after their last reader. The backward pass then visits the nodes from the last to the first. For
-each node it computes the gradients of the inputs, and frees the values that no earlier node reads.
+The passes are simulated on the flattened training program. The forward pass keeps the values that the backward pass
+reads, and frees other values after the last reader. The backward pass visits the nodes from the last to the first. At
+each node, gradients of the inputs are computed. Then the values that no earlier node reads are freed.
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ MASTER = BYTES["f32"]  # master weights, their gradients, optimizer state and av
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The peak memory, in bytes, that Torch allocates in a training step. On a GPU, it corresponds to
-    `torch.cuda.max_memory_allocated`, which includes neither the CUDA context nor unused parts of segments.
+    """The peak memory, in bytes, that Torch allocates in a training step. On a GPU, this is
+    `torch.cuda.max_memory_allocated`, without the CUDA context and unused parts of segments.
 
     Attributes:
-        parts: the bytes at the peak, by kind of content, such as parameters.
-        groups: the bytes that each fused group saves in a pass, by path.
+        parts: The bytes at the peak, by kind of content, such as parameters.
+        groups: The bytes that each fused group saves for the backward pass, by path.
     """
 
     parts: Mapping[str, int]
@@ -48,7 +48,7 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
         train: the training settings.
         plan: the plan of the target.
         graph: the flattened training program, with groups as nodes.
-        sizes: the rows and tokens of a micro-batch, as the symbolic dims.
+        sizes: the rows and tokens of a micro-batch, as values of the symbolic dims.
     """
     params = plan.programs.params
     count = sum(param.count for param in params)
@@ -84,8 +84,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
 
 
 def _update_bytes(train: TrainSpec, plan: Plan) -> int:
-    """Returns the most bytes that an update of the parameters allocates at once: the largest allocation of an optimizer
-    and, for bf16 master weights, the f32 copies and the random bits."""
+    """Returns the most bytes that an update of the parameters allocates at once. This is the largest allocation of an
+    optimizer, plus the f32 copies and the random bits of bf16 master weights."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for param in plan.programs.params:
         if param.optimizer is not None:
@@ -97,8 +97,7 @@ def _update_bytes(train: TrainSpec, plan: Plan) -> int:
 
 
 class _Peak:
-    """Computes the peak memory of a pass: the most bytes of activations, gradients and temporary values that are in use
-    at once."""
+    """Computes the peak memory of a pass: the most bytes of activations, gradients and temporary values at once."""
 
     def __init__(self, simulated: Pass, plan: Plan) -> None:
         self._pass, self._plan, self._graph = simulated, plan, simulated.graph
@@ -111,8 +110,7 @@ class _Peak:
         return max(self._forward(), self._backward())
 
     def _forward(self) -> int:
-        """Returns the peak of the forward pass in bytes. After the forward pass, only the saved values are in
-        memory."""
+        """Returns the peak of the forward pass in bytes. After this pass, only the saved values are in memory."""
         saved, sizes = self._pass.saved, self._pass.sizes
         last = {self._root(ref): i for i, node in enumerate(self._graph.nodes) for ref in node.inputs}
         ends: Counter[int] = Counter()
@@ -129,8 +127,7 @@ class _Peak:
         return peak
 
     def _backward(self) -> int:
-        """Returns the peak of the backward pass in bytes. Before the backward pass, only the saved values are in
-        memory."""
+        """Returns the peak of the backward pass in bytes. Before this pass, only the saved values are in memory."""
         saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
         # The first node that reads each saved value; the value is freed after the backward of this node
         first: dict[str, str] = {}
@@ -166,12 +163,12 @@ class _Peak:
         return self._stored is None or ref in self._stored
 
     def _gradient_bytes(self, ref: str) -> int:
-        """Returns the bytes of the gradient of a value; 0 if compiled code does not write it to memory."""
+        """Returns the bytes of the gradient of a value. 0 if compiled code does not write it to memory."""
         return self._graph.types[ref].bytes(self._pass.sizes) if ref[0] == "@" or self._is_stored(ref) else 0
 
     def _inside(self, node: Node, forward: bool) -> int:
-        """Returns the most bytes that a fused group allocates at once, including its results: in its forward graph if
-        `forward`, otherwise in its backward graph."""
+        """Returns the most bytes that a fused group allocates at once, including its results, in its forward or
+        backward graph."""
         if not isinstance(node.op, Fused):
             return 0
         group = self._plan.programs.group(node.op.group)

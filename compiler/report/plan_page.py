@@ -92,7 +92,7 @@ def _facts(summary: Summary) -> Iterator[str]:
 
 
 def rewritten(programs: Programs) -> Iterator[str]:
-    """Yields a sentence for each effect of a pass that selects nodes, and for each refusal."""
+    """Yields a sentence for each effect and each refusal of a pass that selects nodes."""
     alike: dict[tuple[str, str, str], dict[str, None]] = {}
     for rewriting in programs.rewritings:
         key = rewriting.step, rewriting.text, rewriting.refusal
@@ -102,8 +102,7 @@ def rewritten(programs: Programs) -> Iterator[str]:
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:
-    """Yields a phrase for each kind of scale. The phrase names the linear layers that multiply 8-bit floats with this
-    kind of scale in training."""
+    """Yields a phrase for each kind of scale, with the linear layers that multiply 8-bit floats with such scales."""
     forms: dict[str, dict[str, None]] = {}
     for graph in plan.programs.graphs:
         for node in graph.nodes:
@@ -119,8 +118,8 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
 
 
 def joined(plan: Plan) -> Iterator[str]:
-    """Yields sentences that state which dropouts and roundings to 8 bits the kernels of matrix products compute, and
-    which ones Torch computes."""
+    """Yields sentences on dropout and rounding to 8 bits: which ones the kernels of matrix products compute, and which
+    ones Torch computes."""
     kernels: dict[str, dict[str, None]] = {}
     torch: dict[str, dict[str, None]] = {}
     for group in plan.programs.groups:
@@ -146,10 +145,8 @@ def _ceilings(target: Target) -> str:
 
 
 def _rows(step: Step, plan: Plan) -> list[str]:
-    """Returns the table of a target's nodes.
-
-    The nodes of a training step are first, then nodes that only other programs have, then nodes that pad or crop.
-    """
+    """Returns the table of a target's nodes. Nodes of a training step come first, then nodes of only other programs,
+    then nodes that pad or crop."""
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
     for choice in plan.choices:
@@ -173,7 +170,7 @@ def _kernel_cells(choice: Choice) -> tuple[str, ...]:
 
 
 def kernel_words(choice: Choice) -> str:
-    """Returns the name of a node's kernel and its tile. The suffix `by rule` marks a kernel that was not measured."""
+    """Returns the name of a node's kernel and its tile. The suffix `by rule` marks a kernel without a measurement."""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
     if not file:
         return choice.kernel.name
@@ -184,7 +181,7 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """Yields one line per group: the values that the group saves for its backward, and the reason for this choice."""
+    """Yields one line per group: the values that it saves for its backward pass, and the reason for this choice."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -200,7 +197,7 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields lines about kernels that were not chosen: slower kernels, kernels of packages that were not measured, and
+    """Yields lines about kernels that were not chosen: slower kernels, unmeasured kernels of optional packages, and
     fusions that refuse a node."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
@@ -215,7 +212,7 @@ def _slower(plan: Plan) -> Iterator[str]:
 
 
 def _packages(plan: Plan) -> Iterator[str]:
-    """Yields lines about kernels that need optional packages and were not measured."""
+    """Yields lines about unmeasured kernels of optional packages."""
     waiting: dict[str, dict[str, None]] = {}
     for choice in plan.choices:
         known = choice.measured.others if choice.measured is not None else {}
@@ -228,7 +225,7 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Yields, for each matrix product or attention outside of fused groups, the reason why each fusion refuses it.
+    """Yields the reason why each fusion refuses a matrix product or attention outside of fused groups.
 
     Only fusions that can contain the op are listed.
     """
@@ -243,7 +240,7 @@ def _refused(programs: Programs) -> Iterator[str]:
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
-    """Yields lines about the differences between `plan`, the plan of another target, and the main plan."""
+    """Yields lines about the differences between the plan of another target and the main plan."""
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return
@@ -289,7 +286,8 @@ def _padding(programs: Programs) -> Iterator[str]:
 
 
 def _shape_changes(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields the path of each distinct node in fused groups that pads or crops, and its op with types."""
+    """Yields the path of each distinct node in fused groups that pads or crops, and the text of the node's op with
+    types."""
     seen: set[tuple[str, str]] = set()
     for group in programs.groups:
         for graph in (group.forward, group.backward):

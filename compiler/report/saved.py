@@ -1,8 +1,7 @@
 """The values that the forward pass of a training program saves for its backward pass.
 
-On the CPU, code is not compiled, and the forward saves what the derivative of each Torch operation reads. On a GPU,
-Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all other
-values.
+On the CPU, code is not compiled. The forward pass saves what the derivative of each Torch operation reads. On a GPU,
+Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all others.
 """
 
 from collections import Counter
@@ -23,10 +22,10 @@ _F32 = BYTES["f32"]
 
 
 def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
-    """Maps each view to the value whose memory it shares.
+    """Maps each view to the value with which it shares memory.
 
-    The outputs of a node are views if the node has one input, computes nothing, preserves the dtype, and has as many
-    elements in all outputs together as in the input. If `parts` is false, a node with several outputs returns no views.
+    The outputs of a node are views if the node has one input, computes nothing, and preserves the dtype. Together, the
+    outputs must have as many elements as the input. If `parts` is false, a node with several outputs returns no views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
@@ -46,7 +45,7 @@ def is_barrier(node: Node) -> bool:
 
 
 def learned_values(graph: Graph) -> set[str]:
-    """Returns the values that need a gradient, including parameters."""
+    """Returns the values that need a gradient, with the parameters."""
     learned = {f"@{name}" for name, type in graph.params if type.floating}
     for node in graph.nodes:
         if learned.intersection(node.inputs):
@@ -59,10 +58,10 @@ class SavedByGroup:
     """The values that a node of a fused group saves.
 
     Attributes:
-        read: the values of the graph that the backward reads: inputs and results of the group.
-        needed: the values that the backward reads, by their names in the group.
-        inside: the bytes of the values that the group computes for its backward, excluding its results.
-        computed: the bytes of all values that the group computes for its backward, including its results.
+        read: The values of the graph that the backward pass reads: inputs and results of the group.
+        needed: The values that the backward pass reads, by their names in the group.
+        inside: The bytes of the values that the group computes for its backward pass, without its results.
+        computed: The bytes of the values that the group computes for its backward pass, with its results.
     """
 
     read: frozenset[str]
@@ -73,13 +72,13 @@ class SavedByGroup:
 
 @dataclass(frozen=True)
 class Pass:
-    """A flattened training program, with groups as nodes, whose forward and backward passes run once.
+    """One forward and backward pass of a flattened training program, with groups as nodes.
 
     Attributes:
-        graph: the program.
-        programs: the programs that hold its groups and functions.
-        sizes: the rows and tokens of a micro-batch, as the symbolic dims.
-        compiled: whether Torch's compiler compiles the program.
+        graph: The program.
+        programs: The programs of the model, with the groups and functions that `graph` uses.
+        sizes: The rows and tokens of a micro-batch, as values of the symbolic dims.
+        compiled: Whether Torch's compiler compiles the program.
     """
 
     graph: Graph
@@ -89,7 +88,7 @@ class Pass:
 
     @cached_property
     def views(self) -> Mapping[str, str]:
-        """Maps each view to the value whose memory it shares."""
+        """Maps each view to the value with which it shares memory."""
         return aliases(self.graph, self.sizes)
 
     @cached_property
@@ -105,7 +104,7 @@ class Pass:
 
     @cached_property
     def saved(self) -> Mapping[str, int]:
-        """The bytes of each value that the forward saves for the backward, under the same keys as in `_read`.
+        """The bytes of each value that the forward pass saves, with the same keys as in `_read`.
 
         For a recomputed region, only its inputs and some of its results are saved.
         """
@@ -117,7 +116,7 @@ class Pass:
 
     @cached_property
     def again(self) -> Mapping[str, Mapping[str, int]]:
-        """The bytes of the values that the backward of each region recomputes, by region and value."""
+        """The bytes of the values that the backward pass recomputes, by region and value."""
         regions: dict[str, dict[str, int]] = {}
         for ref, size in self._read.items():
             if self._is_computed_again(ref):
@@ -130,8 +129,8 @@ class Pass:
 
     def _leaves(self, ref: str) -> bool:
         """Returns whether a value of a recomputed region is saved, because the program returns it or another region
-        reads it. A value that nodes outside of all regions read is also saved in code that is not compiled; Torch's
-        compiler recomputes it."""
+        reads it. If only nodes outside of all regions read it, Torch's compiler recomputes it. Code that is not
+        compiled saves it."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -141,7 +140,6 @@ class Pass:
 
     @cached_property
     def _readers(self) -> Mapping[str, list[Node]]:
-        """The nodes that read each value or a view of it."""
         readers: dict[str, list[Node]] = {}
         for node in self.graph.nodes:
             for ref in node.inputs:
@@ -153,10 +151,10 @@ class Pass:
 
     @cached_property
     def _read(self) -> Mapping[str, int]:
-        """The bytes of the values that the backward reads.
+        """The bytes of the values that the backward pass reads.
 
-        An entry `REF#` stands for values without a name in the graph: the intermediate values of an expression that is
-        not compiled, of a recurrence, or of a group.
+        An entry `REF#` stands for values without a name in the graph. These are the intermediate values of a group, a
+        recurrence, or an expression that is not compiled.
         """
         refs, inside = (self._saved_by_compiler(), Counter[str]()) if self.compiled else self._saved_by_autograd()
         values = (self.views.get(ref, ref) for ref in refs)
@@ -178,15 +176,15 @@ class Pass:
         return saved
 
     def bytes_of(self, refs: Iterable[str]) -> dict[str, int]:
-        """Returns the bytes of the floating values among `refs` that are not parameters."""
+        """Returns the bytes of the floating-point values among `refs`, without parameters."""
         types = self.graph.types
         return {
             ref: types[ref].bytes(self.sizes) for ref in sorted(set(refs)) if ref[0] not in "@$" and types[ref].floating
         }
 
     def _saved_by(self, node: Node) -> SavedByGroup:
-        """Returns the values that a group saves. If Torch's compiler moves nodes of the backward pass to the forward
-        pass, the results of these nodes are saved instead of their inputs."""
+        """Returns the values that a group saves. Torch's compiler may move nodes from the backward pass to the forward
+        pass. The results of these nodes are then saved, and not their inputs."""
         assert isinstance(node.op, Fused)
         group, sizes = self.programs.group(node.op.group), self.sizes
         outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
@@ -211,9 +209,9 @@ class Pass:
     def _saved_by_compiler(self) -> set[str]:
         """Returns the values of the graph that compiled code saves.
 
-        The forward pass saves the values that the backward passes of products, attention and groups read. Torch's
-        compiler recomputes the values that other derivatives read, from the nearest values that are saved anyway, that
-        a barrier returns, or that the compiler never recomputes.
+        The backward passes of products, attention and groups read saved values. Other derivatives read values that
+        Torch's compiler recomputes. The compiler starts from the nearest values of these kinds: values that are saved
+        anyway, results of barriers, and values that are never recomputed.
         """
         saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
@@ -228,8 +226,8 @@ class Pass:
         return saved
 
     def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
-        """Returns the values that are saved so that the backward can read `ref`: the value itself, or the values from
-        which it is computed, if these are smaller."""
+        """Returns the values that are saved for a reader of `ref`: the value itself, or smaller values from which it
+        is computed."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
             if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
@@ -244,10 +242,11 @@ class Pass:
         return {ref} if alone < sources else new
 
     def _never_recomputed(self) -> frozenset[str]:
-        """Returns the values that compiled code always saves if the backward pass reads them, and never recomputes.
+        """Returns the values that compiled code never recomputes. If the backward pass reads such a value, the value
+        is saved.
 
-        They are the results of barriers, of nodes that concatenate, and of nodes that read a value after a barrier has
-        read it. Torch's compiler assumes that the recomputation of such a node would need a separate kernel.
+        These values are the results of barriers, of nodes that concatenate, and of nodes that read a value after a
+        barrier has read it. Torch's compiler assumes that each such node would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it
@@ -269,8 +268,8 @@ class Pass:
     # Code that is not compiled
 
     def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
-        """Returns the values that Torch saves without compilation, and the bytes of saved values without a name, by the
-        named value that is computed from them."""
+        """Returns the values that Torch saves without compilation, and the bytes of saved values without a name.
+        Values without a name are listed under the named value that is computed from them."""
         saved: set[str] = set()
         inside: Counter[str] = Counter()
         for node in self.graph.nodes:
@@ -302,7 +301,8 @@ def has_rows(type: TensorType) -> bool:
 
 
 def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns two lists of nodes in the backward of a group: those that run at the end of the forward, and all others.
+    """Returns two lists of nodes in the backward graph of a group: nodes that run at the end of the forward pass, and
+    all other nodes.
 
     Torch's compiler moves the nodes that do not depend on the gradient of the result, such as the products of a loss.
     """
@@ -317,7 +317,8 @@ def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, .
 
 
 def _needed(group: Group, compiled: bool) -> frozenset[str]:
-    """Returns the values that the backward of a group reads but does not compute, except the gradient of the result."""
+    """Returns the values that the backward graph of a group reads but does not compute, except the gradient of the
+    result."""
     early, late = moved(group, compiled)
     computed = {ref for node in late for ref in node.outputs}
     known = {*group.saved, *(ref for node in early for ref in node.outputs)}
@@ -335,15 +336,13 @@ def _derivative_reads(node: Node) -> frozenset[str]:
 
 
 def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
-    """Returns the parts of an expression that its derivatives read, if Torch runs each operation separately.
-
-    `learned` are the variables that need a gradient.
-    """
+    """Returns the parts of an expression that its derivatives read if Torch runs each operation separately. `learned`
+    are the variables that need a gradient."""
     names = set(learned)
     read: set[Expr] = set()
 
     def visit(part: Expr) -> bool:
-        """Records what the derivatives of `part` read, and returns whether `part` needs a gradient."""
+        """Records what the derivatives of `part` read. Returns whether `part` needs a gradient."""
         needs = [visit(inner) for inner in children(part)]
         match part:
             case Var(name):

@@ -1,8 +1,7 @@
-"""A training step as a table. Each row describes one kind of node: how often it runs, its floor, and its time if it was
-measured.
+"""A training step on one GPU, as a table. Each row describes one kind of node: the number of calls, the floor, and the
+measured time if there is one.
 
-A floor is the shortest time in which the target could perform a node's operations and move its bytes at peak rates. The
-step runs on one GPU.
+A floor is a lower bound of a time: the time of a node's operations and bytes at the target's peak rates.
 """
 
 import hashlib
@@ -37,17 +36,17 @@ class StepRow:
     """One row of the table of a step: a group of equivalent nodes.
 
     Attributes:
-        node: the path of the nodes, with wildcards.
-        work: the class of work.
-        what: the description of the op.
-        kernel: the library or language of the kernel.
-        calls: the number of calls in a step.
-        flops: the operations of one call.
-        moved: the bytes that one call reads and writes.
-        floor_ms: the floor of one call; None if the target's peak rates are unknown.
-        ms: the time of one call; None if it was not measured.
-        site: the node; None for work that is not a node of a graph.
-        choice: the plan's choice of kernel; None if the plan has no kernel for the node.
+        node: The path of the nodes, with wildcards.
+        work: The class of work.
+        what: The description of the op.
+        kernel: The library or language of the kernel.
+        calls: The number of calls in a step.
+        flops: The operations of one call.
+        moved: The bytes that one call reads and writes.
+        floor_ms: The floor of one call. None if the target's peak rates are unknown.
+        ms: The time of one call. None if it was not measured.
+        site: The node. None for work that is not a node of a graph.
+        choice: The plan's choice of kernel. None if the plan has no kernel for the node.
     """
 
     node: str
@@ -72,7 +71,7 @@ class Work:
 
     @property
     def ms(self) -> float | None:
-        """The time in a step in ms; None if a row was not measured."""
+        """The time per step in ms. None if a row was not measured."""
         times = [row.ms * row.calls for row in self.rows if row.ms is not None]
         return sum(times) if len(times) == len(self.rows) else None
 
@@ -86,16 +85,13 @@ class Work:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time, or the floor if no time was measured."""
+        """The measured time, otherwise the floor."""
         return self.floor_ms if self.ms is None else self.ms
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on one target.
-
-    `key` is a digest of everything that runs.
-    """
+    """A training step on one target. `key` is a digest of everything that runs."""
 
     target: str
     tokens: int
@@ -108,7 +104,7 @@ class Step:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """The classes of work, the most expensive first and the rest of the step last."""
+        """The classes of work, most expensive first. The rest of the step comes last."""
         names = dict.fromkeys(row.work for row in self.rows)
         works = [Work(name, tuple(row for row in self.rows if row.work == name)) for name in names]
         return tuple(sorted(works, key=lambda work: (work.name == REST, -work.expected_ms, -work.flops)))
@@ -119,15 +115,13 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step in ms. If the step was not measured, the sum of the times of its rows,
-        with floors in place of missing times."""
+        """The measured time of the whole step in ms. Otherwise, the sum of the times of the rows, with floors in place
+        of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:
-        """Returns the share of the step's time that a class of work takes.
-
-        If no times are known, because the target's peak rates are unknown, returns the share of operations.
-        """
+        """Returns the share of a class of work in the step's time. If the target's peak rates and the times are
+        unknown, returns the share of operations."""
         if self.expected_ms:
             return work.expected_ms / self.expected_ms
         return work.flops / max(1, sum(other.flops for other in self.works))
@@ -136,8 +130,8 @@ class Step:
 def step_of(spec: Spec, plan: Plan) -> Step:
     """Returns the training step of a plan.
 
-    The step has a row for each attention, matrix product and kernel, in the forward and the backward pass, and a row
-    for each other class of work.
+    The step has a row for each attention, matrix product and kernel, in the forward and the backward pass. It also has
+    a row for each other class of work.
     """
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
@@ -162,7 +156,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    """Returns twelve hex digits of a digest over the programs, kernels, tiles and sizes of a step."""
+    """Returns twelve hex digits of a digest of a step's programs, kernels, tiles and sizes."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
     words = (str(graph), *groups, *choices, str(tokens), str(sizes), *plan.programs.recomputed)
@@ -171,8 +165,8 @@ def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """Yields the rows of one node of the flattened training program, for one micro-batch. If the backward pass
-    recomputes the node, its forward has two calls."""
+    """Yields the rows of one node of the flattened training program, for one micro-batch. The forward of a recomputed
+    node has two calls."""
     programs, again = plan.programs, 2 if node.region else 1
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)
@@ -209,7 +203,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
 
 
 class _Rule(Tape):
-    """A tape that records the suffix, the op and the input types of each node that a derivative rule adds."""
+    """A tape that records each node of a derivative rule: its suffix, its op and its input types."""
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
@@ -243,7 +237,6 @@ def _site(plan: Plan, node: Node, inputs: tuple[TensorType, ...], path: str) -> 
 
 
 def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]) -> StepRow:
-    """Returns the row of one call of a node."""
     op, fused = site.node.op, choice is not None and bool(choice.rendered.function)
     flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
     between = choice.kernel.between(site) if choice is not None else ()
@@ -256,14 +249,14 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns the row for work without a kernel of the plan. The floor uses the peak rate of the target for `op`."""
+    """Returns the row of work without a kernel of the plan. The floor of the row is at the peak rate of the target for
+    `op`."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
-    """Returns the time of a node in the lock, in ms, scaled to a call over `rows` rows. None if the node was not
-    measured."""
+    """Returns the measured time of a node in ms, scaled to `rows` rows. None if the lock has no measurement."""
     entry = choice.measured if choice is not None else None
     timings = plan.locked.timings if plan.locked is not None else {}
     alike = (timing for key, timing in timings.items() if without_storage(key) == site.key)
@@ -272,19 +265,18 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
 
 
 def _as_computed(type: TensorType) -> TensorType:
-    """Returns the type of a parameter in a training step, without its storage: the time of a step does not depend on
-    how the deployed model stores it."""
+    """Returns the type of a parameter without its storage. The time of a step does not depend on the storage."""
     return TensorType(type.shape, type.dtype)
 
 
 def without_storage(key: str) -> str:
-    """Returns the key of a node without the storage of its matrices, which keys in locks may contain, as in
+    """Returns the key of a node without the storage of its matrices. Old keys in locks may contain the storage, as in
     `int5:bf16[512,512]`."""
     return re.sub(r"[\w()]+:(?=\w+\[)", "", key)
 
 
 def words_of(site: Site) -> str:
-    """Returns a description of a node: its op, the formula of its epilogue, and its additional outputs."""
+    """Returns a description of a node: the op, the formula of the epilogue, and the additional outputs."""
     epilogue = site.epilogue
     words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
     saved = ", ".join((epilogue or site.node.op).output_labels[1:])
@@ -292,7 +284,7 @@ def words_of(site: Site) -> str:
 
 
 def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
-    """Joins the rows of equivalent nodes. Yields one row for each kind of node."""
+    """Joins the rows of equivalent nodes. Yields one row per kind of node."""
     alike: dict[object, list[StepRow]] = {}
     for row in rows:
         key = (row.site.key, row.choice.rendered.module if row.choice else "") if row.site is not None else row.node
@@ -309,10 +301,11 @@ def _pattern(name: str) -> str:
 
 
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the fewest bytes that the work between matrix products, attention and groups can move in a forward pass.
+    """Returns the fewest bytes that a forward pass can move between matrix products, attention and groups, the
+    barriers.
 
-    All nodes between the same barriers are modeled as one kernel. The kernel reads each input once, and writes each
-    value that other kernels read once.
+    All nodes between the same barriers count as one kernel. Such a kernel reads each input once, and writes each value
+    that other kernels read once.
     """
     views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
     # For each value, its stage, and whether a kernel between barriers computes it

@@ -14,7 +14,7 @@ from specc.compiler.quant.scheme import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
 ROW_BYTES = 24  # compressed bytes per row of the table of int8 arrays
-# The overhead is rounded up to a multiple of this, so that it does not change with small changes of a spec
+# The overhead is rounded up to a multiple of this. Small changes of a spec then do not change it
 ROUNDED = 1024
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
@@ -43,11 +43,11 @@ class Storage:
     """The estimated bytes of an artifact.
 
     Attributes:
-        rows: the storage forms.
-        overhead: the bytes of the header, the spec and the table of arrays.
-        budget: the limit of `quant.budget_bytes`; None if there is none.
-        chosen: a description of the promotion, allocation or correction that follows the rules.
-        warnings: the reasons why the artifact may not fit.
+        rows: The storage forms.
+        overhead: The bytes of the header, the spec and the table of arrays.
+        budget: The limit `quant.budget_bytes`, or None.
+        chosen: A description of the promotion, allocation or correction, which changes the bits of the rules.
+        warnings: The reasons why the artifact may not fit.
     """
 
     rows: tuple[StoredAs, ...]
@@ -66,8 +66,8 @@ def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
 
     Args:
         spec: the spec.
-        programs: the programs of the spec, which hold the parameters.
-        target: the target on which the warnings are computed.
+        programs: the programs of the spec, with their parameters.
+        target: the target of the warnings.
     """
     schemes = allocation(spec.quant, programs.stored)
     rows = tuple(_rows(spec, schemes, programs))
@@ -95,8 +95,8 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Returns the estimated bytes of an artifact in addition to its arrays. They include the spec in the artifact,
-    which has one rule per tensor."""
+    """Returns the estimated bytes of an artifact without its arrays. The artifact contains the spec with one rule per
+    tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
@@ -110,8 +110,7 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns a description of the promotion or allocation, which changes the bits of the rules; empty if there is
-    none."""
+    """Returns a description of the promotion or allocation, which changes the bits of the rules. Empty without one."""
     if quant is None:
         return ""
     if quant.allocate is not None:
@@ -128,8 +127,8 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """Yields two lines if the smallest choice of `quant.allocate` may exceed the budget: the bytes of this choice, and
-    the largest parameters whose bits are fixed."""
+    """Yields two lines if the smallest choice of `quant.allocate` may exceed the budget. The lines state the bytes of
+    this choice, and the largest parameters with fixed bits."""
     if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()

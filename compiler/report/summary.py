@@ -1,4 +1,5 @@
-"""The summary of a plan. `specc plan` prints it, PLAN.md begins with it, and `specc diff` compares it for two specs."""
+"""The summary of a plan. `specc plan` prints it, PLAN.md begins with it, and `specc diff` compares the summaries of
+two specs."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ LINES, WIDTH = 25, 120
 
 
 def quantity(value: float) -> str:
-    """Returns a count with a unit prefix, e.g. `29.4 M`."""
+    """Returns a count with a unit prefix, such as `29.4 M`."""
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             return f"{value / size:.1f}{unit}"
@@ -30,7 +31,7 @@ def quantity(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Returns a time as text: a whole number if it is at least 100, otherwise three significant digits."""
+    """Returns a time as text: a whole number from 100 on, otherwise three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -40,8 +41,8 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The main facts about the plans of a spec. `deployed` contains the plans of the model that runs from an artifact,
-    for targets where they differ from `plans`."""
+    """The main facts about the plans of a spec. `deployed` has the plans of a model that runs from an artifact, for
+    targets where they differ from `plans`."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -49,8 +50,8 @@ class Summary:
 
     @cached_property
     def main(self) -> Plan:
-        """The plan that the summary describes. This is the plan of a target with measurements or, if no target has any,
-        of a target with known peak rates."""
+        """The plan that the summary describes. A target with measurements is preferred, then a target with known peak
+        rates."""
         return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
 
     @cached_property
@@ -59,7 +60,7 @@ class Summary:
 
     @cached_property
     def used(self) -> str:
-        """The number of parameters that a token uses, in words; empty if a token uses all."""
+        """The number of parameters that a token uses, in words. Empty if a token uses all."""
         used = used_parameters(lower(self.spec, next(iter(self.plans))))
         return f", of which a token uses {used:,}" if used < self.parameters else ""
 
@@ -70,12 +71,12 @@ class Summary:
 
     @cached_property
     def cached_numbers(self) -> int:
-        """The number of elements of the cache of a sequence that fills the context; 0 for a model without a cache."""
+        """The number of elements of the cache when a sequence fills the context. 0 for a model without a cache."""
         return cached_numbers(self.main.programs, self.spec.model.window)
 
     @property
     def cached(self) -> str:
-        """The size of a cache in words; empty without a cache."""
+        """The size of a cache in words. Empty without a cache."""
         window = self.spec.model.window
         bytes = cached_bytes(self.main.programs, window)
         numbers, each = (f"{total / window:,.1f}".removesuffix(".0") for total in (self.cached_numbers, bytes))
@@ -88,7 +89,7 @@ class Summary:
 
     @cached_property
     def decoding(self) -> Decoding | None:
-        """A decoding step of the quantized model; None if no step reads codes."""
+        """A decoding step of the quantized model. None if no step reads codes."""
         return decoding_of(self.spec, tuple(self.plans))
 
     @cached_property
@@ -97,7 +98,7 @@ class Summary:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Sentences that describe the terms of the loss, if there are several, and the values that change during the
+        """Sentences about the terms of the loss, if there are several, and about the values that change during the
         run."""
         terms = [
             f"{term.weight.words if isinstance(term.weight, Schedule) else term.weight} x {term.states or term.kind}"
@@ -113,7 +114,7 @@ class Summary:
 
     @property
     def step_time(self) -> str:
-        """The time of a step in words: measured, or a lower bound."""
+        """The time of a step in words, measured or as a lower bound."""
         step = self.step
         if step.timing is not None:
             return f"{milliseconds(step.timing.ms)} ms, floor {milliseconds(step.floor_ms)}"
@@ -128,14 +129,14 @@ class Summary:
 
     @property
     def memory_parts(self) -> str:
-        """The parts of the memory that is forecast for a step, in words, the largest part first."""
+        """The parts of a step's estimated memory in words, largest first."""
         parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 
     @property
     def gap(self) -> str:
-        """A phrase that names the class of work whose measured time exceeds its floor by the most; empty if no class
-        was measured."""
+        """A phrase with the class of work whose measured time exceeds the floor by the most. Empty without
+        measurements."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
         return f"{largest[1]}, {milliseconds(largest[0])} ms above the floor" if largest is not None else ""
@@ -146,7 +147,7 @@ class Summary:
 
     @property
     def stored(self) -> str:
-        """The bytes of an artifact in words, with a remark if quantization may choose other bits than the rules
+        """The bytes of an artifact in words. A remark follows if quantization may choose other bits than the rules
         state."""
         storage = self.storage
         against = f", {100 * storage.bytes / storage.budget:.1f} % of {storage.budget:,}" if storage.budget else ""
@@ -155,20 +156,20 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """A description of the promotion, allocation or correction, which changes the bits of the rules; empty if there
-        is none."""
+        """A description of the promotion, allocation or correction, which changes the bits of the rules. Empty without
+        one."""
         if not self.storage.chosen:
             return ""
         return f"then {self.storage.chosen}"
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The values that each group saves for its backward, with their bytes in a micro-batch."""
+        """The values that each group saves for its backward pass, and their bytes in a micro-batch."""
         return tuple(map(self._saved, self.main.save_choices))
 
     @property
     def recomputed(self) -> str:
-        """The parts that the backward pass recomputes, in words; empty if there are none."""
+        """The parts that the backward pass recomputes, in words. Empty if there are none."""
         return ", ".join(dict.fromkeys(place for _, place in recomputed_places(self.main.programs)))
 
     @property
@@ -232,7 +233,7 @@ def _work_line(summary: Summary, work: Work) -> str:
 
 
 def by(work: Work) -> str:
-    """Returns, for one class of work, the language or library of its kernels, and whether they were chosen by rule."""
+    """Returns the kernels' languages or libraries in a class of work, and whether the kernels were chosen by rule."""
     kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
     ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
     return f"{kernels}, by rule" if ruled else kernels
@@ -246,7 +247,7 @@ def _kernels(plan: Plan) -> str:
 
 
 def data(summary: Summary) -> dict[str, Any]:
-    """Returns the facts that `lines` prints as JSON data."""
+    """Returns the facts of `lines` as JSON data."""
     step, storage = summary.step, summary.storage
     return {
         "name": summary.spec.name,

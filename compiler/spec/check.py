@@ -1,6 +1,6 @@
 """Checks a spec and reports all of its problems, each with a code, a position and a hint.
 
-The modules that translate Pydantic's errors are imported only if a spec has such errors.
+The modules that translate Pydantic's errors are imported only for invalid specs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +21,7 @@ M = TypeVar("M", bound=StrictModel)
 
 
 def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, Source]:
-    """Returns the checked spec of a file (a path) or of a text (a string), and its source, which holds the position of
-    each value.
+    """Returns the checked spec, and its source with the position of each value. `origin` is a path, or a text.
 
     `overrides` are texts `path=value`, which are applied before the check. Raises SpecError with all problems if the
     spec is invalid or has an old version.
@@ -34,7 +33,7 @@ def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, S
 
 
 def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, Source, bool]:
-    """Loads the spec that a run recorded. Returns the spec, the source, and whether the file has an old version.
+    """Loads the spec of a recorded run. Returns the spec, the source, and whether the file has an old version.
 
     A spec of an old version is rewritten in memory.
     """
@@ -68,15 +67,15 @@ def check_as(model: type[M], source: Source) -> M:
 
 
 def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnostic, ...]:
-    """Returns the problems as diagnostics with the positions of their paths in the source.
+    """Returns the problems as diagnostics, with positions in the source.
 
-    A related note is dropped if it is in another file than the problem, e.g. in an override.
+    A related note is dropped if it is in another file than the problem, such as an override.
     """
     return tuple(_placed(problem, source) for problem in problems)
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, for every Pydantic model in `value`. Paths are relative to the
+    """Yields each problem that involves several fields of one Pydantic model in `value`. Paths are relative to the
     root."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
@@ -93,9 +92,9 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _diagnostics(model: type[StrictModel], source: Source, error: ValidationError | None) -> Iterator[Diagnostic]:
     """Yields the diagnostics of an invalid source.
 
-    If the kind of a value is missing or unknown, the value is also checked as the kind that was probably meant, so that
-    its other errors are reported too. Problems of the parts around the value may be consequences of the kind, so they
-    are reported only if the kind is misspelled.
+    If the kind of a value is missing or unknown, the value is also checked as the likely kind, so other errors in the
+    value are reported too. Problems of the surrounding sections may follow from the kind. Such problems are reported
+    only if the kind is misspelled.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds
@@ -128,7 +127,7 @@ def _error_of(model: type[StrictModel], data: object) -> ValidationError | None:
 
 
 def _with(data: Any, values: Mapping[Path, object]) -> Any:
-    """Returns a copy of `data` in which `values` replace the values at their paths."""
+    """Returns a copy of `data` with the given values at their paths."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[Path, object]] = {}
@@ -143,7 +142,7 @@ def _with(data: Any, values: Mapping[Path, object]) -> Any:
 def _problems_of_sound_parts(
     source: Source, models: Mapping[Path, type[StrictModel]], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, for those parts of a spec that have no Pydantic errors."""
+    """Yields problems that involve several fields, in the parts of a spec without Pydantic errors."""
     sound: list[Path] = []
     for path, model in models.items():
         broken = any(fault[: len(path)] == path for fault in faulty)

@@ -1,7 +1,4 @@
-"""The JSON Schema of a spec, for editors.
-
-The file is `specs/schema.json`. The first line of each spec references it.
-"""
+"""The JSON Schema of a spec, for editors. The first line of each spec references the schema in `specs/schema.json`."""
 
 import inspect
 import json
@@ -22,7 +19,7 @@ _TAGS = ("kind", "scheme", "metric")
 class _ForEditors(GenerateJsonSchema):
     """Generates the schema with the descriptions of all fields, and without titles that only repeat a key.
 
-    Each member of a union requires its tag, except the default member, which applies to a section without a tag.
+    Each member of a union requires its tag. The default member, for sections without a tag, does not.
     """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:
@@ -60,15 +57,13 @@ def field_descriptions(model: type[StrictModel]) -> Mapping[str, str]:
 
 
 def schema_text() -> str:
-    """Returns the schema of `Spec` (draft 2020-12) as the text of a file. The text is deterministic."""
+    """Returns the schema of `Spec` (draft 2020-12) as deterministic text."""
     return json.dumps(Spec.model_json_schema(schema_generator=_ForEditors), indent=2, ensure_ascii=False) + "\n"
 
 
 def _cleared(schema: Any, named: bool = False) -> Any:
-    """Returns the schema without `title` and `discriminator` entries.
-
-    `named` is true if the keys of `schema` are names of fields, so that a field called `title` is not removed.
-    """
+    """Returns the schema without `title` and `discriminator` entries. If `named` is true, the keys of `schema` are
+    names of fields, and a field `title` stays."""
     if isinstance(schema, list):
         return [_cleared(item) for item in schema]
     if not isinstance(schema, dict):

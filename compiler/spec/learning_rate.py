@@ -1,4 +1,4 @@
-"""The learning rate over a run: warm-up, warm-down and its shape.
+"""The learning rate over a run: warm-up, and warm-down with its shape.
 
 runtime/optim/schedule.py computes the learning rate of a step.
 """
@@ -16,13 +16,13 @@ SHAPES = {"cosine": "0.5 * (1 + cos(pi * t))"}
 class ScheduleSpec(StrictModel):
     """The multiplier of the learning rate over a run.
 
-    The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a
-    fraction of the run. A fraction refers to seconds if the run is limited by `budget_seconds`, and to steps otherwise.
-    If a shape is set without a length, the warm-down is the whole run after the warm-up.
+    The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is stated in steps or as a
+    fraction of the run. The run is measured in seconds if it has `budget_seconds`, otherwise in steps. If `shape` is
+    set without a length of the warm-down, the warm-down is the whole run after the warm-up.
 
     Attributes:
         warmup_steps: the number of warm-up steps.
-        warmdown_steps: the number of steps at the end of the run over which the multiplier falls.
+        warmdown_steps: the number of warm-down steps, at the end of the run.
         warmup_fraction: the warm-up as a fraction of the run.
         warmdown_fraction: the warm-down as a fraction of the run.
         shape: the multiplier in the warm-down: `linear`, `cosine`, or a formula such as `(1 - t) ** 2`, where `t` is
@@ -43,7 +43,7 @@ class ScheduleSpec(StrictModel):
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
-        """Returns the number of warm-up steps and the number of warm-down steps in a run of `steps` steps."""
+        """Returns the numbers of warm-up and warm-down steps in a run of `steps` steps."""
         # in floating point, 0.29 * 100 is slightly less than 29
         parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (
@@ -52,16 +52,14 @@ class ScheduleSpec(StrictModel):
         return up, max(steps - up, 0) if self.falls else down
 
     def down(self, left: float) -> float:
-        """Returns the multiplier in the warm-down if the share `left` of the warm-down remains."""
+        """Returns the multiplier when the share `left` of the warm-down remains."""
         if self.shape == "linear":
             return max(left, self.floor)
         return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)
 
     def below(self, limit: float) -> float:
-        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`.
-
-        This requires a shape that never rises; see `problems`.
-        """
+        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`. The shape
+        must never rise."""
         low, high = 0.0, 1.0
         if self.shape == "linear":
             return limit
@@ -74,9 +72,9 @@ class ScheduleSpec(StrictModel):
         """Returns the learning-rate multiplier of one of the last updates of a run.
 
         Args:
-            steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier
-                of the schedule.
-            last: the position of the update, counted from the end: 1 is the last update.
+            steps: The steps of the run. None if the run is limited by seconds; the result is then the lowest
+                multiplier.
+            last: The position of the update, counted from the end: 1 is the last update.
         """
         span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
         if not span:
@@ -84,7 +82,7 @@ class ScheduleSpec(StrictModel):
         return self.down(0.0 if steps is None else min(1.0, last / span))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if warm-up or warm-down is set both in steps and as a fraction, or if the shape rises."""
+        """Yields a problem if warm-up or warm-down is stated both in steps and as a fraction, or if the shape rises."""
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
                 message = f"{name} is set in steps and as a fraction"

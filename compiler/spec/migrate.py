@@ -1,4 +1,5 @@
-"""Rewrites specs of version 1, and old keys of version 2. The model's parameters, programs and scores do not change."""
+"""Rewrites specs of version 1, and old keys of version 2. Parameters, programs and scores of the model do not
+change."""
 
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ Data = MutableMapping[str, Any]
 
 
 def upgraded(data: Any) -> Any:
-    """Returns the data of a spec in the current version. Data of another form are returned unchanged."""
+    """Returns the data of a spec in the current version. Other data are returned unchanged."""
     if not of_version_1(data) and not has_tf32(data):
         return data
     new = _plain(data)
@@ -29,7 +30,6 @@ def upgraded(data: Any) -> Any:
 
 
 def _move_tf32(train: Data) -> None:
-    """Moves `tf32` into a new section `precision`. The section takes the position and the comment of the key."""
     if not isinstance(train, CommentedMap):
         train["precision"] = {"tf32": train.pop("tf32")}
         return
@@ -40,11 +40,10 @@ def _move_tf32(train: Data) -> None:
 
 
 def migrated_text(path: FilePath) -> str | None:
-    """Returns the text of a spec file in the current version, with its comments. None if the file already has the
-    current version.
+    """Returns the text of a spec file in the current version, with its comments. None if it already has this version.
 
     Raises:
-        SpecError: if the file is not a spec of version 1.
+        SpecError: If the file is not a spec of version 1.
     """
     source = read(path)
     if upgraded(source.data) is source.data:
@@ -79,10 +78,9 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def with_all_comments(old: str, new: str) -> str:
-    """Returns the text `new` with those comments of `old` inserted that are lost because the migration removed their
-    keys.
+    """Returns `new` with the comments of `old` whose keys the migration removed.
 
-    Each comment is inserted before the next line of `old` that occurs exactly once in `new`.
+    Such a comment is inserted before the next line of `old` that occurs exactly once in `new`.
     """
     olds, lines = [_code_and_comment(line) for line in old.splitlines()], new.splitlines()
     present = Counter(comment for _, comment in map(_code_and_comment, lines))
@@ -99,16 +97,13 @@ def with_all_comments(old: str, new: str) -> str:
 
 
 def _code_and_comment(line: str) -> tuple[str, str]:
-    """Splits a line into its code, without the space around it, and its comment."""
+    """Splits a line into its code and its comment, both without surrounding space."""
     match = re.search(r"(?:^|\s)(#.*)$", line)
     return (line[: match.start()].strip(), match[1].strip()) if match else (line.strip(), "")
 
 
 def migrate(data: Data) -> None:
-    """Rewrites the data of an old spec in place.
-
-    Unknown fields stay in the data and are reported when the spec is read.
-    """
+    """Rewrites the data of an old spec in place. Unknown fields stay, and are reported when the spec is read."""
     if has_tf32(data):
         _move_tf32(data["train"])
     if not of_version_1(data):
@@ -140,7 +135,6 @@ def migrate(data: Data) -> None:
 
 
 def _turn_backward(part: Any) -> None:
-    """Adds `turn: backward` to the rotary embeddings in a part of a model."""
     if isinstance(part, MutableMapping):
         if isinstance(part.get("rope"), MutableMapping):
             part["rope"]["turn"] = "backward"
@@ -150,7 +144,7 @@ def _turn_backward(part: Any) -> None:
 
 
 def _migrate_masks(part: Any) -> None:
-    """Rewrites the old fields of attention for windows and documents as masks."""
+    """Rewrites old attention fields for windows and documents as masks."""
     for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
         _migrate_masks(inner)
     if not isinstance(part, MutableMapping) or part.get("kind") != "attention" or part.get("of") == "encoder":
@@ -174,7 +168,7 @@ def _stages(data: Data) -> Iterator[Data]:
 
 
 def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
-    """Yields the sections of a spec that describe stacks of blocks, and the number of features of each stack."""
+    """Yields each section of a spec with a stack of blocks, and the stack's number of features."""
     model = data.get("model")
     if isinstance(model, MutableMapping):
         if isinstance(model.get("blocks"), MutableMapping):
@@ -186,14 +180,12 @@ def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy that consists of dicts, lists and scalars."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _frozen(value: Any) -> Any:
-    """Returns data with tuples in place of lists, as in the source of a spec."""
     if isinstance(value, dict):
         return {key: _frozen(inner) for key, inner in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
@@ -261,7 +253,7 @@ def _migrate_blocks(blocks: Data, dim: Any) -> None:
 
 
 def _migrate_train(train: Data) -> None:
-    """Rewrites the old fields for ramps, tapers, teacher forcing and row lengths as schedules."""
+    """Rewrites old fields as schedules: ramps, tapers, teacher forcing and row lengths."""
     for optimizer in train.get("optimizers") or ():
         if isinstance(optimizer, MutableMapping):
             for key, schedule in (("momentum", _ramp), ("weight_decay", _taper)):
@@ -308,8 +300,8 @@ def _migrate_gate(layer: Data) -> None:
 
 
 def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
-    """Removes the old keys `values` and `exclude` from the layers. Yields entries for `blocks.changes` where such a key
-    listed only some of the layers."""
+    """Removes the old keys `values` and `exclude` from the layers. Where such a key listed only some layers, yields an
+    entry for `blocks.changes`."""
     for layer in layers:
         title = _title(layer)
         values, fields = layer.pop("values", None), dict[str, Any]()
@@ -327,8 +319,8 @@ def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> 
 
 
 def _value_embedding(title: str, values: Mapping[str, Any], shape: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the learned values of a value embedding, and the fields of the attention `title` that add it to the
-    values. `shape` is the width of the values."""
+    """Returns two mappings for a value embedding: the learned values, and the fields of the attention `title` that add
+    the embedding to the values. `shape` is the width of the values."""
     learned = {
         f"{title}_values.table": {
             "of": "ids", "shape": values.get("dim"), "init": values.get("init", {"normal": 0.01})
@@ -348,7 +340,7 @@ def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
 
 
 def _residual(layer: Data) -> str:
-    """Removes the residual factor from a layer, and returns it as a prefix of the branch, such as `0.5 * `."""
+    """Removes the residual factor from a layer. Returns a prefix of the branch, such as `0.5 * `."""
     factor = layer.pop("residual", None)
     if factor is None:
         return ""
@@ -382,7 +374,7 @@ def _lane_fields(
     mixes: bool,
     skip: Callable[[str], str] | None,
 ) -> dict[str, Any]:
-    """Returns the fields of a block in which each layer has its own residual stream (lane)."""
+    """Returns the fields of a block in which each layer has a separate residual stream (lane)."""
     titles = list(branches)
     names = [f"{title}_lane" for title in titles]
     learn = dict(change.get("learn", {}))
@@ -423,8 +415,8 @@ def _range(first: int, last: int) -> str:
 
 
 def condition_of(layers: Sequence[int], count: int) -> str:
-    """Returns a condition that holds in exactly the given layers of a stack. `layers` are ascending, and `count` is the
-    number of all layers of the stack."""
+    """Returns a condition that holds in exactly the given layers of a stack. `layers` are ascending, and the stack has
+    `count` layers."""
     parts = []
     begin = 0
     for i, layer in enumerate(layers):

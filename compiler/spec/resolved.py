@@ -1,4 +1,4 @@
-"""The text of a resolved spec: every value that applies, with its origin."""
+"""The text of a resolved spec. The text states every value that applies, and the origin of the value."""
 
 import json
 import re
@@ -17,15 +17,15 @@ _COLUMN = 48  # the column at which comments begin, if the line is short enough
 
 
 def resolved_text(spec: Spec, source: Source, overrides: Iterable[str] = ()) -> str:
-    """Returns a spec as YAML in which every value is written out, with a comment that states the origin of each.
+    """Returns a spec as YAML that states every value. A comment states the origin of each value.
 
     The origin is the file and the line, the override, or `default`. A value that is not set and has no default is
     omitted. The text is a spec with the same canonical form.
 
     Args:
-        spec: the checked spec of the source.
-        source: the text of the spec and its overrides.
-        overrides: the overrides, which the first line states.
+        spec: The checked spec of the source.
+        source: The text of the spec and its overrides.
+        overrides: The overrides, which the first line states.
     """
     data = spec.model_dump(mode="json", by_alias=True)
     sets = "".join(f" --set {json.dumps(text)}" for text in overrides)
@@ -44,7 +44,6 @@ def _mapping(data: Mapping[str, Any], source: Source, path: Path, depth: int) ->
 
 
 def _entry(head: str, value: Any, source: Source, path: Path, depth: int) -> Iterator[Line]:
-    """Yields the lines of an entry. `head` is the key or the dash before the value."""
     inner = list(_mapping(value, source, path, depth + 1)) if isinstance(value, dict) else []
     if inner:
         yield head, ""
@@ -58,7 +57,6 @@ def _entry(head: str, value: Any, source: Source, path: Path, depth: int) -> Ite
 
 
 def _item(value: Any, source: Source, path: Path, depth: int) -> Iterator[Line]:
-    """Yields the lines of a list item. The first line begins with the dash."""
     lines = list(_mapping(value, source, path, depth + 1)) if isinstance(value, dict) else []
     if not lines:
         yield f"{'  ' * depth}- {_flow(value)}", _origin(source, path)
@@ -82,9 +80,9 @@ def _scalar(value: Any) -> str:
 
 
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
-    """Returns whether the source states a value, and the longest prefix of the value's path that exists in the source.
+    """Returns whether the source states a value, and the longest prefix of the value's path in the source.
 
-    A value also counts as stated if the source states a shorter form, such as a text in place of a mapping.
+    A shorter form of the value, such as a text in place of a mapping, also counts.
     """
     value = source.data
     for depth, part in enumerate(path):

@@ -74,9 +74,9 @@ class Promote(StrictModel):
     Attributes:
         bits: the bits of the promoted tensors.
         by: the measure of sensitivity.
-        count: how many tensors are promoted. If unset, as many as fit into `quant.budget_bytes`, which is then
-            required.
-        match: the pattern of the names of the tensors to choose from.
+        count: how many tensors are promoted. If unset, as many as fit into `quant.budget_bytes`, which must then be
+            set.
+        match: a pattern of the names of tensors to choose from.
     """
 
     bits: Annotated[int, Field(ge=4, le=8)]
@@ -88,15 +88,15 @@ class Promote(StrictModel):
 class Allocate(StrictModel):
     """A joint choice of bits for several tensors.
 
-    The choice minimizes the increase of the loss within `quant.budget_bytes`. Increases of the loss are estimated from
-    Hessians and gradients. Sizes are measured on quantized, compressed data.
+    The choice minimizes the increase of the loss within `quant.budget_bytes`. The increase is estimated from Hessians
+    and gradients. Sizes are measured on quantized, compressed data.
 
     Attributes:
-        bits: the bits to choose from. The list may include fewer bits than the rule for a tensor states, so that larger
-            models fit the budget.
-        clip_stds: clips to try with each number of bits, in standard deviations of a row, for tensors whose scheme
-            supports clips. A wider clip has coarser steps, and codes that compress to fewer bytes.
-        match: the pattern of the names of the tensors.
+        bits: the bits to choose from. A choice may have fewer bits than the rule for a tensor, so that larger models
+            fit the budget.
+        clip_stds: clips to try with each number of bits, in standard deviations of a row. These clips apply to tensors
+            whose scheme supports clips. A wider clip has coarser steps, and gives codes that compress to fewer bytes.
+        match: a pattern of the names of the tensors.
     """
 
     bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1, max_length=7)] = (4, 5, 6, 7, 8)
@@ -113,13 +113,13 @@ class Allocate(StrictModel):
 class Correct(StrictModel):
     """A low-rank correction, stored in 2 and 4 bits (LQER), for the tensors with the largest quantization errors.
 
-    The errors are measured with the bits that `allocate` or `promote` chooses. After the correction, the bits of all
+    Errors are computed with the bits that `allocate` or `promote` chooses. After the correction, the bits of all
     tensors are chosen again.
 
     Attributes:
         rank: the rank of the correction.
         count: how many tensors are corrected.
-        match: the pattern of the names of the tensors to choose from.
+        match: a pattern of the names of tensors to choose from.
     """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4
@@ -134,10 +134,10 @@ class Calibrate(StrictModel):
         sequences: the number of windows.
         batch: the number of windows per forward pass.
         source: `train`: windows of the training split, as long as the context. `self`: text that the model generates.
-        length: the number of tokens of a generated window; the context if unset.
+        length: the number of tokens of a generated window, by default the context.
         temperature: the sampling temperature of generated text.
-        begin: the first token of a generated window: the mark between documents (`bos`), or a token drawn uniformly
-            from the vocabulary (`uniform`).
+        begin: the first token of a generated window: the marker between documents (`bos`), or a random token of the
+            vocabulary (`uniform`).
     """
 
     sequences: Positive = 64
@@ -186,8 +186,7 @@ class QuantSpec(StrictModel):
     budget_bytes: Positive | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for a promotion or allocation without a limit, and for a promotion together with an
-        allocation."""
+        """Yields a problem for a promotion or allocation without a limit, and for both together."""
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
             yield Problem(
                 ("promote",),
@@ -211,14 +210,14 @@ class Spec(StrictModel):
 
     Attributes:
         spec_version: the version of this format.
-        name: the name of the model, of the folder in generated/, and of runs.
+        name: the name of the model. The folder in generated/ and runs have this name.
         targets: the machines to generate code for.
         model: the architecture.
-        fuse: the fusion points. Each fusion point is a pattern that selects parts, and a list of the nodes in each part
-            that are fused. A point that ends in the loss may have `chunks`, the number of chunks of tokens that are
+        fuse: the fusion points. A fusion point has a pattern of parts of the model, and a list of the nodes to fuse in
+            each part. A point that ends in the loss may have `chunks`: the number of chunks of tokens, which are
             computed one after another.
-        merge: patterns of linear layers that read the same value. Such layers are computed as one product in programs
-            over whole sequences. `auto`: all layers for which this moves fewer bytes.
+        merge: patterns of linear layers that read the same value. In programs over whole sequences, such layers become
+            one product. `auto`: all layers for which this moves fewer bytes.
         fold: patterns of linear layers whose outputs are multiplied by numbers or learned vectors. In programs over
             whole sequences, the matrices are multiplied by these factors instead. `auto`: all such layers.
         quant: how the parameters are stored. If unset, the model is not quantized.
@@ -239,8 +238,8 @@ class Spec(StrictModel):
 
     @property
     def plain(self) -> "Spec":
-        """The spec without fusion points, merged layers and folded factors: its programs are exactly those of the
-        model."""
+        """The spec without fusion points, merged layers and folded factors. The programs of this spec are exactly
+        those of the model."""
         return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
 
     @property
@@ -249,13 +248,13 @@ class Spec(StrictModel):
 
     @property
     def at_rest(self) -> "Spec":
-        """The spec of the model outside of training: without quantization-aware training (`train.qat`), and without
-        loss terms that have modules."""
+        """The spec of the model outside of training. This spec has no quantization-aware training (`train.qat`), and
+        no loss terms that have modules."""
         losses = tuple(term for term in self.train.losses if not term.count)
         return self.model_copy(update={"train": self.train.model_copy(update={"qat": None, "losses": losses})})
 
     def _problems_of_late_changes(self) -> Iterator[Problem]:
-        """Yields a problem for each change in a schedule that begins after the last step of the run.
+        """Yields a problem for each schedule change that begins after the last step of the run.
 
         A run that is limited by seconds is not checked, because its number of steps is unknown.
         """
@@ -272,8 +271,7 @@ class Spec(StrictModel):
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
-        """Yields the problems of settings that cannot be combined with a prefix. The targets of a prefix are not
-        scored."""
+        """Yields the problems of settings that conflict with a prefix, whose targets are not scored."""
         least = self.model.unscored + 1
         if least == 1:
             return
@@ -293,11 +291,10 @@ class Spec(StrictModel):
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype that the spec sets; None if the target determines the dtype."""
+        """The compute dtype of the spec. None if the target determines the dtype."""
         return self.train.precision.compute or self.model.computes_in
 
     def _problems_of_precision(self) -> Iterator[Problem]:
-        """Yields the problems of `train.precision` that involve the model."""
         stated, model = self.train.precision.compute, self.model.computes_in
         if stated is not None and model is not None and stated != model:
             message = f"training computes in {stated}, but the model has `dtype: {model}`"
@@ -308,12 +305,12 @@ class Spec(StrictModel):
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
             message = (
-                "masters in bf16 need a model of text: in a model of lines, "
-                "dropout and the rounding of masters draw from one generator"
+                "masters in bf16 need a model of text; in a model of lines, "
+                "dropout and rounding would share one random generator"
             )
             yield Problem(("masters",), "S293", message, "remove masters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
-            message = "qat rounds the copies that are made of f32 masters, but bf16 masters have no copies"
+            message = "qat rounds copies of f32 masters, but bf16 masters have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
         if self.train.precision.tf32 and self.computes_in != "f32":
             message = (
@@ -322,10 +319,7 @@ class Spec(StrictModel):
             yield Problem(("tf32",), "S277", message, "remove tf32, or set `compute: f32`")
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems that involve several sections of the spec.
-
-        Examples are a target that is listed twice, and a window that does not divide the tokens of a step.
-        """
+        """Yields the problems that involve several sections of the spec."""
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")

@@ -38,9 +38,9 @@ GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
 def _tagged(key: str, default: str) -> Any:
-    """Returns a validator that adds a tag to a section that does not state it.
+    """Returns a validator that adds a default tag to a section without a tag.
 
-    Lists of JSON become tuples, because Pydantic accepts only tuples from a Python validator in strict mode.
+    It converts JSON lists to tuples. In strict mode, Pydantic accepts only tuples from a Python validator.
     """
 
     def add(value: Any) -> Any:
@@ -71,7 +71,7 @@ class EmaSpec(StrictModel):
     """An exponential moving average of the weights. The average replaces the weights when the run ends.
 
     Attributes:
-        decay: the factor of the previous average; the factor of the current weights is 1 - `decay`.
+        decay: the factor of the previous average. The factor of the current weights is 1 - `decay`.
     """
 
     kind: Literal["ema"]
@@ -81,7 +81,7 @@ class EmaSpec(StrictModel):
 class SwaSpec(StrictModel):
     """Stochastic weight averaging (Izmailov et al. 2018).
 
-    The mean of weight samples from the warm-down replaces the weights when the run ends.
+    The weights are sampled during the warm-down. The mean of the samples replaces the weights when the run ends.
 
     Attributes:
         every: the number of steps between two samples.
@@ -99,14 +99,14 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 class QatSpec(StrictModel):
     """Quantization-aware training in the last part of a run.
 
-    The model computes with weights that are fake-quantized by the rules of `quant`, before any promotion, allocation or
-    correction. Gradients use the straight-through estimator. If `quant` has int8 products, the input scales of these
-    products are measured at the first such step and stored in the artifact.
+    The model computes with fake-quantized weights, by the rules of `quant` without promotion, allocation or
+    correction. Gradients use the straight-through estimator. The input scales of int8 products are measured at the
+    first of these steps, and stored in the artifact.
 
     Attributes:
         below: the learning-rate multiplier below which rounding begins.
-        inputs: whether the inputs of int8 products are also fake-quantized, as in the deployed model. Training steps
-            are then slower, because recurrences run step by step.
+        inputs: whether the inputs of int8 products are also fake-quantized, as in the deployed model. Recurrent layers
+            then run step by step, which is slower.
     """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15
@@ -118,48 +118,45 @@ OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 
 
 class TrainSpec(StrictModel):
-    """One training run. Exactly one of `steps` and `budget_seconds` is set. The field that is set also determines the
-    time axis of schedules.
+    """One training run, limited by `steps` or by `budget_seconds`. Exactly one of these fields is set. Schedules run
+    over steps or over seconds accordingly.
 
-    The size of a step is set either in tokens or in rows. A row is a window of text or a pair of lines.
+    The size of a step is stated in tokens or in rows. A row is a window of text or a pair of lines.
 
     Attributes:
         data: the training data.
-        micro_batch: the number of rows per backward pass on each process. If unset: 8 if the step size is in tokens,
-            otherwise all rows of the step.
+        micro_batch: the number of rows per backward pass on each process. The default is 8 for a step size in tokens,
+            and all rows of the step for a step size in rows.
         tokens_per_step: the size of a step in tokens, over all processes: a number or a schedule.
         batch: the size of a step in rows, over all processes: a number or, for text, a schedule.
-        context: the tokens of a row, at most the model's context: a number or a schedule. Each window of text is cut
-            into rows of that many tokens, which do not attend to each other. The tokens of a step and their order do
-            not change. Evaluation uses whole windows. If unset, the model's context.
+        context: the number of tokens per row, at most the model's context: a number or a schedule. Each window of text
+            is cut into rows of this length. Tokens do not attend to other rows. The tokens of a step and their order do
+            not change. Evaluation uses whole windows. By default, a row is a whole window.
         steps: the steps of the run.
         budget_seconds: the training time of the run in seconds.
         seed: the seed of initialization, data order and dropout.
-        start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
-            `*.safetensors` or a folder of such files, or a mapping that selects a part of such weights. If unset, the
-            run starts from initial values.
-        deterministic: whether two runs with the same seed give the same bits, on the same kind of device and with the
-            same number of processes and CPU threads. Kernels that may return other bits in repeated calls are then not
+        start: weights that replace the initial values. The value is a run, an artifact, a folder of Transformers, a
+            file `*.safetensors`, a folder of such files, or a mapping that selects a part of these.
+        deterministic: whether runs with the same seed give the same bits. This requires the same kind of device, and
+            the same numbers of processes and CPU threads. Kernels that may return other bits in repeated calls are not
             used.
-        teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
-            token instead of the model's previous output: a number or a schedule.
-        losses: the terms of the training loss, each with a weight. If unset, only the loss of the next token.
+        teacher_forcing: a probability, as a number or a schedule, for models of lines. With this probability, a decoder
+            position receives the target token. Otherwise, it receives the model's previous output.
+        losses: the weighted terms of the training loss. By default, only the loss of the next token.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient, over all parameters except the parameters of `sign` optimizers. If
-            unset, gradients are not clipped.
+        clip_norm: the largest norm of the gradient, over all parameters without those of `sign` optimizers. If unset,
+            gradients are not clipped.
         precision: the dtypes of training.
-        recompute: the parts of each block whose values the backward pass recomputes, so that they are not kept in
-            memory: the names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and
-            gradients do not change. If unset, all values that the backward pass reads are kept.
-        average: an average of the weights, which replaces them when the run ends.
+        recompute: the parts of each block that the backward pass recomputes, to save memory. A part is the name of a
+            layer, such as `mlp` or `attention`, or `block` for the whole block. Losses and gradients do not change.
+        average: an average of the weights, which replaces the weights when the run ends.
         qat: quantization-aware training.
-        validate_every: the steps between two validations; 0 for a single validation at the end.
-        stop_at_loss: a loss in nats per target. The run ends at the first validation at which the loss of the current
-            weights is at most this value. The run logs the seconds of training until then, without compilation and
-            validation.
-        validate_tokens: the number of tokens of the validation split that a validation reads; all if unset.
-        checkpoint_every: the steps between two checkpoints; 0 for a single checkpoint at the end.
+        validate_every: the steps between two validations. 0 for a single validation at the end.
+        stop_at_loss: a loss in nats per target. The run ends at the first validation at which the current weights have
+            at most this loss. The log states the seconds of training until then, without compilation and validation.
+        validate_tokens: the number of tokens that a validation reads, by default the whole validation split.
+        checkpoint_every: the steps between two checkpoints. 0 for a single checkpoint at the end.
     """
 
     data: AnyData = TextData.model_construct()
@@ -188,23 +185,23 @@ class TrainSpec(StrictModel):
 
     @property
     def loss_weights(self) -> Mapping[str, float | str | Schedule]:
-        """The weights of the loss terms, by the names of the program inputs."""
+        """The weights of the loss terms, by the name of the program input."""
         return {term.input: term.weight for term in self.losses if term.input}
 
     @property
     def starts_from(self) -> StartSpec | None:
-        """The weights with which the run starts; None for initial values."""
+        """The weights with which the run starts. None for initial values."""
         return StartSpec(path=self.start) if isinstance(self.start, str) else self.start
 
     @property
     def step_size(self) -> Sizes:
-        """The size of a step, in rows if `batch` is set, else in tokens."""
+        """The size of a step, in rows if `batch` is set, otherwise in tokens."""
         size = self.batch if self.batch is not None else self.tokens_per_step
         assert size is not None  # the spec has exactly one of the two
         return size
 
     def rows(self, window: int) -> int:
-        """Returns the rows of the last step, over all processes. `window` is the number of tokens of a row."""
+        """Returns the number of rows of the last step, over all processes. A row has `window` tokens."""
         size: int = last(self.step_size)
         return size if self.batch is not None else size // window
 
@@ -216,8 +213,7 @@ class TrainSpec(StrictModel):
         return 8 if self.batch is None else max(smallest // world, 1)
 
     def pass_tokens(self, window: int, world: int = 1) -> int:
-        """Returns the number of tokens of one backward pass on all `world` processes together. `window` is the number
-        of tokens of a row."""
+        """Returns the number of tokens of one backward pass, over all `world` processes. A row has `window` tokens."""
         return self.at_once(world) * world * window
 
     def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
@@ -237,10 +233,8 @@ class TrainSpec(StrictModel):
                 yield Problem(path, "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
-        """Yields a problem for each step size that one process cannot divide into whole micro-batches.
-
-        `window` is the number of tokens of a row.
-        """
+        """Yields a problem for each step size that one process cannot divide into whole micro-batches. A row has
+        `window` tokens."""
         if (self.batch is None) == (self.tokens_per_step is None):
             return
         name = "batch" if self.batch is not None else "tokens_per_step"
@@ -285,7 +279,7 @@ class TrainSpec(StrictModel):
                 ("steps",) if self.steps is not None else (),
                 "S201",
                 "train needs exactly one of steps and budget_seconds",
-                "set one of them; it ends the run and is the time axis of schedules",
+                "set one of the two: it ends the run, and is the time axis of schedules",
             )
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
@@ -307,7 +301,7 @@ class TrainSpec(StrictModel):
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
-        """Yields a problem for `qat`, and for `average`, if the warm-down never falls below its threshold."""
+        """Yields a problem for `qat` and for `average` if the warm-down never falls below their threshold `below`."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
         if isinstance(self.average, SwaSpec):  # the last sample may be taken up to `every` steps before the end
             every = self.average.every
@@ -330,10 +324,10 @@ class BitsSpec(StrictModel):
     """`specc eval` in bits per byte.
 
     Attributes:
-        window: the number of tokens per window; the context if unset. A window may exceed the context, unless the model
-            has learned positions.
-        stride: the tokens from one window to the next; the window if unset.
-        batch: the windows of one forward pass.
+        window: the number of tokens per window, by default the context. A window may be longer than the context, unless
+            the model has learned positions.
+        stride: the tokens from the start of one window to the next, by default the window.
+        batch: the number of windows per forward pass.
         adapt: the settings of `specc eval --adapt KIND`. These settings do not affect the score.
     """
 
@@ -347,17 +341,18 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """Whether the model needs the program `score` split into the programs `features` and `nats`."""
+        """Whether the model needs the programs `features` and `nats`, the halves of `score`."""
         return self.adapt is not None
 
     @property
     def longest(self) -> int:
-        """The number of tokens of a scored window; 0 for the context."""
+        """The number of tokens of a scored window. 0 for the context."""
         return self.window or 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
-        """Yields a problem if the model reads lines, if the stride exceeds the window, or if the window exceeds the
-        context of a model with learned positions. `bounded` is the name of the part that has learned positions."""
+        """Yields a problem if the model reads lines, or if the stride exceeds the window. If the model has learned
+        positions, the window must not exceed the context. `bounded` is the name of the part with the learned
+        positions."""
         length = self.window or window
         if reads == "lines":
             message = "bits_per_byte is for text, but the model translates lines"
@@ -381,13 +376,13 @@ class BitsSpec(StrictModel):
 
 
 class ExactMatchSpec(StrictModel):
-    """`specc eval` by exact match: the share of lines whose decoded text equals the target, character for character.
+    """`specc eval` by exact match: the share of lines whose decoded text is identical to the target.
 
     Attributes:
         decode: the decoding method.
         beam: the number of beams of a beam search.
-        batch: the lines that are decoded at once.
-        lines: the lines of each split that are scored, if the data is generated.
+        batch: the number of lines that are decoded at once.
+        lines: the number of scored lines per split, if the data is generated.
     """
 
     metric: Literal["exact_match"]
@@ -409,7 +404,7 @@ class ExactMatchSpec(StrictModel):
         yield from ()
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if `decode: beam` has no `beam`, or `decode: greedy` has one."""
+        """Yields a problem for `decode: beam` without `beam`, and for `decode: greedy` with `beam`."""
         if (self.beam is None) != (self.decode == "greedy"):
             message = (
                 "`decode: beam` needs the number `beam`" if self.beam is None else "`decode: greedy` takes no `beam`"

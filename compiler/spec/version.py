@@ -1,4 +1,4 @@
-"""The version of a spec. migrate.py rewrites old specs; it is a separate module because few commands import it."""
+"""The version of a spec. Old specs are rewritten by migrate.py, a separate module that few commands import."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ VERSION = 2
 
 
 def of_version_1(data: Any) -> bool:
-    """Returns whether the data of a spec have version 1."""
+    """Returns whether a spec has version 1."""
     return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
 
 
@@ -20,12 +20,12 @@ def has_version(source: Source) -> bool:
 
 
 def has_tf32(data: Any) -> bool:
-    """Returns whether the data of a spec have the key `train.tf32`, which is now in `train.precision`."""
+    """Returns whether a spec has the old key `train.tf32`, which is now in `train.precision`."""
     return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train
 
 
 def refuse_old(source: Source) -> None:
-    """Raises SpecError if a spec has version 1 or an old key, with the command that rewrites it."""
+    """Raises SpecError for a spec of version 1 or with an old key. The hint is the command that rewrites it."""
     hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
     if (old := of_version_1(source.data)) or has_tf32(source.data):
         place = source.value(("spec_version",) if old else ("train", "tf32"))

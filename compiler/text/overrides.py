@@ -1,4 +1,4 @@
-"""`--set path=value` overrides of spec values. Errors about an overridden value point to the override."""
+"""Overrides of spec values, `--set path=value`. Errors about an overridden value point to the override."""
 
 import re
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ FLAG = "--set"
 def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
     """Applies texts `path=value` to a source, in order. Later overrides take precedence.
 
-    A path is a list of keys with dots between them. Items of a list are numbered from 0, as in `model.embed.0.dim=64`.
-    A value is YAML. The last key of a path may be new. If it is the next number of a list, or `+`, the value is
-    appended to the list. Unknown keys are reported later, when the spec is validated.
+    A path is keys with dots between them. Items of a list are numbered from 0, as in `model.embed.0.dim=64`. A value
+    is YAML. The last key of a path may be new. If this key is `+` or the next number of a list, the value is appended
+    to the list. Validation reports unknown keys later.
 
     Raises:
         SpecError: S014, if an override is malformed or its path does not exist.
@@ -40,9 +40,9 @@ def _laid(source: Source, text: str) -> Source:
 
 
 def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
-    """Splits a dotted path into keys and indices. Also returns the character index at which the last part begins.
+    """Splits a dotted path into keys and indices. Also returns the character index of the last part.
 
-    Keys of the data may contain dots; the longest matching key is used.
+    Keys of the data may contain dots. The longest matching key is used.
     """
     parts, at, last = dots.split("."), 0, 0
     path: Path = ()

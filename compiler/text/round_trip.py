@@ -1,4 +1,4 @@
-"""YAML texts as data that keep their comments and layout."""
+"""YAML texts as data that keep comments and layout."""
 
 import io
 from typing import Any
@@ -28,7 +28,7 @@ def edited(data: Any) -> str:
 
 
 def flow(value: Any) -> Any:
-    """Returns new data as round-trip YAML whose mappings and lists are on one line. Data with layout are unchanged."""
+    """Returns new data as round-trip YAML, with mappings and lists on one line. Data with layout are unchanged."""
     flowing: CommentedMap | CommentedSeq
     if isinstance(value, dict) and not isinstance(value, CommentedMap):
         flowing = CommentedMap((key, flow(inner)) for key, inner in value.items())
@@ -41,7 +41,7 @@ def flow(value: Any) -> Any:
 
 
 def without_comment(part: Any, key: str | int) -> None:
-    """Removes the comment after a value in a part of the data from `editable`, but not the empty lines that follow."""
+    """Removes the comment after a value in data from `editable`, but not the empty lines that follow."""
     for token in part.ca.items.get(key, ()):
         if isinstance(token, CommentToken) and token.value.lstrip(" ").startswith("#"):
             token.value = "\n" + token.value.partition("\n")[2]

@@ -1,4 +1,4 @@
-"""Reads spec text into plain data with the location of every key and value. Unsafe text is rejected before parsing."""
+"""Reads spec text into plain data, with the location of every key and value. Unsafe text is rejected before parsing."""
 
 import difflib
 import re
@@ -31,7 +31,7 @@ _DOUBLE = re.compile(_BREAK + r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in a file or in an override, which is displayed like a file."""
+    """A position in a file, or in an override, which is displayed like a file."""
 
     file: str
     mark: Mark
@@ -47,8 +47,8 @@ class Source:
         data: the content, as dicts, tuples and scalars.
         keys: the position of the key at each path in the data.
         values: the position of the value at each path in the data.
-        spans: the (start, end) character indices of each string scalar as written, by path in the data.
-        overlays: overrides, each with the replaced path. The text of an override begins with the dotted path.
+        spans: the (start, end) character indices of each string scalar in the text, by path in the data.
+        overlays: overrides and the paths that they replace. The text of an override begins with the dotted path.
     """
 
     file: str
@@ -62,29 +62,23 @@ class Source:
     def place(self, path: Path) -> Place:
         """Returns the position to display for a problem at `path`.
 
-        For a scalar, this is the position of the value, and for a list or mapping, of the key. If `path` does not
-        exist, the nearest existing parent is used.
+        For a scalar, this is the position of the value. For a list or mapping, it is the position of the key. If
+        `path` does not exist, the nearest existing parent is used.
         """
         known, value = self._known(path)
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
 
     def value(self, path: Path) -> Place:
-        """Returns the start of the value at `path`. If there is no such value, returns the start of the nearest
-        enclosing value."""
+        """Returns the start of the value at `path`, or of the nearest enclosing value."""
         return self._find(path, lambda source, rest: source.values.get(rest))
 
     def key(self, path: Path) -> Place:
-        """Returns the position of the key at `path`.
-
-        For a list item, which has no key, returns the start of the item.
-        """
+        """Returns the position of the key at `path`. For a list item, returns the start of the item."""
         return self._find(path, lambda source, rest: source.keys.get(rest, source.values.get(rest)))
 
     def inside(self, path: Path, offset: int) -> Place:
-        """Returns the position of character `offset` of the string at `path`.
-
-        For block scalars (`|` and `>`), returns the start of the string.
-        """
+        """Returns the position of character `offset` of the string at `path`. For block scalars (`|` and `>`), returns
+        the start of the string."""
         return self._find(path, lambda source, rest: source._inside(rest, offset))
 
     @property
@@ -160,10 +154,8 @@ def name_of(path: FilePath) -> str:
 
 
 def read_from(text: str, name: str, column: int = 0) -> Source:
-    """Parses `text` from character `column` on.
-
-    Positions count from the beginning of `text`. The content may be empty.
-    """
+    """Parses `text` from character `column` on. Positions count from the beginning of `text`. The content may be
+    empty."""
     _screen(text, name)
     return Source(name, text, *parse(text, name, column))
 
@@ -173,11 +165,11 @@ def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 
 
     Args:
         name: the name of the file for messages.
-        text: the text of the file, from which the diagnostic shows a line.
+        text: the text of the file. The diagnostic shows one of its lines.
         code: the code of the error, such as `S001`.
         message: the problem.
         hint: how to fix it.
-        at: the index in `text` of the character at fault.
+        at: the index of the wrong character in `text`.
 
     Returns:
         The error.
@@ -223,8 +215,8 @@ def read_text(path: FilePath) -> str:
 
 
 def _screen(text: str, name: str) -> None:
-    """Raises SpecError for text that the parser would process slowly or misread, and for text that cannot be
-    displayed."""
+    """Raises SpecError for text that cannot be displayed, and for text that the parser would misread or process
+    slowly."""
     if len(text) > MAX_BYTES:
         message = f"the text has more than {MAX_BYTES} characters"
         raise failure(name, "", "S003", message, "check that the file is a spec")

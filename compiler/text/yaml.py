@@ -1,7 +1,7 @@
 """Parses YAML text into plain data with the position of each part, in one pass over the events of ruamel.yaml.
 
 The language is a subset of YAML 1.2 with its core schema (`no` is a string, `1e-3` a number). A text has one document.
-Anchors, aliases, merge keys, tags, directives, duplicate keys and keys that are not strings are errors.
+These are errors: anchors, aliases, merge keys, tags, directives, duplicate keys and keys that are not strings.
 """
 
 import re
@@ -84,8 +84,8 @@ Parsed = tuple[object, Mapping[Path, Mark], Mapping[Path, Mark], Mapping[Path, t
 
 @lru_cache(maxsize=128)  # a sweep reads one spec, with some overrides, for each run
 def parse(text: str, name: str, column: int = 0) -> Parsed:
-    """Parses `text` from character `column` on. Positions count from the beginning of `text`. The result is shared by
-    all calls with equal arguments, and must not be changed.
+    """Parses `text` from character `column` on. Positions count from the beginning of `text`. Calls with equal
+    arguments share the result, which must not be changed.
 
     Raises SpecError if the text is not valid YAML or uses a feature that specs do not allow.
     """
@@ -152,11 +152,8 @@ class _Reading:
             raise SpecError(self.problems, {self.name: self.text}) from None
 
     def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
-        """Converts a parser error to a SpecError.
-
-        `stopped` is the position at which the parser stopped. `began` is the start of the construct that it was
-        parsing.
-        """
+        """Converts a parser error to a SpecError. `stopped` is the position of the error. `began` is the start of the
+        construct that the parser was reading."""
         end = len(self.text.rstrip())
         stop_index, start_index = (min(mark.index, end) if mark else 0 for mark in (stopped or began, began))
         stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
@@ -176,9 +173,7 @@ class _Reading:
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
         """Returns the start and end of a multi-line quoted text, if the error at character `stop` is on its last line.
-
-        The closing quote was then probably meant to open another text.
-        """
+        The closing quote was then probably meant to open another text."""
         quoted = None
         try:
             for token in YAML(typ="safe", pure=True).scan(self.body):

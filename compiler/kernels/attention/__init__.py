@@ -1,1 +1,1 @@
-"""Kernels of attention and its gradient."""
+"""Kernels of attention and the gradient of attention."""

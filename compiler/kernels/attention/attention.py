@@ -1,4 +1,4 @@
-"""Causal attention and its gradient by the kernels of cuDNN, of Torch's flash attention, or of flash-attn-4."""
+"""Causal attention and its gradient, by kernels of cuDNN, Torch's flash attention, or flash-attn-4."""
 
 from dataclasses import dataclass, replace
 
@@ -23,14 +23,13 @@ class Library:
     """A third-party attention kernel.
 
     Attributes:
-        name: The common name of the library.
-        call: The name of its calls in templates/torch/attention_calls.jinja.
+        name: The library's usual name.
+        call: The name of the library's calls in templates/torch/attention_calls.jinja.
         widest: The largest number of channels per head.
         step: The number of channels per head must be a multiple of this number.
-        home: Features of targets. A target with one of these features prefers the library, as Torch's own dispatch
-            does.
-        extra: Whether the library has to be installed in addition to Torch.
-        unequal: Whether the values may have another number of channels per head than the keys.
+        home: Features of GPUs. A GPU with one of these features uses this library first, as Torch itself does.
+        extra: Whether the library is a separate installation, not a part of Torch.
+        unequal: Whether keys and values may differ in the number of channels per head.
     """
 
     name: str
@@ -60,9 +59,9 @@ class AttentionContext:
     Attributes:
         repeats: A sentence that states whether repeated calls return the same bits.
         imports: The statements that import flash-attn-4; none for other libraries.
-        wanted: The rows of the table of input checks. A row has the name of an input, its required shape and its
-            required dtype.
-        call: The macro of the library call in attention_calls.jinja.
+        wanted: The input checks of the generated function. Each states an input's name, required shape and required
+            dtype.
+        call: The name of the macro in attention_calls.jinja that calls the library.
         ordered: Whether sums must have a fixed order, so that repeated calls return the same bits.
     """
 
@@ -80,8 +79,8 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """The forward or the backward kernel of a library. It accepts 16-bit values, and the head sizes that the library
-    supports."""
+    """A kernel of a library, forward or backward. The kernel accepts 16-bit values, and the head sizes that the
+    library supports."""
 
     by: Library = CUDNN
 
@@ -103,7 +102,7 @@ class AttentionKernel(Kernel):
         return 1 if self.by.home & site.target.features else 2 + bool(self.by.home)
 
     def call(self, direction: str) -> str:
-        """Returns the macro of the library call."""
+        """Returns the name of the macro that calls the library."""
         return f"{self.by.call}_{direction}"
 
     @property
@@ -140,7 +139,7 @@ class AttentionKernel(Kernel):
 
 
 class FlashBackward(AttentionKernel):
-    """The gradient by Torch's flash attention, which lacks some head sizes on GPUs with little shared memory."""
+    """The gradient by Torch's flash attention. On GPUs with little shared memory, some head sizes are not supported."""
 
     def rejects(self, site: Site) -> str | None:
         channels = number_of(inputs_of(site)["q"].width)
@@ -151,7 +150,7 @@ class FlashBackward(AttentionKernel):
 
 
 class OrderedFlashBackward(FlashBackward):
-    """The gradient by Torch's flash attention with sums in a fixed order, which is slower."""
+    """The gradient by Torch's flash attention with sums in a fixed order. This is slower than sums in any order."""
 
     def rank(self, site: Site) -> int:
         return 4 + FlashBackward.rank(self, site)  # after the kernels whose summation order may vary
@@ -182,7 +181,7 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 
 def fake_outputs(site: Site) -> str:
-    """Returns, as Python text, the outputs of a kernel's fake implementation, which Torch calls for tracing."""
+    """Returns the Python text of a custom op's fake outputs: tensors without values, for Torch's tracing."""
     if is_gradient(site):
         return "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)"
     y = "q.shape" if unequal(site) is None else f"*q.shape[:3], {inputs_of(site)['v'].width}"
@@ -195,20 +194,19 @@ def is_gradient(site: Site) -> bool:
 
 
 def unequal(site: Site) -> str | None:
-    """Returns the reason to reject a site whose values and keys have different numbers of channels; None if the numbers
-    are equal."""
+    """Returns a reason to reject the site if values and keys differ in the number of channels, otherwise None."""
     inputs = inputs_of(site)
     keys, values = inputs["k"].width, inputs["v"].width
     return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"
 
 
 def table_name(name: str) -> str:
-    """Returns the name of a table in generated code. A suffix prevents collisions with variables."""
+    """Returns the name of a learned table in generated code. A suffix prevents collisions with variables."""
     return name if name in ("start", "sinks") else f"{name}_table"
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the types of the site's inputs, by their names in generated code."""
+    """Returns the types of the site's inputs. The keys are the names of the inputs in generated code."""
     op = site.node.op
     further = map(table_name, op.further) if isinstance(op, ScoreFields) else ("seen",)
     names = (*(BACKWARD if is_gradient(site) else FORWARD), *further)
@@ -216,7 +214,7 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def attention_function(site: Site, summary: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `summary` follows the label of the site in the docstring."""
+    """Returns the description of the generated function. `summary` becomes part of the function's docstring."""
     inputs = inputs_of(site)
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
     dims = {name: _dims(name, inputs["q"], inputs["k"], inputs["v"]) for name in (*inputs, *outputs)}
@@ -256,7 +254,6 @@ def _formulas(site: Site) -> list[str]:
 
 
 def _dims(name: str, q: TensorType, k: TensorType, v: TensorType) -> tuple[str, ...]:
-    """Returns the dims of the tensor `name`, as text for a docstring."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], (v if name in VALUES else q).width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
@@ -268,13 +265,13 @@ def _dims(name: str, q: TensorType, k: TensorType, v: TensorType) -> tuple[str, 
 
 
 def input_check(name: str, type: TensorType, q: TensorType, sees: bool = False) -> str:
-    """Returns a row of the table of input checks: the name, the required shape and the required dtype of an input.
+    """Returns an input check of the generated function: the input's name, required shape and required dtype.
 
     Args:
-        name: the name of the input.
-        type: the type of the input.
-        q: the type of the queries.
-        sees: whether the op has a padding mask; the number of keys S may then differ from the number of queries T.
+        name: The name of the input.
+        type: The type of the input.
+        q: The type of the queries.
+        sees: Whether the op has a padding mask. The number of keys S may then differ from the number of queries T.
     """
     keys, channels = "s" if sees else "t", "C" if type.width == q.width else str(type.width)
     shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, {channels})"}

@@ -1,5 +1,5 @@
-"""Lists of blocks of scores, which attention libraries read: the blocks in which some query-key pairs are masked, and
-the blocks without masked pairs."""
+"""Lists of blocks of attention scores, which attention libraries read. One list has the blocks in which some query-key
+pairs are masked. The other list has the blocks without masked pairs."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from specc.compiler.kernels.lines import listed, nested
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """The context of templates/triton/attention_blocks.jinja, which contains a kernel and its launch function.
+    """The context of templates/triton/attention_blocks.jinja: a kernel that lists blocks, and its launch function.
 
     Attributes:
         queries: The number of queries of a block.
         keys: The number of keys of a block.
         kernel: The signature of the kernel.
-        starts: Lines of the kernel that load the document starts of blocks.
-        some: The line that computes whether a block has at least one pair that is not masked.
+        starts: Lines of the kernel that load the first positions of documents.
+        some: The line that computes whether at least one pair of a block is not masked.
         every: The line that computes whether a block has no masked pair.
         function: The signature of the function that launches the kernel.
         launch: The statement that launches the kernel.

@@ -1,10 +1,10 @@
-"""Attention of a few queries over a cache, in Triton. The keys are divided into ranges that are read in parallel.
+"""Attention of a few queries over a cache, in Triton. Parallel program instances read ranges of the keys.
 
-The time of a decoding step is at least the time of reading the cache, because the step computes little. A program
-instance reads a range of the visible keys of one text and one key head, for all query heads that share the key head,
-and writes partial sums. The last of these program instances to finish adds the partial sums of the ranges (Dao et al.,
-2023, "Flash-Decoding for long-context inference"). If the partial sums are too large for a single program instance, a
-second kernel adds them.
+A decoding step computes little. Reading the cache takes most of the time. A program instance reads one range of
+visible keys for one text and one key head. The program instance computes all query heads that share the key head, and
+writes partial sums. The program instance that finishes last adds the partial sums of all ranges (Dao et al., 2023,
+"Flash-Decoding for long-context inference"). If the partial sums are too large for one program instance, a second
+kernel adds them.
 """
 
 from dataclasses import dataclass, replace
@@ -33,9 +33,9 @@ TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention(Kernel):
-    """Accepts 16-bit queries over contiguous caches, rings and pages, which may hold e4m3 codes. If the op rotates and
-    writes new tokens, so does the kernel. `tile` is a measured tile; if it is None, the rule of `cached_tile`
-    applies."""
+    """Accepts 16-bit queries over contiguous caches, ring buffers and pages. The cache may hold e4m3 codes. If the op
+    rotates new tokens and writes them to the cache, the kernel does so too. If the measured tile, `tile`, is None, the
+    kernel has the tile of `cached_tile`."""
 
     TILE: ClassVar[type | None] = CachedTile
     tile: CachedTile | None = None
@@ -74,13 +74,13 @@ class CachedAttention(Kernel):
 
 
 def cached_tile(site: Site) -> CachedTile:
-    """Returns the default tile: 64 keys, or 32 if rows are wide, with the fewest stages that keep IN_FLIGHT bytes in
-    flight.
+    """Returns the default tile: 64 keys, or 32 if rows are wide. The tile has the fewest stages that keep IN_FLIGHT
+    bytes of loads in flight.
 
     A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is
     loaded while another is multiplied. Four program instances on a multiprocessor then have 64 KiB in flight, and
-    occupy 128 KiB of shared memory. Latents of 512 + 64 channels are both keys and values: a tile of 32 latents has 36
-    KiB. In a paged cache, one more stage loads the page number before the keys of the page.
+    occupy 128 KiB of shared memory. Latents of 512 + 64 channels are both keys and values, so a tile of 32 latents has
+    36 KiB. A paged cache needs one more stage, because the page number is loaded before the keys.
     """
     row, page = row_bytes(site), page_of(site)
     keys = 64 if row <= WIDE_ROW else 32
@@ -95,8 +95,8 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def row_bytes(site: Site) -> int:
-    """Returns the bytes that a program instance loads per position: the bytes of the padded key, plus the bytes of the
-    value unless the value is a part of the loaded key."""
+    """Returns the bytes that a program instance loads per position: the padded key, and the value if it is not a part
+    of the key."""
     op, inputs = op_of(site), inputs_of(site)
     channels, values = sizes_of(site)
     if op.values is None:
@@ -108,7 +108,7 @@ def row_bytes(site: Site) -> int:
 
 
 def resident(target: Target, room: int) -> int:
-    """Returns how many program instances with `room` bytes of shared memory fit on a multiprocessor at once."""
+    """Returns how many program instances fit on a multiprocessor at once. Each needs `room` bytes of shared memory."""
     return min(RESIDENT, target.shared_memory // room)
 
 

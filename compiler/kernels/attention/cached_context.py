@@ -14,9 +14,10 @@ from specc.compiler.ops.caches.key_value_cache import LARGEST
 
 @dataclass(frozen=True, slots=True)
 class CachedTile:
-    """A program instance has `warps` warps, and reads `keys` keys at a time with `stages` reads in flight.
+    """The tile of a program instance. A program instance has `warps` warps, and reads `keys` keys at a time, with
+    `stages` reads in flight.
 
-    The keys of a text are split into parts, so that each multiprocessor has up to `programs` program instances.
+    The keys of a text are split into parts. Each multiprocessor then has up to `programs` program instances.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -37,8 +38,7 @@ class CachedTile:
         return f"{counted(self.keys, 'key')}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}, {each}"
 
     def loaded_bytes(self, row: int) -> int:
-        """Returns the bytes of shared memory that the loads in flight of one program instance occupy. A position has
-        `row` bytes."""
+        """Returns the bytes of shared memory for a program instance's loads in flight, at `row` bytes per position."""
         return self.stages * self.keys * row
 
 
@@ -48,9 +48,10 @@ class Loop:
 
     Attributes:
         span: The bounds of the loop.
-        keys: Lines that locate a tile of keys: the positions `j`, the rows `at`, and whether a row is `inside`.
+        keys: Lines that locate a tile of keys. They define the positions `j`, the rows `at`, and the mask `inside`.
         scores: Lines that compute the scores x.
-        new: The prefix of the tensor names: "new_" for the rows of the input tokens, which are not yet in the ring.
+        new: The prefix of tensor names. It is "new_" for rows of the input tokens, which the ring buffer does not hold
+            yet.
     """
 
     span: str
@@ -68,28 +69,30 @@ class CachedContext:
         settings: Lines that assign the constants that describe the tile and the layout of the cache.
         helpers: Templates of functions that the kernels call.
         pdl: Whether a kernel may begin before the preceding kernel ends (programmatic dependent launch).
-        finish, join, kernel, join_kernel: The signatures of the functions and kernels.
-        finish_lines: Lines that complete the denominator.
-        finish_block, finish_joined, join_block, join_row: The calls of these functions.
+        finish, join: The signatures of two Triton functions: `finish` divides the sums, `join` adds the parts.
+        kernel, join_kernel: The signatures of the two kernels.
+        finish_lines: Lines that complete the denominator of the softmax.
+        finish_block, finish_joined: The calls of `finish`, after one part and after the sum of all parts.
+        join_block, join_row: The calls of `join`.
         begin: The position of the first query of a text.
-        bounds: Lines that define the first and last token of a block of queries; none if no other line reads them.
+        bounds: Lines that define the first and last token of a block of queries. Empty if no line reads these.
         queries: Lines that load a block of queries.
         shared: Whether the values are the first channels of the keys.
-        reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
-            because Triton prefetches no tile that is converted for two products.
-        rest: Whether the values are the first channels of the keys, and keys have further channels.
-        positions: Lines that define the names of a block of queries that the score reads.
-        new_token: Lines that attend to the new token and write it to the cache; empty if another kernel writes it.
+        reused: Whether the loaded keys also serve as values. Codes are loaded twice instead: Triton does not prefetch a
+            tile that is converted for two products.
+        rest: Whether keys have additional channels after those of the values.
+        positions: Lines that define the variables of the score for a block of queries.
+        new_token: Lines that attend to the new token and write it to the cache. Empty if another kernel writes it.
         tiles: Lines that count the tiles of keys that a block of queries may see.
         loops: The loops over tiles of keys.
-        key_mask, value_mask: The masks that select the valid elements of a tile of keys and of a tile of values.
+        key_mask, value_mask: The masks of valid elements, for a tile of keys and for a tile of values.
         other: The value of elements that these masks exclude.
         decode: The conversion of loaded keys and values.
         weights: The weights of the values in the softmax, as an expression.
-        unit: The number that one unit of the integer sums represents.
-        inside: The condition on channels of values, as text to append to another condition.
+        unit: The number that 1 represents in the integer sums.
+        inside: The condition that a channel exists in the values. The text is appended to another condition.
         element, stored: The dtypes of the operands of matrix products, and of y.
-        sizes, launched_sizes: Lines that define the sizes that the function and the launch read.
+        sizes, launched_sizes: Lines that define the sizes: those of the function, and those of the launch.
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts.
         arguments, join_arguments: The arguments of the launches.
@@ -98,10 +101,10 @@ class CachedContext:
         custom_op, fake: The signatures of the custom op and of its fake implementation.
         registered: The name of the custom op.
         promise: The docstring of the custom op.
-        outer: Lines of the function that calls the custom op; empty if the function itself is the custom op.
+        outer: Lines of the function that calls the custom op. Empty if the function is the custom op.
         pairing: The line that computes, for a rotated channel, the index of its pair and the other channel of the pair.
         largest: The largest number of e4m3.
-        wanted: Rows for the table of input checks.
+        wanted: The input checks of the generated function.
     """
 
     op: GeneratedFunction
@@ -165,14 +168,14 @@ def op_of(site: Site) -> CachedBase:
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the inputs of the site by their names in generated code."""
+    """Returns the types of the site's inputs. The keys are the names of the inputs in generated code."""
     op = op_of(site)
     names = (table_name(name) if name in op.tables else name for name in op.names)
     return dict(zip(names, site.inputs, strict=True))
 
 
 def sizes_of(site: Site) -> tuple[int, int]:
-    """Returns the number of channels of a key and of a value."""
+    """Returns two numbers of channels: those of a key and those of a value."""
     return number_of(site.inputs[0].width), number_of(site.node.type.width)
 
 

@@ -50,7 +50,7 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
 
 class Writer:
-    """Writes the context of one site."""
+    """Writes the template context of one site."""
 
     def __init__(self, site: Site, tile: CachedTile) -> None:
         self.site, self.tile, self.op, self.inputs = site, tile, op_of(site), inputs_of(site)
@@ -73,7 +73,6 @@ class Writer:
         self.new = [name for name in self.inputs if name.startswith("new_")]
 
     def context(self) -> CachedContext:
-        """Returns the template context."""
         kernel, arguments = self._kernel()
         join_kernel, join_arguments = self._join_kernel()
         finishing, joining = self._joining()
@@ -183,12 +182,10 @@ class Writer:
         )
 
     def _words(self) -> list[str]:
-        """Returns the names of the module constants that are `tl.constexpr` parameters of the kernel."""
         words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
         return [*words, *(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
 
     def _kernel(self) -> tuple[str, str]:
-        """Returns the signature of the kernel, and the arguments of its launch."""
         again = [] if self.reused or not self.shared else ["k", "new_k"] if self.new else ["k"]
         tensors = [*self.inputs, *(name.replace("k", "v") for name in again), "y"]
         sizes = [("T", "t"), ("PARTS", "parts"), ("APART", "apart"), *([("N", "n")] if self.page else [])]
@@ -212,7 +209,6 @@ class Writer:
         )
 
     def _join_kernel(self) -> tuple[str, str]:
-        """Returns the signature and the arguments of the kernel that joins parts."""
         tensors = ["y", "parts", "sums", *self._sinks]
         words = ["H", "D", "CHANNELS", "BLOCK_P", "PDL"]
         constant = [f"{name}: tl.constexpr" for name in words]
@@ -223,7 +219,6 @@ class Writer:
         )
 
     def _joining(self) -> tuple[list[str], list[str]]:
-        """Returns the parameter names of the Triton functions `finish` and `join`, without constants."""
         sinks = [f"{name}_ptr" for name in self._sinks]
         row = [*sinks, "row", *(["h"] if sinks else []), "there", "d"]
         return ["y_ptr", *row, "most", "total", "y"], ["y_ptr", "parts_ptr", "sums_ptr", *row, "PARTS"]
@@ -231,8 +226,6 @@ class Writer:
     def _call(
         self, name: str, names: Sequence[str], given: dict[str, str], constants: Sequence[str], indent: int
     ) -> str:
-        """Returns the call of a Triton function. `names` are its parameters. An argument has the name of its parameter,
-        unless `given` maps this name to another expression."""
         return listed(f"{name}(", [*(given.get(n, n) for n in names), *constants], ")", indent, last="").lstrip()
 
     @property
@@ -267,9 +260,11 @@ class Writer:
         return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
 
     def _tiles(self) -> tuple[str, ...]:
-        """Returns the lines that compute the number of tiles to visit. In a ring, the tiles of the stored rows precede
-        those of the new rows. Otherwise, the tiles between tile `prefix` and tile `low` are skipped, because the mask
-        hides them."""
+        """Returns the lines that compute the number of tiles to visit.
+
+        In a ring buffer, the tiles of stored rows come before those of new rows. In other caches, the tiles between
+        `prefix` and `low` are skipped, because the mask hides them.
+        """
         if self.ring is not None:
             return (
                 f"held = tl.minimum(begin, {sum(self.ring)})",
@@ -337,8 +332,6 @@ class Writer:
         return Loop(span, (*keys, *self.lines.convert("fj")), (*lines, *self._masked("inside[None, :]")), new)
 
     def _masked(self, there: str) -> tuple[str, ...]:
-        """Returns the lines that compute the masked scores x from the scaled products s. `there` is the mask of valid
-        elements of the tile, as an expression."""
         return (
             nested("seen", f"({self.lines.mask}) & {there}", 8),
             *(self._load(reading) for reading in self.lines.readings if not reading.per_head),
@@ -383,7 +376,6 @@ class Writer:
         return f"triton.cdiv({keys}, KEYS)"
 
     def _shape(self, name: str, launched: Sequence[str]) -> tuple[str, ...]:
-        """Returns the dims of an input or output as text. `launched` holds the names of B, T, S, N, H, G, C and D."""
         b, t, s, n, h, g, c, d = launched
         packed = (b, t) if not self.page else ("1", f"{b} * {t}")
         stored = (b, s) if not self.page else (s, "PAGE")

@@ -1,5 +1,5 @@
-"""Attention with a score and a mask, and its gradient, by flash-attn-4. The expressions for the score and the mask
-become functions in the CuTe DSL."""
+"""Attention with a score and a mask, and its gradient, by flash-attn-4. The score and the mask are expressions, from
+which functions in the CuTe DSL are generated."""
 
 import re
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ _NAMES = re.compile(r"[A-Za-z_]\w*")
 class Hook:
     """A function that flash-attn-4 compiles into its kernel.
 
-    flash-attn-4 distinguishes hooks only by their text. The text of a hook therefore contains all numbers, and calls
-    only functions that have the same text in all files.
+    flash-attn-4 distinguishes hooks only by their text. A hook therefore contains all numbers as text. The functions
+    that it calls have the same text in all files.
 
     Attributes:
         signature: The first line of the function.
@@ -66,11 +66,11 @@ class FlashScoredContext:
         modules: The statements that import modules other than Torch.
         imports: The statements that import the compiler of hooks and flash-attn-4.
         helpers: The functions that hooks call, each with its name and its value.
-        hooks: The functions of the score, of its gradient, and of the mask.
-        blocks: The lists of blocks of scores; None if the mask does not need them.
-        wanted: Rows for the table of input checks.
+        hooks: The functions that compute the score, the gradient of the score, and the mask.
+        blocks: The lists of blocks of scores. None if the mask needs no lists.
+        wanted: The input checks of the generated function.
         call: The lines that call flash-attn-4 and return its results.
-        fake: The return statement of the fake implementation; the outputs that it returns have no values.
+        fake: The return statement of the fake implementation, with outputs that have no values.
     """
 
     op: GeneratedFunction
@@ -89,9 +89,12 @@ class FlashScoredContext:
 
 
 class FlashScored(AttentionKernel):
-    """The base class of the forward kernel and of the kernel for the gradients of q, k, v and sinks. flash-attn-4
-    returns no gradients for tensors that hooks read, so other kernels compute the gradient of a score that reads
-    learned tables."""
+    """The base class of the forward kernel and the backward kernel. The backward kernel computes the gradients of q,
+    k, v and sinks.
+
+    flash-attn-4 returns no gradients for tensors that hooks read. If a score reads learned tables, other kernels
+    compute the gradient.
+    """
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -109,12 +112,11 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns a variable of the score, `i` or `h`, whose value flash-attn-4 passes wrongly to the hooks of the
-    gradient. None if the score reads no such variable.
+    """Returns `i` or `h` if the gradient reads this variable, and flash-attn-4 passes a wrong value for it. Otherwise
+    None.
 
-    flash-attn-4 (4.0.0b36) computes the gradient for each query head. The indices of heads and queries that `score_mod`
-    and `score_mod_bwd` receive are divided by the number of query heads per key head, which is only correct for packed
-    heads.
+    flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. Only
+    packed heads need this division, but the gradient runs once per query head.
     """
     inputs = inputs_of(site)
     if inputs["q"].shape[-2] == inputs["k"].shape[-2]:
@@ -125,8 +127,6 @@ def _misread(site: Site) -> str | None:
 
 
 class _FlashWriter:
-    """Writes the context of one site."""
-
     def __init__(self, site: Site) -> None:
         self.site, self.writer, self.op = site, Writer(site), op_of(site)
         self.score, self.mask = self.op.parsed(inputs_of(site)["q"].shape[-2])
@@ -189,8 +189,6 @@ class _FlashWriter:
             yield _hook(f"mask({end})", doc, start, cute_text(self.mask.condition, whole=True))
 
     def _element(self, reading: Reading) -> str:
-        """Returns the statement that loads an element of a table. The statement also handles masked pairs, whose index
-        may be out of range."""
         index: Expr = reading.index
         if not set(variables(index)) <= {"h"}:
             index = Call("min", (Call("max", (index, ZERO)), Const(reading.size - 1)))
@@ -199,7 +197,6 @@ class _FlashWriter:
         return f"{reading.name} = cute.full_like(s, aux_tensors[{self.read.index(table_name(reading.table))}][{text}])"
 
     def _call(self, function: str) -> Iterator[str]:
-        """Yields the lines that call `function` of flash-attn-4 and return its results."""
         settings = [f"softmax_scale={self.op.scale!r}"] if self.op.scale is not None else []
         if self.mask.plain:
             settings.append("causal=True")
@@ -227,14 +224,6 @@ class _FlashWriter:
 
 
 def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
-    """Returns a hook.
-
-    Args:
-        signature: The name and parameters of the hook.
-        doc: The docstring of the function.
-        first: The statements that load what the hook reads.
-        value: The text of the result.
-    """
     names = set(_NAMES.findall("\n".join((*first, value))))
     positions = (("i", "q_idx"), ("j", "kv_idx"))
     lines = [f"{name} = {index}" for name, index in positions if {name, FLOATS[name]} & names]

@@ -25,18 +25,18 @@ class FlexContext:
     """The context of templates/torch/flex_attention.py.jinja.
 
     Attributes:
-        how: A sentence that states whether repeated calls return the same bits.
+        how: A sentence on whether repeated calls return the same bits.
         visible: The first line of the mask function.
         mask: The body of that function.
-        scored: The first line of the score function; "" if the score is the scaled product itself.
+        scored: The first line of the score function. Empty if the score is q k^T times the scale.
         score: The body of that function.
         seen: The call of the mask function for one query and key.
         scores: The call of the score function for one query and key.
         attend: The first line of the function that calls FlexAttention.
         lines: The body of that function.
         blocks: The lists that select the blocks of scores to compute.
-        wanted: Rows for the table of input checks.
-        gradient: Whether the kernel is the gradient.
+        wanted: The input checks of the generated function.
+        gradient: Whether the kernel computes the gradient.
         call: The lines that call the function and return the results.
         fake: The statement that returns outputs without values.
     """
@@ -70,7 +70,7 @@ class FlexContext:
 class FlexKernel(Kernel):
     """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
 
-    If a Triton kernel also accepts the site, this kernel is chosen only by a measurement in the lock.
+    If a Triton kernel also accepts the site, this kernel is used only if it is faster according to the lock file.
     """
 
     RANK: ClassVar[int] = 7
@@ -127,8 +127,6 @@ def _signature(function: str, names: tuple[str, ...]) -> str:
 
 
 def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[str]:
-    """Yields the body of the function `attend`, which calls FlexAttention. `plain` states that the score is the scaled
-    product itself."""
     settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
     settings += [f"scale={op.scale!r}"] if op.scale is not None else []
     settings += [] if plain else ["score_mod=score"]
@@ -144,7 +142,6 @@ def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[
 
 
 def _call(op: ScoredAttention | ScoredAttentionGrad, further: tuple[str, ...], gradient: bool) -> Iterator[str]:
-    """Yields the body of the custom op. `further` are the inputs other than q, k and v."""
     operands = "q, start" if op.documents else "q"
     yield f"blocks = [*list_blocks({operands}, False), *list_blocks({operands}, True)]"
     names = ", ".join(("q", "k", "v", *further))

@@ -1,8 +1,15 @@
 """Triton code of scores, masks and table reads, for a tile of queries and keys.
 
-Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
-are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh are
-i, j and h in fp32. Each position is converted once. A conversion for each score would take as long as the exponential.
+These names occur in the kernels:
+
+- i, j: the int32 positions of the queries and keys of a tile
+- i0, j0: the first query position and the first key position of a tile
+- h: the head of a tile
+- s: the product q k^T, scaled
+- seen: the condition that a query-key pair is not masked
+- fi, fj, fh: i, j and h in fp32
+
+Each position is converted to fp32 once. A conversion per score would take as long as the exponential.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +27,7 @@ from specc.compiler.kernels.lines import nested
 
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
-NEAREST = 256  # within a computed tile, a key is later than its query by fewer positions than this
+NEAREST = 256  # in a computed tile, a key is fewer positions than this after its query
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
@@ -28,17 +35,17 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 class Reading:
     """A read of a learned table by a score. Each score reads one element.
 
-    There are three kinds of reads. If the index depends only on the head, the element is loaded once. If the index
-    depends on the head and on i - j, the kernel loads elements from a strip: a copy of the table's elements in the
-    order in which a row of tiles reads them. A tile whose scores all read the same element does not use the strip. With
-    any other index, each score loads its own element.
+    There are three kinds of reads. If the index depends only on the head, the element is loaded once per head. If the
+    index depends on the head and on i - j, the kernel reads a strip. A strip is a copy of the table, in the order in
+    which a row of tiles reads the elements. Tiles whose scores all read the same element do not use the strip. With
+    any other index, each score loads an element.
 
     Attributes:
         name: The name of the element in the score.
         table: The name of the table.
         size: The number of elements of the table.
-        indices: The index of each dim, over i, j and h.
-        index: The flat index of the element, over i, j and h.
+        indices: One index expression per dim, in the variables i, j and h.
+        index: The flat index of the element, as an expression in i, j and h.
         slope: The derivative of the score with respect to the element, as Triton code.
     """
 
@@ -56,15 +63,13 @@ class Reading:
 
     @property
     def distance(self) -> Expr | None:
-        """The flat index as an expression over the distance d = i - j and the head h.
-
-        None if the index does not depend on i and j, or depends on them in any other way than through d.
-        """
+        """The flat index as an expression in the distance d = i - j and the head h. None if the index depends on i or
+        j in another way."""
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index from d and h; "" if the index depends on more than d and h."""
+        """The line that computes the flat index from d and h. Empty if the index depends on more than d and h."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -77,15 +82,15 @@ class Reading:
         return not self.per_head and self.distance is None
 
     def source(self, by_keys: bool = False) -> str:
-        """Returns the name of the tensor that the kernel reads: the table or a strip. With `by_keys`, the strip is the
-        one for the kernel that computes dk and dv."""
+        """Returns the name of the tensor that the kernel reads: the table, or a strip. `by_keys` selects the kernel
+        that computes dk and dv."""
         if self.distance is None:
             return f"{self.table}_table"
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load, once per head, the element that all scores of the head or all distant pairs
-        read. Empty if there is no such element."""
+        """Returns the lines that load an element once per head. All scores or all distant pairs of the head read this
+        element. Empty if there is no such element."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -96,8 +101,8 @@ class Reading:
         return [self._load(f"{self.name}_far", place, by_keys)]
 
     def load(self, masked: bool, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load the elements of a tile, or the single element that all scores of the tile
-        read."""
+        """Returns the lines that load the table elements of a tile. If all scores read the same element, only this
+        element is loaded."""
         if self.per_head:
             return []
         if self.distance is None:
@@ -116,8 +121,8 @@ class Reading:
         return triton_text(self.index, {} if masked else CORNER, whole=True)
 
     def uniform(self) -> tuple[list[str], list[str]]:
-        """Returns lines that compute bounds of a tile, and the condition that all scores of the tile read the same
-        element.
+        """Returns two lists: lines that compute bounds of a tile, and conditions under which all scores of the tile
+        read the same element.
 
         If the index depends on i - j, this is the element of the most distant pair.
         """
@@ -140,9 +145,8 @@ class Reading:
         return lines, conditions
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
-        """Returns the lines of a launch that allocate and fill the strips. Each argument describes the strip of one
-        kernel: whether the strip belongs to a row of keys, and the name of the constant with the number of queries or
-        keys per tile."""
+        """Returns the lines that allocate and fill the strips. Each argument describes the strip of one kernel:
+        whether a row of tiles belongs to keys, and the name of the constant with the tile's size."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -152,8 +156,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines of the gradient's launch that allocate the sums. Unless the read is `general`, the lines
-        also compute the table index of each sum."""
+        """Returns the lines that allocate the sums of the gradient. If the read is not `general`, the lines also
+        compute the table index of each sum."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -166,8 +170,8 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that set the sums of a row of tiles to 0. The row belongs to a block of keys if the read is
-        `general`, otherwise to a block of queries."""
+        """Returns the lines that set the sums of a row of tiles to 0. A `general` read has one row of tiles per block
+        of keys. Other reads have one row of tiles per block of queries."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -198,7 +202,7 @@ class Reading:
         return lines if exact else lines[:1]
 
     def end_sums(self, exact: bool) -> str:
-        """Returns the line that stores the contribution of a row of tiles to the gradient of the table."""
+        """Returns the line that stores the sums of a row of tiles."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
@@ -206,8 +210,7 @@ class Reading:
         return f"tl.store({self.name}_place, tl.sum({name}{error}))"
 
     def finish_sums(self) -> list[str]:
-        """Returns the lines of the launch function that add the stored sums of all rows of tiles to the gradient of the
-        table."""
+        """Returns the lines of the launch function that add the stored sums of all rows of tiles to the gradient."""
         grad, sums = f"d{self.table}_table", f"{self.name}_sums"
         if self.general:
             return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]
@@ -219,20 +222,19 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ScoreLines:
-    """The Triton code of one attention.
+    """The Triton code of the score and the mask of one attention node.
 
     Attributes:
         calls: The name and value of each function that the score and its derivatives share.
-        value: The score, as an expression over s, positions and elements of tables.
+        value: The score, as an expression in s, positions and table elements.
         slope: The derivative of the score with respect to s, as an expression; "" if it is 1.
         mask: The condition that a query attends to a key, as an expression.
-        some: The condition that some pair of a tile is not masked, as an expression over the bounds of the tile.
-        every: The condition, as an expression, that no pair of a tile is masked, and that all scores of the tile read
-            the same elements.
+        some: The condition that at least one pair of a tile is not masked, as an expression in the bounds of the tile.
+        every: The condition that no pair of a tile is masked and all scores read the same elements, as an expression.
         bounds: The lines that define the names in `every`.
         readings: The reads of tables.
-        floats: The names of `FLOATS` that occur in the code, with their values.
-        documents: Whether the mask reads `start`.
+        floats: The fp32 positions that occur in the code: their names in `FLOATS`, and their values.
+        documents: Whether the mask reads `start`, the first position of a token's document.
     """
 
     calls: tuple[tuple[str, str], ...]
@@ -280,28 +282,27 @@ class ScoreLines:
 
     @property
     def plain(self) -> bool:
-        """Whether the score is the scaled product s itself."""
+        """Whether the score is s, the scaled product, without changes."""
         return self.value == "s"
 
     @property
     def by_distance(self) -> tuple[Reading, ...]:
-        """The reads whose index depends on i and j through i - j alone."""
+        """The reads whose index depends on i - j, but in no other way on i and j."""
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
-        """Returns the lines that compute the fp32 positions in `names`, as far as the code reads them."""
+        """Returns the lines that compute those fp32 positions in `names` that the code reads."""
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
-        """Returns the lines that compute the scores x of a tile. If `masked`, they also compute the mask `seen`."""
+        """Returns the lines that compute the scores x of a tile, and with `masked` also the mask `seen`."""
         mask = (nested("seen", self.mask, 8),) if masked else ()
         loads = (line for reading in self.readings for line in reading.load(masked, by_keys))
         return *mask, *loads, *(nested(*call, 8) for call in self.calls), nested("x", self.value, 8)
 
 
 def by_distance(expr: Expr) -> Expr | None:
-    """Returns the expression as a function of d = i - j; None if it depends on i and j in any other way than through
-    d."""
+    """Returns the expression in terms of d = i - j, or None if it depends on i or j in another way."""
     moved = simplify(substitute(expr, DIFFERENCE))
     return None if "j" in variables(moved) else moved
 
@@ -316,8 +317,8 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Replaces positions outside of integer subexpressions with their names in FLOATS, and replaces division by a
-    number with multiplication.
+    """Replaces positions by the fp32 names in FLOATS, except in integer subexpressions. Divisions by a number become
+    multiplications.
 
     A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
     """
@@ -341,7 +342,6 @@ def _floating(expr: Expr) -> Expr:
 
 
 def _named(expr: Expr, calls: dict[Expr, str]) -> Expr:
-    """Replaces calls of tanh with variables, and adds the arguments of these calls to `calls`."""
     expr = rebuild(expr, lambda part: _named(part, calls))
     match expr:
         case Call("tanh", (argument,)):

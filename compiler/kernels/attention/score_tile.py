@@ -12,8 +12,8 @@ NARROWEST = 16  # the fewest rows and columns of a product on tensor cores
 
 @dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """A tile of scores of `queries` queries and `keys` keys. A program instance has `warps` warps and `stages` loads in
-    flight, and computes one tile at a time.
+    """A tile of `queries` by `keys` attention scores. One program instance computes the tiles in sequence, with
+    `warps` warps and `stages` loads in flight.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -41,8 +41,8 @@ class ScoreTile:
 
 @dataclass(frozen=True, slots=True)
 class ScoreGradTile:
-    """The tiles of the two gradient kernels: `queries` of the kernel that computes dq, `keys` of the kernel that
-    computes dk and dv."""
+    """The tiles of the two gradient kernels: `queries` is the tile of the kernel for dq, and `keys` the tile of the
+    kernel for dk and dv."""
 
     queries: ScoreTile
     keys: ScoreTile
@@ -61,14 +61,14 @@ MOST_SUMS = 128  # f32 sums of products per thread; a thread has 255 registers
 def fitting(
     target: Target, channels: int, choices: Iterable[tuple[int, int, int, int]], by_keys: bool = False
 ) -> list[ScoreTile]:
-    """Returns the tiles whose blocks fit into shared memory and whose sums fit into registers.
+    """Returns the tiles that fit: blocks into shared memory, and sums into registers.
 
     Args:
         target: The target.
-        channels: The channels of a head.
+        channels: The number of channels per head.
         choices: The queries, keys, warps and stages of each tile, most promising first.
-        by_keys: Whether the sums of a program instance are dk and dv of a block of keys. Otherwise, they are one row of
-            channels per query, y or dq.
+        by_keys: Whether a program instance sums dk and dv for a block of keys. Otherwise, it sums y or dq for a block
+            of queries.
     """
     width = block(channels)
     fit = []

@@ -1,5 +1,5 @@
-"""Causal attention with a score and a mask as expressions, and its gradient, in Triton. The kernels skip fully masked
-tiles."""
+"""Causal attention and its gradient in Triton, with a score and a mask that are expressions. The kernels skip fully
+masked tiles."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -23,10 +23,10 @@ RANK = 3  # ranks after the libraries' kernels for plain causal attention
 
 
 class ScoredKernel(Kernel):
-    """The base class of the forward and the gradient kernel. Accepts heads of at most 256 channels of 16-bit values.
+    """The base class of the forward and the gradient kernel. It accepts 16-bit heads of at most 256 channels.
 
-    A separate kernel first lists the tiles of scores that are not fully masked. The mask is not computed for tiles
-    without masked pairs.
+    A separate kernel first lists the tiles that are not fully masked. Tiles without masked pairs do not compute the
+    mask.
     """
 
     RANK: ClassVar[int] = RANK
@@ -42,7 +42,7 @@ class ScoredKernel(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredForward(ScoredKernel):
-    """The forward kernel. `tile` is a measured tile; if it is None, the first tile that fits applies."""
+    """The forward kernel. If the measured tile, `tile`, is None, the kernel has the first tile that fits."""
 
     TILE: ClassVar[type | None] = ScoreTile
     tile: ScoreTile | None = None
@@ -61,8 +61,7 @@ class ScoredForward(ScoredKernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBackward(ScoredKernel):
-    """The two gradient kernels. `tile` holds their measured tiles; if it is None, each kernel has the first tile that
-    fits."""
+    """The two gradient kernels. If `tile`, the measured tiles, is None, each kernel has the first tile that fits."""
 
     TILE: ClassVar[type | None] = ScoreGradTile
     tile: ScoreGradTile | None = None
@@ -86,8 +85,7 @@ class ScoredBackward(ScoredKernel):
         return tuple(replace(self, tile=ScoreGradTile(*pair)) for pair in pairs)
 
     def _tiles(self, site: Site) -> tuple[list[ScoreTile], list[ScoreTile]]:
-        """Returns the candidate tiles of the kernel for dq and of the kernel for dk and dv. Gradients of tables that
-        are summed along i - j need square tiles."""
+        """Returns two lists of candidate tiles: for the kernel of dq, and for the kernel of dk and dv."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
         # The fastest tiles for dk and dv on an H100 have 32 queries for a plain score, 128 for a score that reads a

@@ -37,18 +37,16 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of two loops over the tiles in a row of tiles. One loop visits the tiles with masked pairs, and the other
-    visits the tiles without masked pairs.
+    """One of two loops over a row of tiles. One loop visits the tiles with masked pairs, the other all other tiles.
 
     Attributes:
         comment: A comment on the loop.
         span: The bounds of the loop, as arguments of `tl.range`.
-        tiles: The number of tiles that the loop visits in the kernel that computes dk and dv, as an expression.
-        start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
-            the row.
+        tiles: The number of tiles that the loop visits in the kernel of dk and dv, as an expression.
+        start: The index of the first tile, followed by " + ". Empty if the loop begins with the first tile of the row.
         keys: Additional arguments of the loads of keys and values, such as a mask.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
-        base: The value that is subtracted from scores before the exponential is taken, as an expression.
+        base: The number that is subtracted from scores before the exponential, as an expression.
         weights: The weights of the softmax, as an expression.
         sums: Lines that add to the gradients of tables.
     """
@@ -72,35 +70,34 @@ class ScoredContext:
         how: A description of the kernel's algorithm.
         lines: The code of the score and the mask.
         tiles_kernel: The signature of the kernel that lists tiles.
-        bounds: Lines of that kernel that load the document starts of tiles.
+        bounds: Lines of that kernel that load the first positions of documents.
         list_tiles: The signature of the function that launches that kernel.
         tiles_arguments: The arguments of the launch.
         listing: The call of that function, without the arguments for the sizes of tiles.
-        diagonals: The reads whose gradients are summed over pairs of equal i - j, with the signatures of the kernels
-            that compute these sums.
-        classes: Lines of these kernels that determine whether some scores of a tile are masked.
+        diagonals: Pairs of a table read and a kernel signature. The kernel sums the gradient over all pairs with equal
+            i - j.
+        classes: Lines of these kernels that compute whether some scores of a tile are masked.
         mixed: Lines that compute the scores of a tile with masked pairs.
-        located: The reads whose elements are gathered before the launch, by head and distance.
+        located: The table reads that depend only on the head and i - j. Elements are gathered before the launch.
         helpers: Templates of functions that the kernels call.
-        entries: The largest number of elements of a table whose sums fit into a program instance.
+        entries: The largest size of a table whose sums fit into one program instance.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The arguments of the launches of these kernels.
-        queries, keys: The masks that select the valid elements of a block of queries (over i) and of a block of keys
-            (over j), as expressions.
+        queries, keys: The masks of valid queries (in terms of i) and valid keys (in terms of j), as expressions.
         key_rows, rows: The same masks for the kernel that computes dk and dv.
-        positions: Lines that define the names of a block of queries that the score reads.
+        positions: Lines that define the variables of the score for a block of queries.
         row: The index of the row of tiles that a program instance computes, as an expression.
-        parts, key_parts: The loops over the tiles of a row of queries, and those over the tiles of a row of keys.
+        parts, key_parts: The loops over a row of tiles: for a block of queries, and for a block of keys.
         element: The dtype of the operands of matrix products.
         slope: The gradient of the scaled product, as an expression.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
-        delta: The expression that the kernel for dq stores as the sum of dy y.
+        delta: The sum of dy * y over channels, as an expression that the kernel of dq stores.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
-        wanted: Rows for the table of input checks.
+        wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
     """
 
@@ -150,13 +147,13 @@ class ScoredContext:
 
 
 def is_gradient(site: Site) -> bool:
-    """Returns whether the site is the gradient."""
+    """Returns whether the site is the gradient of attention."""
     return isinstance(site.node.op, ScoredAttentionGrad)
 
 
 def prefix_reason(site: Site) -> str | None:
-    """Returns the reason why kernels that list the tiles of causal masks reject the mask of a site; None if they accept
-    the mask."""
+    """Returns the reason to reject the mask of a site if it is not causal, otherwise None. These kernels list the
+    tiles of causal masks."""
     if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
         return "takes causal masks; this one lets the tokens of a prefix attend to each other"
     return None
@@ -174,12 +171,11 @@ def lines_of(site: Site) -> ScoreLines:
 
 
 def _deeper(*lines: str) -> tuple[str, ...]:
-    """Indents each line of a statement, except its first line, by four more spaces."""
     return tuple(line.replace("\n", "\n    ") for line in lines)
 
 
 class Writer:
-    """Writes the contexts of one site."""
+    """Writes the template contexts of one site."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.op, self.inputs, self.lines = site, op_of(site), inputs_of(site), lines_of(site)
@@ -199,7 +195,7 @@ class Writer:
         self.inside = "" if self.width == self.channels else " & (c < C)"
 
     def context(self, tile: ScoreTile | ScoreGradTile) -> ScoredContext:
-        """Returns the template context for a tile."""
+        """Returns the context for a tile."""
         if isinstance(tile, ScoreTile):
             settings = [tile.settings()]
             kernels = [self._forward_kernel()]
@@ -279,11 +275,10 @@ class Writer:
         )
 
     def _error(self) -> list[str]:
-        """Returns the lines that initialize and compute the error of delta, which is the sum of dy y over the channels.
-        The error comes from the rounding of y.
+        """Returns the lines that compute the rounding error of delta, the sum of dy * y over channels.
 
-        Without rounding, the sum of p dy v^T over the keys equals delta. The sum of p (dy v^T - delta) is therefore the
-        error. Gradients of tables are sums over many pairs, so they need a correction for this error.
+        Without rounding of y, the sum of p * (dy v^T) over the keys equals delta. The sum of p * (dy v^T - delta) is
+        therefore the error. The gradient of a table is a sum over many pairs, so it needs a correction of this error.
         """
         if not self.exact:
             return []
@@ -302,8 +297,8 @@ class Writer:
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
     def function(self, by: str) -> GeneratedFunction:
-        """Returns the description of the generated function. `by` ends the summary, for example with `tiles of
-        scores`."""
+        """Returns the description of the generated function. The summary of the function ends with `by`, such as
+        "tiles of scores"."""
         values = self.inputs | self.outputs
         shapes = {
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
@@ -338,7 +333,6 @@ class Writer:
         return self.channels**-0.5 if self.op.scale is None else self.op.scale
 
     def _shape(self, name: str, type: TensorType, b: str, t: str, *counts: object) -> tuple[str, ...]:
-        """Returns the dims of an input or output as text."""
         heads, kv_heads, channels = map(str, counts or ("H", "G", "C"))
         if name == "lse":
             return b, heads, t
@@ -351,7 +345,7 @@ class Writer:
         return tuple(map(str, type.shape))
 
     def checks(self) -> tuple[str, ...]:
-        """Returns the rows of the table of input checks."""
+        """Returns the input checks of the generated function."""
         shapes = {name: self._shape(name, type, "b", "t") for name, type in self.inputs.items()}
         return tuple(
             f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
@@ -364,7 +358,7 @@ class Writer:
         return f"{make}({', '.join(self._shape(name, type, b, t))}{dtype})"
 
     def fake(self) -> str:
-        """Returns the statement that returns outputs without values."""
+        """Returns the return statement of the fake implementation, with outputs that have no values."""
         values = [self._empty(name, type, "q.shape[0]", "q.shape[1]") for name, type in self.outputs.items()]
         text = f"return {', '.join(values)}"
         return text if len(text) <= INSIDE else listed("return (", values, ")", indent=4).lstrip()
@@ -375,8 +369,6 @@ class Writer:
         return (f"start = tl.load(start_ptr + {place}, mask=i < T, other=0).to(tl.int32)",)
 
     def _part(self, masked: bool) -> Part:
-        """Returns the loop for a row of queries. The loop visits the tiles with masked pairs if `masked`, otherwise the
-        tiles without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[:, None])"
         inside = (
             [f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T"]
@@ -402,8 +394,6 @@ class Writer:
         )
 
     def _key_part(self, masked: bool) -> Part:
-        """Returns the loop for a row of keys. The loop visits the tiles with masked pairs if `masked`, otherwise the
-        tiles without masked pairs."""
         weights = "tl.exp2(x * LOG2E - lse[None, :])"
         begin = [*self.lines.convert("fi", "fj", "fh"), *(self._start("begin + i") if masked else ())]
         begin += [line for reading in self.lines.readings for line in reading.first(by_keys=True)]
@@ -435,8 +425,6 @@ class Writer:
         return self._kernel("keys", tensors, [], "DK_")
 
     def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:
-        """Returns the signature and the launch of the kernel that sums the gradient of a table over pairs of equal i -
-        j."""
         name, room = f"{reading.name}_diagonals", f"{SPLITS}, H, 2, t"
         tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(), name]
         signature, arguments = self._kernel(name, tensors, [("B", "b")], "DQ_")
@@ -448,13 +436,10 @@ class Writer:
         return signature, launch
 
     def _read(self, by_keys: bool = False) -> list[str]:
-        """Returns the names of the tensors that a kernel reads for the score and the mask. With `by_keys`, the kernel
-        is the one for dk and dv."""
         sources = (reading.source(by_keys) for reading in self.lines.readings)
         return [*(["start"] if self.lines.documents else []), *dict.fromkeys(sources)]
 
     def _kernel(self, name: str, tensors: list[str], sizes: list[tuple[str, str]], prefix: str) -> tuple[str, str]:
-        """Returns the signature of a kernel, and the arguments of the launch."""
         sizes = [*sizes, ("T", "t"), *([("N", "order.shape[-1]")] if "order" in tensors else [])]
         sizes += [("STRIP", "strip")] if self.strips else []
         sizes += [(f"{tensor.upper()}_STRIDE", f"{tensor}.stride(0)") for tensor in "qkv"]
@@ -465,7 +450,6 @@ class Writer:
         return signature, flowed(f"{', '.join(map(unbroken, arguments))},", " " * 8)
 
     def _prepared(self) -> tuple[str, ...]:
-        """Returns the lines that allocate and fill the tensors that are neither inputs nor outputs of the op."""
         lines = [f"{name} = {name}.contiguous()" for name in self.further]
         if self.strips:
             lines.append(f"strip = triton.cdiv(t, 64) * 64 + {2 * NEAREST}")

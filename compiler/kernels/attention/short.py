@@ -1,4 +1,4 @@
-"""Attention over short sequences and its gradient: Triton kernels that hold all scores of a head in registers."""
+"""Attention over short sequences, and its gradient. The Triton kernels hold all scores of a head in registers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -35,10 +35,10 @@ MOST_PAIRS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """The work of one program instance. A pair is one key head of one sequence.
+    """The work of one program instance, in pairs. A pair is one key head of one sequence.
 
-    A program instance of `warps` warps processes `pairs` pairs in sequence, with `stages` loads in flight. Raises
-    ValueError if a field is out of its bounds.
+    A program instance has `warps` warps and `stages` loads in flight. The program instance processes `pairs` pairs in
+    sequence. Raises ValueError if a field is out of its bounds.
     """
 
     pairs: int
@@ -67,10 +67,10 @@ class ShortContext:
         how: A description of the kernel's algorithm.
         queries: The mask that selects the valid elements of a block of queries, as an expression.
         keys: The mask that selects the valid elements of a block of keys, as an expression.
-        causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
+        causal: Whether attention is causal. Otherwise, the kernel reads a padding mask, `seen`.
         element: The dtype to which results are rounded.
         body: The template of the loop over the query heads that share a key head.
-        wanted: Rows for the table of input checks.
+        wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
     """
 
@@ -95,8 +95,8 @@ class ShortContext:
 
 @dataclass(frozen=True, slots=True)
 class ShortAttention(Kernel):
-    """Accepts at most 128 queries and keys of at most 128 channels, with or without grouped heads. `tile` is a measured
-    tile; if it is None, the rule of `pair_tile` applies."""
+    """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. If the measured tile, `tile`, is
+    None, the kernel has the tile of `pair_tile`."""
 
     TILE: ClassVar[type | None] = PairTile
     tile: PairTile | None = None
@@ -148,8 +148,8 @@ SHORT_SEEN_GRAD = ShortAttention("short_seen_attention_grad", "triton", _NEEDS, 
 
 
 def pair_tile(site: Site) -> PairTile:
-    """Returns the default tile. A program instance processes one pair, and has the smallest number of warps whose
-    registers hold the scores and heads of the pair."""
+    """Returns the default tile: one pair, with the fewest warps whose registers hold the scores and heads of
+    the pair."""
     rows, width = _rows(site), _block(number_of(inputs_of(site)["q"].width))
     if rows <= 32:
         return PairTile(1, max(1, width // 32), 1)
@@ -162,7 +162,6 @@ def _rows(site: Site) -> int:
 
 
 def _block(number: int) -> int:
-    """Returns the smallest power of two that is at least `number` and large enough for tensor cores."""
     return max(NARROWEST, 1 << (number - 1).bit_length())
 
 
@@ -204,7 +203,6 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
 
 
 def _split(backward: bool) -> tuple[str, ...]:
-    """Returns one expression per output, which allocates the output."""
     if backward:
         return tuple(f"{name}.new_empty({name}.shape)" for name in "qkv")
     return "q.new_empty(q.shape)", "q.new_empty(b, H, t, dtype=torch.float32)"

@@ -1,4 +1,5 @@
-"""The template context for attention of one new token per text, which is rotated and written to the cache."""
+"""The template context for attention of one new token per text. The kernel also rotates the token and writes it to the
+cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,11 +21,11 @@ HALVES = "pair, other = c % PAIRS, tl.where(c < PAIRS, c + PAIRS, c - PAIRS)"
 
 
 class StepWriter(Writer):
-    """Writes the context of one `RopeAttention`.
+    """Writes the template context of one `RopeAttention`.
 
-    The program instance of the last range of keys rotates the new key, attends to the new token, and writes its key and
-    value. The other program instances read only earlier positions. The last range has the fewest tiles of earlier keys,
-    or none.
+    The keys of the cache are divided into ranges, one per program instance. The program instance of the last range has
+    the fewest keys. This program instance also rotates the new key, attends to the new token, and writes the new key
+    and value to the cache.
     """
 
     def __init__(self, site: Site, tile: CachedTile) -> None:
@@ -33,7 +34,6 @@ class StepWriter(Writer):
         self.step = site.node.op
 
     def context(self) -> CachedContext:
-        """Returns the template context."""
         context = super().context()
         parameters = [f"{name}: Tensor" for name in self.inputs]
         returned = ", ".join(("y", *self.stored))
@@ -67,7 +67,6 @@ class StepWriter(Writer):
 
     @property
     def _angles(self) -> str:
-        """The pointers to the angles. In pages, texts have different positions."""
         row = " + b * PAIRS" if self.page else ""
         return f"cos_ptr{row}, sin_ptr{row}"
 
@@ -96,8 +95,8 @@ class StepWriter(Writer):
         return (replace(old, span="part * share, tl.minimum(part * share + share, tiles)", keys=keys),)
 
     def _new_token(self) -> tuple[str, ...]:
-        """Returns the lines that load the new token and, in a branch for the last range of keys, attend to it and store
-        it. The load is outside of the branch, next to the loads of the queries."""
+        """Returns the lines that load the new token, and a branch for the last range of keys. The branch attends to
+        the token and stores it. The load is outside of the branch, next to the loads of the queries."""
         row = "new_k_ptr + new_row * C"
         inner = (
             *self._codes(),
@@ -120,8 +119,6 @@ class StepWriter(Writer):
         )
 
     def _codes(self) -> tuple[str, ...]:
-        """Returns the lines that compute the cached form of the new key and value: k and v and, if the cache holds
-        codes, their scales."""
         if not self.op.coded:
             return ("k, v = new_k, new_v",)
         names = ("k", "v")
@@ -131,8 +128,6 @@ class StepWriter(Writer):
         )
 
     def _place(self) -> tuple[str, ...]:
-        """Returns the lines that compute `new`, the row of the new token in the cache, and store the scales in this
-        row."""
         place = "begin" if self.ring is None else "place"
         lines = [f"new = (b.to(tl.int64) * APART + {place}) * G + g"]
         if self.page:
@@ -145,7 +140,6 @@ class StepWriter(Writer):
         return tuple(lines)
 
     def _scores(self) -> tuple[str, ...]:
-        """Returns the lines that compute the scores x [ROWS, 1] of the new key."""
         scale = "(k_scale * SCALE)[:, None]" if self.op.coded else "SCALE"
         lines = [
             *(f"{name} = {x}{self._decode}.to(tl.float32)" for name, x in (("key", "k"), ("value", "v"))),

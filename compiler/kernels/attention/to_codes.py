@@ -1,4 +1,4 @@
-"""Rounding the rows of a cache to e4m3 codes: one Triton kernel on GPUs with e4m3, and Torch elsewhere."""
+"""Rounds the rows of a cache to e4m3 codes: in a Triton kernel on GPUs that support e4m3, and in Torch elsewhere."""
 
 from dataclasses import dataclass
 
@@ -41,8 +41,8 @@ class CodesContext:
 
 
 class CodesTriton(Kernel):
-    """Accepts 16-bit rows of at most 4,096 channels. In Torch, each operation on the rows would be a separate kernel.
-    This kernel rounds the rows in one launch."""
+    """Accepts 16-bit rows of at most 4,096 channels. It rounds the rows in one launch, where Torch needs one kernel
+    per operation."""
 
     def rejects(self, site: Site) -> str | None:
         (x,) = site.inputs

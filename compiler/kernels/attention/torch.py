@@ -25,8 +25,8 @@ from specc.compiler.ops.saved_attention import (
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether the function reads the mask
-    `seen`."""
+    """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether the function reads `seen`, a
+    padding mask."""
 
     op: GeneratedFunction
     backward: bool
@@ -46,7 +46,7 @@ class CpuKernel(Kernel):
 
 
 class AttentionTorch(CpuKernel):
-    """Accepts heads of any size, with as many channels of values as of keys."""
+    """Accepts heads of any size. Keys and values must have the same number of channels."""
 
     def rejects(self, site: Site) -> str | None:
         return CpuKernel.rejects(self, site) or unequal(site)
@@ -77,7 +77,7 @@ class ScoredContext:
 
 
 class ScoredTorch(CpuKernel):
-    """Attention with a score and a mask, and its gradient. All scores of a sequence are computed at once."""
+    """Attention with a score and a mask, and its gradient. The kernel computes all scores of a sequence at once."""
 
     RANK: ClassVar[int] = 10
 
@@ -94,7 +94,6 @@ def _form(site: Site) -> ScoreFields:
 
 
 def _parsed(site: Site) -> tuple[Score, Mask]:
-    """Returns the parsed score and mask of a site. The score reads each table by its name in generated code."""
     score, mask = _form(site).parsed(number_of(inputs_of(site)["q"].shape[-2]))
     return replace(score, reads=tuple(replace(read, table=table_name(read.table)) for read in score.reads)), mask
 
@@ -105,7 +104,6 @@ def _scale(site: Site) -> str:
 
 
 def _scores(site: Site) -> Iterator[str]:
-    """Yields the statements that compute the scaled products `s`, the mask `seen` and the masked scores `score`."""
     score, mask = _parsed(site)
     operands = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
     yield f"{operands} = (x.transpose(1, 2) for x in ({operands}))"

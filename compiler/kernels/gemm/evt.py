@@ -1,5 +1,5 @@
-"""A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a visitor tree with one generated
-functor per output."""
+"""A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a CUTLASS visitor tree. It has
+one generated functor per output."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -32,10 +32,9 @@ class GemmTile:
         n: The number of output columns per thread block.
         k: The number of elements of the reduction dim per iteration.
         cluster: Thread blocks per cluster, along M and N.
-        schedule: CUTLASS's schedule, i.e. how the warps share the work.
-        part: The size of the part of a tile that the epilogue stages in shared memory at a time; None for CUTLASS's
-            choice.
-        swizzle: CUTLASS's swizzle of the order in which thread blocks traverse the output.
+        schedule: CUTLASS's schedule, which divides the work among the warps.
+        part: The part of a tile that the epilogue holds in shared memory at once. None leaves the choice to CUTLASS.
+        swizzle: CUTLASS's swizzle. It reorders the thread blocks over the output.
         raster: The direction of the traversal, as an index into `RASTERS`.
 
     Raises:
@@ -82,7 +81,7 @@ class GemmTile:
 
     @property
     def epilogue_tile(self) -> str:
-        """The CUTLASS type that states `part`."""
+        """The CUTLASS type of the size `part`."""
         if self.part is None:
             return "collective::EpilogueTileAuto"
         return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
@@ -111,7 +110,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, slots=True)
 class Functor:
-    """One expression of the epilogue, as a struct over fp32 fragments. `signature` and `value` are whole lines."""
+    """One expression of the epilogue, as a C++ struct for fp32 fragments. `signature` and `value` are whole lines."""
 
     name: str
     signature: str
@@ -130,10 +129,10 @@ class GemmContext:
         prelude: Functions that the expressions call.
         functors: The expressions.
         result: The name of the first output.
-        tree: The type of the epilogue tree, which states the operands and the output of each node.
+        tree: The C++ type of the epilogue tree.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. It assembles the arguments with null pointers as tensors.
+        nulls: The statement that returns the workspace size. It needs no tensors, so it passes null pointers.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
         weight: The name of the weight.
@@ -166,7 +165,7 @@ class LauncherContext:
     Attributes:
         pointer_count: The number of pointers that the compiled function accepts, including workspace and stream.
         pointers: The tensor pointers that are passed to the compiled function.
-        library: Lines before the call of the kernel, which compute all products except the last by library calls.
+        library: Lines before the kernel call. Library calls compute all products except the last.
     """
 
     op: GeneratedFunction
@@ -179,12 +178,12 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Accepts one or more matrix products of the same rows, any number of outputs, and any expressions over tiles and
-    columns.
+    """Accepts one or more matrix products of the same rows, with any number of outputs. The expressions may read tiles
+    and columns.
 
-    The kernel computes the last product, and a library call computes each of the others. This is faster than two
-    accumulators in one kernel. For 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54
-    ms, and Triton's single kernel takes 0.92 ms.
+    The kernel computes the last product, and library calls compute the others. This is faster than two accumulators in
+    one kernel. For 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms. Triton's
+    single kernel takes 0.92 ms.
     """
 
     # Without measurements this kernel ranks before Triton's, whose tensor cores idle during the epilogue.
@@ -280,7 +279,7 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Returns whether an output needs no functor, because it equals the accumulator or an earlier value."""
+    """Returns whether an output needs no functor. Such an output equals the accumulator or an earlier output."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
@@ -289,7 +288,7 @@ def _struct(step: Result) -> str:
 
 
 def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
-    """Returns the arguments of a functor: the accumulator, operands and earlier results that it reads."""
+    """Returns the names that a functor reads, as its arguments."""
     read = variables(step.expr)
     known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)
@@ -308,8 +307,8 @@ def _functor(step: Result, epilogue: Epilogue) -> Functor:
 
 
 def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the tree type for a single output, and the arguments of the tree's nodes. The root is a functor, and the
-    leaves are loads."""
+    """Returns the type and the arguments of the tree for one output. The root is a functor, and the leaves are
+    loads."""
     (step,) = epilogue.steps
     read = _reads(step, epilogue)
     loads = [value for value in epilogue.operands if value.name in read]
@@ -320,8 +319,8 @@ def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
 
 
 def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the visitor type for several outputs, and the arguments of its nodes. The type lists each node once,
-    together with the nodes that it reads. The last node computes the first output."""
+    """Returns the type and the arguments of the visitor for several outputs. The type lists each node once, with the
+    nodes that it reads. The last node computes the first output."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
     edges: list[tuple[int, ...]] = [()] * len(nodes)  # for each node, the nodes that it reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]

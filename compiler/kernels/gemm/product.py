@@ -1,5 +1,4 @@
-"""The Python function that generated code calls for a matrix product and its epilogue. Its signature is the same for
-kernels in all languages."""
+"""The Python function for a matrix product and its epilogue. Kernels in all languages have the same signature."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from specc.compiler.kernels.kernel import Site
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The fields that the templates of a matrix product need in every language.
+    """The fields of a matrix product's templates in every language.
 
     Attributes:
         x: The input of the product. The other inputs must have the same number of rows and the same device.
-        wanted: Rows for the table of input checks.
+        wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
         result: The returned expression.
         changed: The names of the inputs that the kernel changes, as a tuple.
@@ -48,13 +47,15 @@ def product_of(epilogue: Epilogue) -> Product:
 def product_function(
     site: Site, epilogue: Epilogue, words: str = "", formulas: Iterable[str] = ()
 ) -> GeneratedFunction:
-    """Returns the description of the generated function. It maps x [..., K], weights and operands to outputs [..., N].
+    """Returns the description of the generated function. The function maps x [..., K], weights and operands to outputs
+    [..., N].
 
     Args:
         site: The product.
         epilogue: The inputs and outputs of the product.
-        words: A description of the products and the epilogue. The default states that a single kernel computes both.
-        formulas: The formulas; by default, those of `epilogue`.
+        words: The summary of the function. By default, it states that one kernel computes the products and the
+            epilogue.
+        formulas: The formulas. By default, they are those of `epilogue`.
 
     Returns:
         The description.
@@ -71,7 +72,6 @@ def product_function(
 
 
 def _dims(value: Value, epilogue: Epilogue, rows: str, n: str, k: str) -> tuple[str, ...]:
-    """Returns the dims of an input as text, with `rows`, `n` and `k` for the dims rows, N and K."""
     if value is epilogue.x:
         return rows, k
     if value in epilogue.weights:

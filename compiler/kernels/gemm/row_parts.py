@@ -1,4 +1,4 @@
-"""The inputs, outputs and formulas of a linear layer with few input rows, under the names that generated code uses."""
+"""The inputs, outputs and formulas of a linear layer with few input rows, as named in generated code."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -17,10 +17,10 @@ OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *ran
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The inputs and outputs of a site, under the names that generated code uses.
+    """The inputs and outputs of a site, as named in generated code.
 
-    `results` pairs each output with its expression over the products (`p`, `p_up`, ...) and the operands. If `scales`
-    is not empty, each weight consists of packed codes and the scales of its rows.
+    Each output in `results` is an expression of the products (`p`, `p_up`, ...) and the operands. If `scales` is not
+    empty, each weight consists of packed codes and one scale per row.
     """
 
     x: Value
@@ -39,12 +39,12 @@ class Parts:
 
     @property
     def stored(self) -> tuple[tuple[Value, ...], ...]:
-        """The tensors of each weight: the weight, or its codes and scales."""
+        """The tensors of each weight: the weight itself, or its codes and scales."""
         return tuple(zip(self.weights, *([self.scales] if self.scales else []), strict=True))
 
     @property
     def bits(self) -> tuple[str, ...]:
-        """For each packed weight, the name of the constant that holds its number of bits."""
+        """The names of the constants that hold the number of bits per code, one per packed weight."""
         return tuple(f"BITS{scale.name[1:]}" for scale in self.scales)
 
     @property
@@ -57,8 +57,8 @@ class Parts:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The extents N of the kernel's parts. There is one part per weight, or a single part if the weights have a
-        common epilogue."""
+        """The extents N of the kernel's parts. Weights with a common epilogue form one part. Otherwise, each weight is
+        a part."""
         widths = tuple(number_of(weight.type.shape[0]) for weight in self.weights)
         return widths[:1] if self.epilogue else widths
 
@@ -81,7 +81,6 @@ class Parts:
 
 
 def parts_of(site: Site) -> Parts:
-    """Returns the inputs and outputs of a `RowLinear`."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, RowLinear)
     counted = [""] if op.weights == 1 else [str(i) for i in range(op.weights)]
@@ -114,7 +113,8 @@ def parts_of(site: Site) -> Parts:
 
 
 def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `made_by` ends the summary, for example `in one kernel`."""
+    """Returns the description of the generated function. The summary of the function ends with `made_by`, such as "in
+    one kernel"."""
     inputs, outputs = ({value.name: value.type for value in values} for values in (parts.inputs, parts.outputs))
     shapes = {value.name: f"[{', '.join(dims(value))}]" for value in (*parts.inputs, *parts.outputs)}
     words = "linear layer" if len(parts.weights) == 1 else f"{len(parts.weights)} linear layers"
@@ -123,7 +123,7 @@ def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
 
 
 def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
-    """Returns the dims of a value as text. `rows` stands for the dims before the last."""
+    """Returns the dims of a value as text. `rows` stands for all dims except the last."""
     *leading, width = value.type.shape
     if leading and all(isinstance(dim, int) for dim in leading):  # a weight; its packed codes have W bytes per row
         return (*map(str, leading), str(width))

@@ -1,5 +1,5 @@
-"""Linear layers with few input rows: a Triton kernel that reads the weights once, at the memory bandwidth, and plain
-Torch."""
+"""Linear layers with few input rows, in Triton and in plain Torch. The Triton kernel reads each weight once, at the
+memory bandwidth."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ ROWS_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The tile of a kernel for one row of x: `n` rows of weights per program instance, and `k` features or lanes of
-    packed codes at a time."""
+    """The tile of a kernel for one row of x. A program instance has `n` rows of weights. A program instance reads `k`
+    features at a time, or `k` lanes if codes are packed. A lane holds eight codes."""
 
     n: int
     k: int
@@ -54,46 +54,45 @@ class RowTile:
 class TritonContext:
     """The context of templates/triton/row_linear.py.jinja.
 
+    There are two kinds of program instances: for one row of x, and for several. A lane holds eight packed codes.
+
     Attributes:
-        op: the description of the function.
-        k: the features of the input.
-        normed: whether there is a norm.
-        gain: the argument for the norm's weight, with a comma; empty if the norm has no weight.
-        row_norm: the lines of the norm for one row.
-        rows_norm: the lines of the norm for several rows.
-        scaled: the products, multiplied by the scales of codes and the factor of the norm, as an expression.
-        row: the tile for one row.
-        product: the template of the function that multiplies x with weights, which are floats or packed codes.
-        lanes: the number of lanes in a row of packed codes.
-        rows_k: the number of features, or lanes of packed codes, that a program instance for several rows loads at
-            once.
-        rows_extent: the number of features or lanes in a row.
-        rows_warps: the number of warps of a program instance for several rows.
-        tiles: the possible numbers of rows of x, and of rows of the weights, that such a program instance handles.
-        pieces: the bytes of a row of x, and the bytes of a row of the weights, that such a program instance loads at
-            once.
-        in_flight: the bytes that such a program instance has in flight.
-        stages: the largest number of pipeline stages of the loads of such a program instance.
-        shared_memory: the bytes of shared memory that these stages may use.
-        multiprocessors: the number of multiprocessors, for which these numbers are chosen.
-        slices: the largest number of slices into which the warps of a program instance can divide the features, for the
-            tile with the fewest rows; 1 if they are not divided.
-        slices_name: the argument of the launch that contains the number of slices; `_` for codes, which have none.
-        ahead: the number of pieces of weights that a program instance for one row loads before it waits for the
-            preceding kernel.
-        pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
+        op: The description of the function.
+        k: The number of input features.
+        normed: Whether there is a norm.
+        gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
+        row_norm: The lines of the norm for one row.
+        rows_norm: The lines of the norm for several rows.
+        scaled: The products times the scales of codes and the factor of the norm, as an expression.
+        row: The tile for one row.
+        product: The template of the function that multiplies x with weights: floats, or packed codes.
+        lanes: The number of lanes per row of weights.
+        rows_k: The features or lanes that a program instance for several rows loads at once.
+        rows_extent: The number of features or lanes per row.
+        rows_warps: The warps of a program instance for several rows.
+        tiles: For several rows, the possible rows of x per program instance, and the possible rows of weights.
+        pieces: For several rows, the bytes of one load per row of x, and per row of weights.
+        in_flight: For several rows, the bytes that a program instance has in flight.
+        stages: For several rows, the largest number of pipeline stages.
+        shared_memory: The bytes of shared memory that the stages may use.
+        multiprocessors: The number of multiprocessors. The sizes above suit this number.
+        slices: The largest number of slices of the features, for the tile with the fewest rows. Each warp has one
+            slice. 1 if the features are not divided.
+        slices_name: The launch argument with the number of slices. `_` for codes, which have no slices.
+        ahead: The number of loads that a program instance for one row issues before it waits for the preceding kernel.
+        pdl: Whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
             requires that no kernel computes the weights.
-        widths: the extents N of the parts, as the text of a tuple.
-        part: the signature of the function that computes a part.
-        lines: the lines of this function. They compute the products of the part, then its epilogue.
-        kernel: the signature of the kernel.
-        calls: the lines of the kernel that call this function for each part.
-        tensors: the arguments of the launch that are tensors.
-        sizes: the other arguments of the launch.
-        copied: the line that copies inputs whose rows are not adjacent.
-        wanted: rows for the table of input checks.
-        allocated: lines that allocate the outputs.
-        result: the returned expression.
+        widths: The extents N of the parts, as the text of a tuple.
+        part: The signature of the function that computes a part.
+        lines: The body of this function: the products of the part, then the epilogue.
+        kernel: The signature of the kernel.
+        calls: Lines of the kernel that call the function once per part.
+        tensors: The tensor arguments of the launch.
+        sizes: The other arguments of the launch.
+        copied: The line that copies inputs whose rows are not adjacent.
+        wanted: The input checks of the generated function.
+        allocated: Lines that allocate the outputs.
+        result: The returned expression.
     """
 
     TEMPLATE: ClassVar[str] = "triton/row_linear.py.jinja"
@@ -134,12 +133,14 @@ class TritonContext:
 
 
 class RowLinearTriton(Kernel):
-    """A program instance multiplies all rows of x, at most 64, with some rows of the weights. Each weight is read once.
+    """A program instance multiplies all rows of x, at most 64, with some rows of the weights. Each weight is read
+    once.
 
-    With one row, threads multiply and sum; with several, tensor cores do. A program instance that is alone on its
-    multiprocessor would wait for a chain of sums. With up to 16 rows, its warps therefore each multiply different
-    features. The same loop over the features also sums the squares for the norm. After the loop, the products are
-    divided by the root of the mean square.
+    Threads multiply and sum one row of x; tensor cores multiply several. A single program instance on a multiprocessor
+    would wait for a chain of sums. With up to 16 rows, the warps therefore divide the features among themselves.
+
+    The loop over the features also sums the squares of x for the norm. After the loop, the products are divided by the
+    root of the mean square.
     """
 
     def rejects(self, site: Site) -> str | None:
@@ -186,9 +187,8 @@ def row_tile(parts: Parts) -> RowTile:
 
 
 def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
-    """Returns the size of the piece of a row that a program instance for several rows loads at once: the number of
-    features or of lanes of packed codes, and a pair with the bytes of the piece in a row of x and in a row of the
-    weights."""
+    """Returns the size of one load for several rows of x: the number of features (or lanes of eight codes), and two
+    byte counts. These are for one row of x, and for one row of weights."""
     size = BYTES[parts.x.type.dtype]
     if parts.scales:  # lanes, with all of their features of x: so few that several loads are in flight
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
@@ -276,7 +276,6 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
 
 
 def _root(norm: RmsNorm | None) -> tuple[str, ...]:
-    """Returns the expression of the factor 1 / root mean square, in a 1-tuple; empty without a norm."""
     return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
 
 
@@ -289,7 +288,6 @@ def _arguments(*texts: str) -> str:
 
 
 def _bits(weight: Value) -> str:
-    """Returns the expression of the number of bits of a packed weight's codes."""
     return f"{weight.name}.shape[-1] // LANES.value"
 
 

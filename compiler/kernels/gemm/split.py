@@ -1,5 +1,5 @@
 """Splits a node with several matrix products. Library calls compute all products except the last. The kernel computes
-the last product and reads the other results as tiles."""
+the last product, and reads the others as tiles."""
 
 from dataclasses import dataclass, replace
 
@@ -9,9 +9,9 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 
 @dataclass(frozen=True, slots=True)
 class GivenProduct:
-    """The matrix product of x and `weight`, computed by a library call and rounded to the dtype of x.
+    """A matrix product of x and `weight` that a library call computes. The product is rounded to the dtype of x.
 
-    `into` names the result: an output of the node if `is_output`, and a temporary otherwise.
+    `into` names the result. The result is an output of the node if `is_output`, otherwise a temporary tensor.
     """
 
     weight: Value
@@ -19,22 +19,21 @@ class GivenProduct:
     is_output: bool
 
     def formula(self, epilogue: Epilogue) -> str:
-        """Returns the formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
+        """Returns the formula, such as `p_x = x w_x^T, by the library, bf16`."""
         return f"{self.into.name} = {epilogue.product(self.weight)}, by the library, {self.into.type.dtype}"
 
     def code(self, epilogue: Epilogue) -> str:
-        """Returns the line of Python that computes the product. In this line, `m` is the number of rows."""
+        """Returns the Python line that computes the product of `m` rows."""
         weight = self.weight.name + (".T" if epilogue.layout == "nk" else "")
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
         return f"{product}, out={self.into.name}.view(m, N))" if self.is_output else f"{self.into.name} = {product})"
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
-    """Returns the epilogue that remains, with one accumulator, and the products that library calls compute first.
+    """Returns an epilogue with only the last product, and the products that library calls compute before it.
 
-    The kernel computes the last product. In a gated activation, the last product is the gate, so the activation of the
-    gate is computed from an unrounded accumulator. If an output equals one of the other products, the library call
-    writes the output directly.
+    The last product of a gated activation is the gate, so the activation reads the gate without rounding. If an output
+    equals one of the other products, the library call writes this output directly.
     """
     *firsts, accumulator = epilogue.accumulators
     *weights, weight = epilogue.weights

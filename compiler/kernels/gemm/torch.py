@@ -1,5 +1,5 @@
-"""Matrix products in Torch: a library call for a product without an epilogue, on any target, and plain Torch code for
-any epilogue, on the CPU."""
+"""Matrix products in Torch. Without an epilogue, the product is a library call on any target. With an epilogue, it is
+plain Torch code on the CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,8 +38,7 @@ class EpilogueContext:
 
 
 class EpilogueProduct(Kernel):
-    """A matrix product and its epilogue as a plain Torch function, which is a readable reference and the implementation
-    for the CPU."""
+    """A matrix product and its epilogue as a plain Torch function: a readable reference, and the kernel of the CPU."""
 
     RANK: ClassVar[int] = 9
 

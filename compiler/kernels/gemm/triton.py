@@ -1,5 +1,5 @@
 """A matrix product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and
-uses TMA; otherwise, it uses plain pointers."""
+uses TMA. On other targets, it uses pointers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -20,8 +20,8 @@ GROUP = 8  # number of row tiles that run at the same time, so that they read th
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the first lines of functions.
-    Fields that are tuples hold lines of function bodies."""
+    """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the signatures of functions. The
+    tuples hold lines of function bodies."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: GeneratedFunction
@@ -40,8 +40,8 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, and `dots` are lines
-    in the loop."""
+    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the kernel's loop, and `dots`
+    are lines in the loop."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: GeneratedFunction
@@ -61,9 +61,9 @@ class PointerContext:
 
 @dataclass(frozen=True, slots=True)
 class LinearTriton(Kernel):
-    """Accepts one or two matrix products of the same rows, any epilogue, and any number of operands and outputs.
+    """Accepts one or two matrix products of the same rows, with any epilogue, operands and outputs.
 
-    `tile` is a measured tile; if it is None, the rule of `tile_of` applies.
+    If the measured tile, `tile`, is None, the kernel has the tile of `tile_of`.
     """
 
     RANK: ClassVar[int] = 1
@@ -162,8 +162,8 @@ _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
 
 
 def _sums(epilogue: Epilogue) -> str:
-    """Returns the argument of `tl.dot` that makes Triton add 8-bit products of different blocks in f32. Tensor cores
-    alone would add them with lower precision."""
+    """Returns the `tl.dot` argument that makes Triton add 8-bit products in f32. Without this argument, tensor cores
+    add with lower precision."""
     return ", max_num_imprecise_acc=BLOCK_K" if epilogue.x.type.dtype in FORMATS else ""
 
 
@@ -176,8 +176,6 @@ def _handle(value: Value) -> str:
 
 
 def _of_buffer(value: Value, epilogue: Epilogue, columns: str) -> str:
-    """Returns the line that computes a dropout mask or a scale from its buffer; "" for a state that only rounding
-    reads."""
     if value.name in epilogue.scales:
         i, j = epilogue.scales[value.name]
         return f"{value.name} = tl.load({value.name}_ptr + {i}) * tl.load({value.name}_ptr + {j})"
@@ -197,7 +195,6 @@ def _tma_read(value: Value, ragged: bool, epilogue: Epilogue) -> str:
 
 
 def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
-    """Returns the lines that compute each output in fp32, round it and store it."""
     return tuple(
         line
         for step in epilogue.steps
@@ -210,7 +207,6 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
 
 
 def _rounded(step: Result) -> tuple[str, ...]:
-    """Returns the line that divides an 8-bit output by its scale."""
     if (rounding := step.rounding) is None:
         return ()
     value = f"{step.value.name}.to({TRITON_DTYPES[rounding.dtype]})"
@@ -219,7 +215,6 @@ def _rounded(step: Result) -> tuple[str, ...]:
 
 
 def _descriptor(value: Value, epilogue: Epilogue) -> str:
-    """Returns the launch argument for a tensor: a pointer for a vector [N], otherwise a TMA descriptor."""
     name = value.name
     if value.column or value.buffer:
         return f"{name},"

@@ -1,1 +1,1 @@
-"""Kernels of int8 products and of single steps of int8 LSTMs."""
+"""Kernels for int8 matrix products, and for one time step of an int8 LSTM."""

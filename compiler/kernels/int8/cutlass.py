@@ -1,4 +1,4 @@
-"""The common part of the CUTLASS kernels of int8 products: the epilogue's functor and tree, and the C entry point."""
+"""The common part of CUTLASS kernels for int8 products: the functor and tree of the epilogue, and the C entry point."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Int8Source:
         tile: The sizes of the thread block.
         reads_tiles: Whether an operand is a tile [rows, N].
         prelude: Functions that the functor calls.
-        functor: The expression of the epilogue.
-        tree: The type of the epilogue tree, with the values that the functor reads.
+        functor: The epilogue as a C++ functor.
+        tree: The C++ type of the epilogue tree. Its leaves are the values that the functor reads.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. It passes null pointers for all tensors.
+        nulls: The statement that returns the workspace size. It needs no tensors, so it passes null pointers.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
     """
@@ -50,8 +50,8 @@ class Int8Source:
 
 @dataclass(frozen=True, slots=True)
 class Int8Launcher:
-    """The context of templates/cutlass/gemm_int8.py.jinja. `pointer_count` is the number of pointers that the compiled
-    function accepts: the tensors, workspace and stream."""
+    """The context of templates/cutlass/gemm_int8.py.jinja. The compiled function accepts `pointer_count` pointers: the
+    tensors, the workspace and the stream."""
 
     op: GeneratedFunction
     product: Int8Function
@@ -66,9 +66,9 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
         site: The site of the product.
         template: The template of the .cu file.
         tile: The tile, passed to the templates.
-        leaf: CUTLASS code by name. `evt` is the type of the epilogue tree. `sum` is the tree node that returns the
-            integer sums. `column` and `tile` are format strings for the tree node of a loaded operand, with the fields
-            `element` (the operand's type) and `name`.
+        leaf: CUTLASS code by name. `evt` is the type of the epilogue tree. `sum` is the tree node of the integer sums.
+            `column` and `tile` are format strings for a loaded operand, with the fields `element` (a C++ type) and
+            `name`.
 
     Returns:
         The files, with the Python function that launches the kernel.

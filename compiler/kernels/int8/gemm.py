@@ -1,4 +1,4 @@
-"""Int8 matrix products and their epilogues: the part that all kernels share, and the plain Torch kernel for any CPU."""
+"""Int8 matrix products with epilogues: the code that all kernels share, and a plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,8 +18,8 @@ LONGEST_LABEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Epilogue:
-    """An int8 matrix product, with the input names of generated code: x [rows, K] i8, w [N, K] i8, offset [N] i32, and
-    operands. `expr` computes y [rows, N] from the sums `p` and the operands."""
+    """An int8 matrix product and its epilogue. The kernel sums x [rows, K] i8 times w [N, K] i8 plus offset [N] i32.
+    `expr` computes y [rows, N] from these sums `p` and the operands."""
 
     n: int
     k: int
@@ -29,7 +29,7 @@ class Int8Epilogue:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the function's arguments, in order."""
+        """The names of the function's parameters, in order."""
         return ("x", "w", "offset", *(value.name for value in self.operands))
 
     @property
@@ -44,7 +44,7 @@ class Int8Epilogue:
 
 
 def int8_epilogue(site: Site) -> Int8Epilogue:
-    """Returns the epilogue of a site that `int8_refusal` accepts."""
+    """Returns the epilogue of a site that `int8_refusal` has accepted."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])
@@ -63,7 +63,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel accepts this product; None if some kernel may accept it."""
+    """Returns the reason to reject the product for every kernel. None if some kernel may accept it."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
@@ -94,8 +94,9 @@ class Int8Function:
 
     Attributes:
         op: The names, signatures and descriptions of the function.
-        nodes: The tuple of all nodes that call the function, for the error messages of `check`.
-        check: The call that checks the inputs.
+        nodes: The paths of all nodes that call the function, as the text of a tuple. The error messages of `check`
+            print them.
+        check: The statement that checks the inputs.
         dtype: The dtype of y.
     """
 
@@ -108,8 +109,8 @@ class Int8Function:
 
 
 def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Function:
-    """Returns the description of the generated function. `made_by` ends the summary, for example with `in one
-    kernel`."""
+    """Returns the description of the generated function. The summary of the function ends with `made_by`, such as "in
+    one kernel"."""
     n, k = epilogue.n, epilogue.k
     inputs = dict(zip(epilogue.names, site.inputs, strict=True))
     shapes = {"x": f"[..., {k}]", "w": f"[{n}, {k}]", "offset": f"[{n}]", "y": f"[..., {n}]"}
@@ -132,15 +133,15 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
 
 
 def nodes_of(label: str) -> str:
-    """Returns the source line `NODES = (...)` with the paths in `label`, which are joined by ` and `. The text after a
-    blank in a path, which lists fused members, is left out."""
+    """Returns the source line `NODES = (...)` with the node paths of a label. The label joins them with ` and `. Text
+    after a blank in a path, such as "+ act", is removed."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """Returns the label for a file's header. If the label is too long because many nodes share the file, it names the
-    first node and the number of other nodes; the plan page lists all nodes."""
+    """Returns the label for a file's header. A label of many nodes is shortened to the first node and the number of
+    others. PLAN.md lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

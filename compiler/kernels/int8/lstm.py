@@ -1,4 +1,4 @@
-"""One step of an int8 LSTM as one kernel: the part that all kernels share, and the plain Torch kernel for any CPU."""
+"""One time step of an int8 LSTM: the code that all kernels share, and a plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,14 +14,15 @@ from specc.compiler.ops.quantized import FINE, LARGEST
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """The template context for the Python function that computes one step. Fields with code hold whole lines.
+    """The template context of the Python function for one time step. Code fields hold whole lines.
 
     Attributes:
-        nodes: The tuple of all nodes that call the function, for the error messages of its input check.
+        nodes: The paths of all nodes that call the function, as the text of a tuple. Error messages print them.
         size: The hidden size H.
-        k: The reduction dim K of the product with h, which is H padded.
+        k: H padded, which is the reduction dim K of the product with h.
         dtype: The dtype of h and c.
-        fine: The step size of h's first code divided by the step size of its second code; None if h has one code.
+        fine: If h is the sum of two codes, the step size of the first code divided by the step size of the second.
+            Otherwise None.
         largest: The largest code.
     """
 
@@ -56,7 +57,7 @@ def step_function(site: Site) -> StepFunction:
 
 
 def extent(site: Site) -> tuple[int, int]:
-    """Returns the hidden size H, and the reduction dim K of the product with h, which is H padded."""
+    """Returns the hidden size H, and H padded. The padded size is the reduction dim K of the product with h."""
     op = _op(site)
     n, k = op.extent(site.inputs[op.stored])
     return n // 4, k
@@ -69,15 +70,14 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel accepts h and c of this type; None if some kernel may accept them."""
+    """Returns the reason to reject the dtype of h and c for every kernel. None if some kernel may accept it."""
     state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
-    """The context of templates/torch/int8_lstm_step.py.jinja. `narrow` states whether h and c have fewer bits than
-    f32."""
+    """The context of templates/torch/int8_lstm_step.py.jinja. `narrow` states that h and c have fewer bits than f32."""
 
     op: StepFunction
     padding: int

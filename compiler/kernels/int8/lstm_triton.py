@@ -1,5 +1,5 @@
-"""One step of an int8 LSTM as one Triton kernel: a program instance computes all four gates of a tile of rows and
-hidden units."""
+"""One time step of an int8 LSTM as one Triton kernel. A program instance computes all four gates, for a tile of rows
+and hidden units."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -29,8 +29,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmTriton(Kernel):
-    """Accepts any number of rows, including one, and any H. `tile` is a measured tile; if it is None, the rule of
-    `step_tile` applies."""
+    """Accepts any number of rows and any H. If the measured tile, `tile`, is None, the kernel has the tile of
+    `step_tile`."""
 
     TILE: ClassVar[type | None] = Tile
     tile: Tile | None = None
@@ -68,7 +68,7 @@ INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8
 
 
 def step_tile(k: int) -> Tile:
-    """Returns the default tile for a product whose reduction dim has `k` elements."""
+    """Returns the default tile for a reduction dim of `k` elements."""
     rows, units, warps = TILES[0]
     return Tile(rows, units, _depth(k), warps, _stages(k))
 
@@ -78,11 +78,8 @@ def _depth(k: int) -> int:
 
 
 def _stages(k: int) -> int:
-    """Returns the number of loads in flight. If the reduction dim is a single block, there is nothing to prefetch."""
     return 1 if k <= WHOLE_K else 3
 
 
 def _loaded_bytes(tile: Tile) -> int:
-    """Returns the shared memory, in bytes, that the loads of h and w of one program instance occupy. h is counted as
-    f32."""
     return (4 * tile.m + 4 * tile.n) * tile.k * tile.stages

@@ -1,4 +1,4 @@
-"""Int8 matrix products by CUTLASS 2.x with mma.sync and cp.async, for every GPU from sm80 on."""
+"""Int8 matrix products by CUTLASS 2.x with mma.sync and cp.async, for sm80 and later GPUs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from specc.compiler.ops.quantized import Int8Linear
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """The tile of a thread block, `m` x `n` outputs, and the tile of each warp, `warp_m` x `warp_n`. An iteration
+    """The tile of a thread block has `m` x `n` outputs, and the tile of a warp has `warp_m` x `warp_n`. An iteration
     covers `k` elements of the reduction dim, with `stages` loads in flight."""
 
     m: int
@@ -37,7 +37,7 @@ LEAF = {
 
 
 class GemmInt8Sm80(Kernel):
-    """Accepts any number of rows, including one. Rows beyond the last are predicated off."""
+    """Accepts any number of rows. The kernel skips the rows of a tile beyond the last row of the tensor."""
 
     RANK: ClassVar[int] = 1
 

@@ -19,10 +19,10 @@ LEAF = {
 
 
 class GemmInt8Sm90(Kernel):
-    """Accepts any number of rows, including one. TMA reads rows beyond the last as zeros, and does not store them.
+    """Accepts any number of rows. TMA reads zeros beyond the last row, and stores nothing there.
 
-    The kernel ranks first only for large weights: the setup of barriers and TMA takes 1 to 3 us per call, which is
-    longer than a small product takes.
+    Each call sets up barriers and TMA, which takes 1 to 3 us. Small products take less time than this, so the kernel
+    ranks first only for large weights.
     """
 
     def rejects(self, site: Site) -> str | None:

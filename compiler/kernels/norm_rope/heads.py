@@ -1,4 +1,4 @@
-"""The part that all kernels of this folder share: sizes, names of tensors, and descriptions in generated files."""
+"""The code that all kernels of this folder share: sizes, tensor names, and descriptions in generated files."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ WHOLE = "whole"  # the name of the tensor that dx is a part of
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types, by the name in generated code. If dx is a
-    part of a wider tensor, `at` is the index of dx's first feature in that tensor."""
+    """A site of `NormRope` or its gradient. `inputs` and `outputs` map names in generated code to types. If dx is
+    written to a part of a wider tensor, `at` is the index of the first feature there."""
 
     op: HeadRotation
     backward: bool
@@ -38,18 +38,18 @@ class Heads:
 
     @property
     def pairs(self) -> int:
-        """The number of pairs of channels that are rotated, per head."""
+        """The number of rotated pairs of channels per head."""
         return number_of(self.inputs["cos"].width)
 
     @property
     def halves(self) -> bool:
-        """Whether all channels of a head are rotated, and each pair consists of a channel of the first half and a
-        channel of the second half."""
+        """Whether all channels of a head are rotated, with the two channels of each pair in different halves of the
+        head."""
         return 2 * self.pairs == self.channels and not self.op.neighbors
 
     @property
     def weight_slope(self) -> str:
-        """The derivative of the weight with respect to `w`, as text; empty if it is 1."""
+        """The derivative of the weight expression with respect to `w`, as text. Empty if it is 1."""
         slope = derive(reread(self.op.weight), "w")
         return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
@@ -78,7 +78,7 @@ def heads_of(site: Site) -> Heads:
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation, as the beginning of a sentence."""
+    """Returns a description of the computation, which begins a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
     words += ["gain"] * heads.op.gain

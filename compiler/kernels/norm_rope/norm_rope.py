@@ -22,8 +22,11 @@ LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vec
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """The work of one program instance of `warps` warps. It processes the same `rows` rows (pairs of position and head)
-    in each of `sequences` sequences, one sequence after another. Raises ValueError if a field is out of its bounds."""
+    """The work of one program instance with `warps` warps. A row is a pair of position and head. The program instance
+    processes the same `rows` rows in `sequences` sequences, one after another.
+
+    Raises ValueError if a field is out of its bounds.
+    """
 
     rows: int
     sequences: int
@@ -42,9 +45,9 @@ class HeadTile:
 def head_tile(block: int) -> HeadTile:
     """Returns the default tile for rows of `block` elements.
 
-    Each thread has one load per tensor in flight, so all loads of a tile are issued before the first value is used.
-    With two loads per tensor, the compiler would wait for the first. Four sequences share one read of the angles. More
-    sequences per program instance would leave too few program instances to fill a GPU.
+    Each thread has one load per tensor in flight. All loads of a tile are therefore issued before the first value is
+    used. With two loads per tensor, the compiler would wait for the first load. Four sequences share one read of the
+    angles. With more sequences per program instance, there would be too few program instances to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
@@ -60,10 +63,10 @@ class HeadContext:
     Attributes:
         how: A description of the kernel's algorithm.
         inside: The mask that selects the valid elements of a tile, as an expression.
-        halves: Whether a program instance holds the two halves of each head in separate tiles, so that every pair is
-            loaded once. Otherwise it holds whole heads, and also loads the other channel of each pair.
-        other: The channel that forms a pair with channel c of a whole head, as an expression.
-        pair: The index of the pair of channels that contains channel c of a head, as an expression.
+        halves: Whether a program instance holds the two halves of each head in separate tiles, and loads every pair
+            once. Otherwise, it loads whole heads, and for each channel also the other channel of its pair.
+        other: The other channel in the pair of channel c, as an expression.
+        pair: The index of the pair that contains channel c, as an expression.
         signed: The signed sine for each channel of a whole head, as an expression.
         body: The template of the kernel's loop.
         loops: Whether a program instance has a loop over several sequences.
@@ -71,10 +74,9 @@ class HeadContext:
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
-        after: Lines after the loop, which write the partial sums of a program instance for the gradients of weight and
-            gain.
-        conditions: The end of the op's docstring, which states the required layouts.
-        wanted: Rows for the table of input checks.
+        after: Lines after the loop. They write partial sums for the gradients of weight and gain.
+        conditions: The required layouts, as the last sentence of the op's docstring.
+        wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
         into: Whether dx is written to a part of a given tensor.
         begins: Lines of the backward kernel that compute the address of the first result.
@@ -122,8 +124,8 @@ class HeadContext:
 
 @dataclass(frozen=True, slots=True)
 class NormRopeTriton(Kernel):
-    """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. `tile` is a measured tile; if
-    it is None, the rule of `head_tile` applies."""
+    """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. If the measured tile, `tile`,
+    is None, the kernel has the tile of `head_tile`."""
 
     TILE: ClassVar[type | None] = HeadTile
     tile: HeadTile | None = None
@@ -167,8 +169,6 @@ def _power(number: int) -> int:
 
 
 def _block(heads: Heads) -> int:
-    """Returns the number of elements per tile row: the pairs of a head if `heads.halves`, otherwise its channels,
-    rounded up to a power of two."""
     return _power(heads.pairs if heads.halves else heads.channels)
 
 
@@ -238,14 +238,12 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
 
 
 def _annotation(count: int) -> str:
-    """Returns the type annotation of the result of a custom op that writes dx to a given tensor and returns `count`
-    other gradients."""
     return ("None", "Tensor")[count] if count < 2 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
-    """Returns the lines that call the custom op and return the tensor to which the op has written dx. The op itself
-    must not return one of its inputs."""
+    """Returns the lines that call the custom op, and the return statement. The lines return the tensor that contains
+    dx, because the op must not return an input."""
     call, gradients = f"write({', '.join(heads.inputs)})", [f"d{name}" for name in learned]
     if not gradients:
         return call, f"return {WHOLE}"
@@ -264,8 +262,6 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 
 def _wanted(name: str, heads: Heads) -> str:
-    """Returns the row for the input `name` in the table of input checks. Gain and weight need a smaller alignment,
-    because they are small."""
     dtype = heads.inputs[name].dtype
     shapes = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)", WHOLE: "(*heads[:-2], WIDTH)"}
     shape = shapes.get(name, "heads")
@@ -286,8 +282,6 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
 
 
 def _returned(heads: Heads, name: str) -> str:
-    """Returns the expression that the generated function returns for the output `name`. Gradients of weight and gain
-    are sums of partial sums."""
     if name not in PARTIAL:
         return name
     cast = f".to({DTYPES[heads.outputs[name].dtype]})"
@@ -301,7 +295,6 @@ def _returned(heads: Heads, name: str) -> str:
 
 
 def _conditions(heads: Heads) -> str:
-    """Returns the sentences of the op's docstring that state its conditions: device, dims and alignment."""
     words = "On one GPU, with any leading dims, contiguous and aligned"
     apart = ", but for x, whose tokens may be further apart" if heads.reads_x else ""
     return flowed(f"{words}{apart}. ValueError says what is not.", "    ")
@@ -320,7 +313,7 @@ def _how(site: Site, tile: HeadTile) -> str:
 
 
 def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
-    """Returns the parts of the weight that a tile loads. Each part has a name, its channels as an expression, and the
+    """Returns the parts of the weight that a tile loads. A part has a name, an expression of the channels, and the
     mask of valid channels."""
     if heads.halves:
         return ("weight_a", "c", "c < R"), ("weight_b", "c + R", "c < R")
@@ -329,7 +322,6 @@ def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
 
 
 def _weights(heads: Heads) -> tuple[str, ...]:
-    """Returns the lines that load the weight of each channel."""
     if not heads.op.weight:
         return ()
     lines = []
@@ -342,7 +334,6 @@ def _weights(heads: Heads) -> tuple[str, ...]:
 
 
 def _after(heads: Heads) -> tuple[str, ...]:
-    """Returns the lines of the backward kernel after its loop."""
     lines: list[str] = []
     if "dweight" in heads.outputs:
         lines.append("weight_partial_ptr += tl.program_id(0).to(tl.int64) * C")
@@ -366,8 +357,6 @@ def _store(name: str, value: str, half: bool, element: str, place: str = "y_at")
 
 
 def _forward(heads: Heads) -> Lines:
-    """Returns three groups of lines of the forward kernel: those before the loop, the loads in the loop, and the other
-    lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     squares = "a * a + b * b" if heads.halves else "x * x"
@@ -381,8 +370,6 @@ def _forward(heads: Heads) -> Lines:
 
 
 def _backward(heads: Heads) -> Lines:
-    """Returns three groups of lines of the backward kernel: those before the loop, the loads in the loop, and the other
-    lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     lines = ["dz = dy * cos + pair * sin"]

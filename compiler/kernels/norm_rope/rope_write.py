@@ -1,4 +1,5 @@
-"""Kernels of `RopeWrite`: rotation and the write to a cache in one Triton kernel, and in plain Torch."""
+"""Two kernels of `RopeWrite`, in Triton and in plain Torch. `RopeWrite` rotates rows and writes the results to a
+cache."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,17 +30,18 @@ HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of on
 class Layout:
     """The layout of a cache: where the rows of a token are stored.
 
-    A tensor of the cache is [outer, inner, G, width]. The Triton lines compute `outer` and `inner` from `row`, the
-    index of a token among all tokens. The Torch call writes x to `cache`.
+    A cache tensor is [outer, inner, G, width]. The Triton lines compute `outer` and `inner` from `row`, the index of a
+    token among all tokens. The Torch call writes x to `cache`.
 
     Attributes:
-        settings: the constants that the lines read.
-        sizes: the run-time sizes that the lines read, with their values at the launch.
-        lines: the Triton lines that compute `outer` and `inner`, and the row `token` of the angles.
-        tokens, slots: the leading dims of q, k and v, and of the tensors of the cache, as text.
-        known: the line that assigns the names in these dims, and t, the number of rows of angles.
-        call: the Torch call, a format string over `{cache}` and `{x}`.
-        helpers: the templates of the functions that the Torch call uses.
+        settings: The constants that the lines read.
+        sizes: The run-time sizes that the lines read, with their values at the launch.
+        lines: The Triton lines that compute `outer`, `inner`, and `token`, the row of the token's angles.
+        tokens: The leading dims of q, k and v, as text.
+        slots: The leading dims of the cache tensors, as text.
+        known: The line that assigns the names in `tokens` and `slots`, and t, the number of rows of angles.
+        call: The Torch call, a format string with the fields `{cache}` and `{x}`.
+        helpers: The templates of the functions that the Torch call uses.
     """
 
     settings: dict[str, int]
@@ -53,7 +55,7 @@ class Layout:
 
 
 def layout_of(op: RopeWrite, keys: TensorType) -> Layout:
-    """Returns the layout of the cache that a node writes. `keys` is the type of the cache's first tensor."""
+    """Returns the layout of the cache that a node writes. `keys` is the type of the first cache tensor."""
     position = "position = tl.load(positions_ptr + token)"
     if op.paged:
         lines: tuple[str, ...] = (
@@ -98,30 +100,30 @@ class RopeWriteContext:
 
     Attributes:
         op: the description of the function.
-        heads: the query heads.
-        groups: the key heads.
-        channels: the channels of a query or key.
-        values: the channels of a value.
-        pairs: the rotated pairs of channels.
+        heads: the number of query heads.
+        groups: the number of key heads.
+        channels: the number of channels of a query or key.
+        values: the number of channels of a value.
+        pairs: the number of rotated pairs of channels.
         step: the distance from the first channel of a pair to the first channel of the next pair.
-        apart: the distance between the channels of a pair.
+        apart: the distance between the two channels of a pair.
         triton_dtype: the dtype of q, k and v in Triton.
         pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch).
-        coded: whether rows are rounded to e4m3.
+        coded: whether rows are rounded to e4m3 codes.
         largest: the largest number of e4m3.
-        settings: the line that assigns the constants of the layout; empty if the layout has none.
+        settings: the line that assigns the constants of the layout. Empty if the layout has none.
         unspecialized: the run-time sizes that Triton does not specialize, as an argument of `jit`.
         kernel: the signature of the kernel.
         place: the lines that compute the address of a token's rows in the cache.
         key_lines: the lines that write the row of a rotated key.
-        value_lines: the lines that write the row of a value; none if it is part of the row of a key.
+        value_lines: the lines that write the row of a value. Empty if the row of a key contains it.
         programs: the number of program instances per token.
         arguments: the arguments of the launch.
         custom_op: the decorator of the custom op, and its signature.
-        fake: the signature of its fake implementation.
+        fake: the signature of the custom op's fake implementation.
         known: the line that assigns the sizes of the inputs to names.
         copied: the line that copies inputs that are not contiguous.
-        wanted: rows for the table of input checks.
+        wanted: the input checks of the generated function.
         allocated: the lines that allocate the new outputs.
         created: the new outputs.
         called: the assignment that receives the results of the custom op.
@@ -256,8 +258,9 @@ def _formulas(op: RopeWrite, pairs: int, step: int, apart: int) -> Iterator[str]
 
 
 def _places(op: RopeWrite, name: str, width: str) -> Iterator[tuple[str, str]]:
-    """Yields pairs (name, pointer expression) for the new row of the cache tensor `name`: its place in the cache and,
-    if the op also returns the new row, its place in that output."""
+    """Yields pairs of a name and a pointer expression for the new row of the cache tensor `name`. The first pair is
+    the row's place in the cache. If the op also returns the new row, the second pair is the row's place in this
+    output."""
     pitch = "" if width == "1" else f" * {width}"
     place = f"(inner * G + group){pitch}" if pitch else "inner * G + group"
     yield name, f"{name}_ptr + outer * {name.upper()}_STRIDE + {place}"
@@ -289,8 +292,6 @@ def _value_lines(op: RopeWrite) -> Iterator[str]:
 
 
 def _coded(op: RopeWrite, name: str, parts: Sequence[str]) -> Iterator[str]:
-    """Yields the lines that round the variables `parts`, which hold one row, to codes, and store the scale of the
-    row."""
     most = f"magnitude({parts[0]})"
     for part in parts[1:]:
         most = f"tl.maximum({most}, magnitude({part}))"
@@ -358,8 +359,8 @@ ROPE_WRITE_TRITON = RopeWriteTriton("rope_write_triton", "triton", computes=Rope
 
 
 class RopeWriteTorch(Kernel):
-    """Rotates in f32 and copies the result to the rows of the caches. On a GPU, this kernel accepts the nodes that the
-    Triton kernel rejects, so that every model can decode."""
+    """Rotates in f32, and copies the result to the caches. On a GPU, this kernel accepts the nodes that the Triton
+    kernel rejects. Every model can therefore decode."""
 
     RANK: ClassVar[int] = 9
 

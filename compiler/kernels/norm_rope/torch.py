@@ -1,5 +1,5 @@
-"""Norm, rotary embedding and gain of attention heads as plain Torch functions, which are a readable reference and the
-implementation for the CPU."""
+"""Norm, rotary embedding and gain of attention heads as plain Torch functions: a readable reference, and the kernels
+of the CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -47,8 +47,6 @@ _BROADCAST = "cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)"  # over heads
 
 
 def _split(heads: Heads, value: str) -> str:
-    """Returns the line that splits the channels of `value` into a and b, the first and second channels of the pairs,
-    and the rest."""
     if heads.op.neighbors and heads.rest:
         turned = f"{value}[..., :{2 * heads.pairs}]"
         return f"(a, b), rest = {turned}.unflatten(-1, (-1, 2)).unbind(-1), {value}[..., {2 * heads.pairs}:]"
@@ -60,8 +58,6 @@ def _split(heads: Heads, value: str) -> str:
 
 
 def _turned(heads: Heads, first: str, second: str) -> tuple[list[str], str]:
-    """Returns the lines that a rotated value needs, and the expression of the value. `first` and `second` are the
-    rotated channels of the pairs."""
     if heads.op.neighbors:
         turned = f"torch.stack(({first}, {second}), -1).flatten(-2)"
         return ([f"turned = {turned}"], "torch.cat((turned, rest), -1)") if heads.rest else ([], turned)
@@ -69,8 +65,6 @@ def _turned(heads: Heads, first: str, second: str) -> tuple[list[str], str]:
 
 
 def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
-    """Returns the lines of the forward function, and the expression that the function returns. The angles are f32, so
-    the rotation is computed in f32."""
     eps = heads.op.eps
     weight = f", {_weight(heads)}" if heads.op.weight else ""
     norm = [f"h = F.rms_norm(x, ({heads.channels},){weight}, eps={eps})"] * (eps is not None)
@@ -81,8 +75,6 @@ def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
 
 
 def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
-    """Returns the lines of the backward function, and the expression that the function returns. Inputs of fewer bits
-    than f32 are converted to f32 first."""
     eps, gain, dtype = heads.op.eps, heads.op.gain, next(iter(heads.inputs.values())).dtype
     read = ["dy", "x"] if heads.reads_x else ["dy"]
     cast = "" if dtype == "f32" else f".to({DTYPES[dtype]})"
@@ -118,7 +110,6 @@ def _first(heads: Heads, dx: str) -> str:
 
 
 def _written(heads: Heads, lines: list[str], dx: str) -> tuple[str, ...]:
-    """Returns `lines`. If dx is a part of a wider tensor, a line that writes dx to this tensor is appended."""
     if heads.at is None:
         return tuple(lines)
     features = heads.count * heads.channels

@@ -1,1 +1,1 @@
-"""Kernels that compute softmax cross-entropy and its gradient."""
+"""Kernels of softmax cross-entropy and its gradient."""

@@ -1,5 +1,5 @@
 """Softmax cross-entropy of long rows and, in training, its gradient, in CUDA C++. A row of logits is copied to shared
-memory once and read from there twice."""
+memory once, then read twice."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -43,8 +43,8 @@ class StagedTile:
         threads: Threads per block.
         vectors: Vectors of 16 bytes that each thread holds in registers at a time.
         resident: Blocks per multiprocessor.
-        copy: How a row is copied to shared memory: `async` uses cp.async in each thread, `bulk` uses TMA.
-        persistent: Whether a block processes several rows, and copies the next row while it writes the current one.
+        copy: How a row is copied to shared memory: by cp.async in each thread (`async`), or by TMA (`bulk`).
+        persistent: Whether a block processes several rows. It then copies the next row while it writes the current row.
 
     Raises:
         ValueError: If a field is out of its bounds.
@@ -80,18 +80,18 @@ CANDIDATES = (
 class StagedContext:
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    The fields from `passes` on are code fragments. They depend on whether a gradient is computed, and on whether a
-    block has several rows.
+    The code in the fields from `passes` on depends on two facts: whether a gradient is computed, and whether a block
+    has several rows. A token may have additional targets besides the next token.
 
     Attributes:
         how: A description of the kernel's algorithm.
-        copiers: The number of additional threads that issue the copies for a row.
+        copiers: The number of additional threads that copy rows.
         prelude: Functions that `functions` call.
-        functions: The name, comment and body of each function that is applied to a logit.
+        functions: The name, comment and body of each function of a logit.
         parts: The templates of the device code, in order.
-        begun: Lines that load a row's additional targets, and their logits.
+        begun: Lines that load a row's additional targets, and the logits of these targets.
         value: Lines that write the loss of a row.
-        parameter: The parameter of `differentiate` for the factor of the exponentials; empty if the factor is 1.
+        parameter: The parameter of `differentiate` that scales the exponentials. Empty if the factor is 1.
         argument: The argument that is passed for `parameter`.
         factor: The expression of the factor.
         ended: Lines that write the gradient with respect to the logits of the targets.
@@ -126,8 +126,8 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function. `refusal` is
-    the statement that raises an exception if the compiled function returns an error code."""
+    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are the arguments of the compiled function. The
+    statement `refusal` raises an exception if this function returns an error code."""
 
     op: GeneratedFunction
     loss: Loss
@@ -139,8 +139,8 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossCuda(Kernel):
-    """Accepts rows that fit in shared memory but not in registers. `tile` is a measured tile; if it is None, the rule
-    of `staged_tile` applies.
+    """Accepts rows that fit into shared memory but not into registers. If the measured tile, `tile`, is None, the
+    kernel has the tile of `staged_tile`.
 
     The kernel first multiplies logits by log2(e). A row with a finite logit beyond 2.3e38 therefore gives NaN.
     """
@@ -200,9 +200,9 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 def staged_tile(site: Site) -> StagedTile:
     """Returns the default tile.
 
-    If shared memory has room for two rows, each block processes one row, and two blocks share a multiprocessor. One
-    block computes while the other waits for its copy. Otherwise, a persistent block copies the next row while it
-    computes. TMA is used if the target has it.
+    If shared memory has room for two rows, each block processes one row. Two blocks then share a multiprocessor: one
+    computes while the other waits for its copy. Otherwise, a persistent block copies the next row while it computes.
+    The copies use TMA if the target has it.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
@@ -212,7 +212,7 @@ def staged_tile(site: Site) -> StagedTile:
 def shared_bytes(site: Site, tile: StagedTile) -> int:
     """Returns the bytes of shared memory per block.
 
-    Shared memory holds one row, and the sums of each warp for the current and the next row. With bulk copies, it also
+    Shared memory holds one row, and sums per warp for the current row and the next row. With bulk copies, it also
     holds two barriers per step.
     """
     barriers = 16 * _steps(site, tile) if tile.copy == "bulk" else 0
@@ -228,12 +228,11 @@ def _steps(site: Site, tile: StagedTile) -> int:
 
 
 def _room(target: Target, resident: int) -> int:
-    """Returns the bytes of shared memory per block if `resident` blocks share a multiprocessor."""
     return (target.shared_memory + RESERVED) // resident - RESERVED
 
 
 def _branchless(expr: Expr) -> Expr:
-    """Returns the expression with each tanh replaced by a branchless formula. Triton kernels use the same formula."""
+    """Replaces each tanh by a formula without branches, as in the Triton kernels."""
     expr = rebuild(expr, _branchless)
     return substitute(TANH, {"x": expr.args[0]}) if isinstance(expr, Call) and expr.function == "tanh" else expr
 
@@ -303,7 +302,6 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
 
 
 def _begun(name: str) -> tuple[str, ...]:
-    """Returns the lines that load the additional target `name` of a row, and the logit of this target."""
     target, known, column = f"target_{name}", f"known_{name}", f"column_{name}"
     return (
         f"int64_t const {target} = targets_{name}[at];",
@@ -314,8 +312,11 @@ def _begun(name: str) -> tuple[str, ...]:
 
 
 def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Returns three parts of the code for a row: the lines that write the loss; the argument that passes the factor of
-    the exponentials, empty if the factor is 1; and the lines that write the gradients of the targets' logits."""
+    """Returns three parts of the code for a row.
+
+    The first part writes the loss. The second is an argument, the factor of the exponentials. It is empty if the
+    factor is 1. The third writes the gradients of the targets' logits.
+    """
     sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
     if op.per_token == "nats":
         p = "float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);"
@@ -339,13 +340,13 @@ def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[s
 
 
 def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
-    """Returns, for each target, the suffix of the names of its variables."""
+    """Returns the suffix of each target's variables."""
     return ("", *(f"_{name}" for name in op.further))
 
 
 def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
-    """Returns the lines that write the gradient of the logit of one target. `end` is the suffix of the target's
-    variables. Several targets may be the same token, and then share this logit."""
+    """Returns the lines that write the gradient of one target's logit. `end` is the suffix of the target's variables.
+    Several targets may be the same token, and then share a logit."""
     same = [f" + (column{other} == column{end} ? hit{other} : 0.0f)" for other in _ends(op) if other != end]
     power = f"power_of_two(fmaf(f{end}, kLog2e, -base))"
     owner = f"known{end} && threadIdx.x == column{end} / kPer % kThreads" if end else "owner"
@@ -356,7 +357,6 @@ def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
 
 
 def _statement(text: str) -> str:
-    """Returns a C++ statement, which a template indents by 2."""
     return flowed(text, "  ", "    ").lstrip()
 
 

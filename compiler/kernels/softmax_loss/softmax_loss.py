@@ -1,4 +1,5 @@
-"""Softmax cross-entropy of logits and, in training, its gradient: a Triton kernel, and plain Torch for the CPU."""
+"""Softmax cross-entropy of logits and, in training, its gradient. There is a Triton kernel, and plain Torch code for
+the CPU."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -41,7 +42,7 @@ TILE = 4096  # elements that a program instance holds: 32 per thread, each of wh
 class RowTile:
     """The work of one program instance: `rows` rows, read `columns` columns at a time, by `warps` warps.
 
-    If `columns` covers whole rows, the rows stay in registers. Raises ValueError if a field is out of its bounds.
+    Rows stay in registers if `columns` covers them entirely. Raises ValueError if a field is out of its bounds.
     """
 
     rows: int
@@ -61,10 +62,10 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the default tile for rows of `width` columns.
 
-    A row that fits in registers is read once; a program instance processes several rows if they are short. A longer row
-    is read twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so few
-    rows may be in flight. A program instance therefore has 16 warps, which limits a multiprocessor to four program
-    instances.
+    A row that fits into registers is read once. If such rows are short, a program instance processes several. A longer
+    row is read twice, and each thread loads 16 bytes of bf16 at a time. The second read must come from L2, so few rows
+    may be in flight. A program instance therefore has 16 warps, which allows at most four program instances per
+    multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -81,21 +82,21 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 class Loss:
     """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
 
-    The fake implementation of a custom op is a function that returns outputs of the right shape without values. Torch
-    calls the fake for tracing. A further target is one that a token has in addition to the next token.
+    The fake implementation of a custom op returns outputs without values, for Torch's tracing. A token may have
+    additional targets besides the next token.
 
     Attributes:
         learns: Whether the kernel also computes the gradient.
-        vocab: The number of logits of a row.
-        width: The number of columns of a row, with padding after the logits.
+        vocab: The number of logits per row.
+        width: The number of columns per row: the logits and their padding.
         dtype: The dtype of the logits.
         op: The name of the custom op. In training, the op overwrites the logits with their gradient.
         launch: The call of `launch` in the op.
         returns: The expression that the op returns.
-        fake: The shape of the output of the fake implementation, as text.
-        targets: The parameters of the op that hold further targets.
+        fake: The output shape of the fake implementation, as text.
+        targets: The parameters of the op for additional targets.
         signature: The first line of the op that computes the gradient.
-        fake_signature: The first line of the fake implementation of this op.
+        fake_signature: The first line of this op's fake implementation.
         returned: The return statement of the function that calls the op.
     """
 
@@ -115,25 +116,26 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class LossContext:
-    """The context of templates/triton/softmax_loss.py.jinja.
+    """The context of templates/triton/softmax_loss.py.jinja. `f` is a logit after the function of the logits, such as
+    a softcap.
 
     Attributes:
         how: A description of the kernel's algorithm.
-        functions: The name, docstring and return statement of each function that is applied to a logit.
+        functions: The name, docstring and return statement of each function of a logit.
         body: The template of the kernel's body.
-        wanted: The expression of the target's logit after the line `bound`.
+        wanted: The logit of the target after the line `bound`, as an expression.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
-        partial: Whether a tile may have columns that are not logits.
+        partial: Whether a tile may have columns without logits.
         padded: Whether rows have padding after the logits.
-        inside: The mask, as an expression, that selects the elements of a tile inside the tensor of logits.
-        slope: The text of the multiplication by the derivative of `f`; "" if there is none.
-        begun: Lines that load the further targets of a token, and the logits of these targets.
-        weighted: Lines that load the weights of a weighted loss, and compute its operands.
+        inside: The mask of tile elements inside the tensor of logits, as an expression.
+        slope: The text of the multiplication by the derivative of `f`. Empty if there is none.
+        begun: Lines that load a token's additional targets, and the logits of these targets.
+        weighted: Lines that load the weights of a weighted loss, and compute the operands of its expression.
         value: The loss of a token, as an expression.
         share: The factor of the exponentials in the gradient, as an expression.
         scaled: Lines that scale the gradients of the targets.
-        further: Lines that compute the gradients of the further targets in a tile.
+        further: Lines that compute the gradients of the additional targets in a tile.
     """
 
     op: GeneratedFunction
@@ -163,8 +165,8 @@ class LossContext:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossTriton(Kernel):
-    """Accepts any vocabulary size and any function of the logits. `tile` is a measured tile; if it is None, the rule of
-    `row_tile` applies."""
+    """Accepts any vocabulary size and any function of the logits. If the measured tile, `tile`, is None, the kernel
+    has the tile of `row_tile`."""
 
     TILE: ClassVar[type | None] = RowTile
     tile: RowTile | None = None
@@ -209,7 +211,7 @@ class PlainContext:
 
 
 class SoftmaxLossTorch(Kernel):
-    """The same computation as a plain Torch function: a readable reference, and the implementation for the CPU."""
+    """The same computation as a plain Torch function: a readable reference, and the kernel of the CPU."""
 
     RANK: ClassVar[int] = 9
 
@@ -254,8 +256,6 @@ SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", computes=So
 
 
 def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
-    """Returns the lines that compute nats, lse and the gradient with respect to f(z), before division by the number of
-    tokens."""
     share, (hit, *hits) = shares_of(op)
     lines = [
         nested("f", f),
@@ -278,11 +278,11 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 
 
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
-    """Returns the factors of the softmax and of each one-hot target in the gradient of a token's loss.
+    """Returns the factors in the gradient of a token's loss: of the softmax, and of each one-hot target.
 
     Let E be the loss, with partial derivatives E_nats and E_lse, and nats = lse - f[target]. Then dE/df = (E_nats +
-    E_lse) softmax - E_nats onehot. A further target `n` adds its own term to the factor of softmax. This term is
-    multiplied by the variable `known_n`, which is 1 if the token has such a target and otherwise 0.
+    E_lse) softmax - E_nats onehot. An additional target `n` adds a term to the factor of the softmax. This term
+    contains `known_n`: 1 if the token has the target, otherwise 0.
     """
     loss = reread(op.per_token)
     targets = ("nats", *(f"nats_{name}" for name in op.further))
@@ -305,7 +305,7 @@ def width_of(site: Site) -> int:
 
 
 def slope_of(op: SoftmaxLoss) -> str:
-    """Returns the derivative of f with respect to z as text, or "" if it is 1."""
+    """Returns the derivative of f with respect to z as text. Empty if it is 1."""
     slope = derive(reread(op.f), "z")
     return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
@@ -324,8 +324,7 @@ def loss_function(site: Site) -> GeneratedFunction:
 
 
 def tensors_of(site: Site) -> tuple[str, ...]:
-    """Returns the names of the tensors that a kernel reads and writes. The outputs include the loss of each row, in
-    nats."""
+    """Returns the names of the tensors that a kernel reads and writes. The outputs include the loss per row in nats."""
     op = loss_of(site)
     return ("logits", *op.targets, *op.weights, "nats", *(["grad"] if op.reduction == "mean" else []))
 
@@ -432,7 +431,6 @@ def _context(site: Site, tile: RowTile) -> LossContext:
 
 
 def _begun(loss: SoftmaxLoss, name: str, whole: bool) -> tuple[str, ...]:
-    """Returns the lines that load one of the further targets and its logit, for one row or for several whole rows."""
     loaded = "rows, mask=rows < M, other=-1" if whole else "row"
     target, known = f"target_{name}", f"known_{name}"
     lines = (f"{target} = tl.load(targets_{name}_ptr + {loaded})", f"{known} = ({target} >= 0) & ({target} < V)")

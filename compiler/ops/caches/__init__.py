@@ -1,1 +1,1 @@
-"""Ops of key-value caches: how they are written, and attention over them."""
+"""Ops that write key-value caches, and attention over these caches."""

@@ -13,16 +13,16 @@ from specc.compiler.ops.caches.key_value_cache import CODES, LARGEST, coded_type
 
 @dataclass(frozen=True, slots=True)
 class CachedBase(ScoredBase):
-    """The base class of attention of q [B, T, H, C], at `positions`, over a cache of keys and values.
+    """The base class of attention over a cache of keys and values, for q [B, T, H, C] at `positions`.
 
-    The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, the rows of
-    the input tokens if they are not yet in a ring, and the additional inputs of `ScoreFields`. For the methods of the
-    base classes, `plain` reorders the inputs and decodes their codes.
+    `names` lists the inputs: q, k, v, the positions, the inputs of the subclass, the scales of k and v, and the
+    additional inputs of `ScoreFields`. The rows of the input tokens are inputs if they are not yet in a ring buffer.
+    The base classes expect other inputs, which `plain` returns: decoded values in the order of `leading`.
 
     Attributes:
-        values: the number of leading features of the key that form the value. If None, the values are an input.
-        coded: whether k and v are e4m3 codes, with scales f32 [..., G, 1].
-        ring: the sizes (first, window) of a ring, which is read before the rows of the input tokens are written to it.
+        values: The number of leading features of the key that form the value. If None, the values are an input.
+        coded: Whether k and v are e4m3 codes, with scales f32 [..., G, 1].
+        ring: The sizes (first, window) of a ring buffer. It is read before the rows of the input tokens are written.
     """
 
     everywhere: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class CachedBase(ScoredBase):
 
     @property
     def over(self) -> str:
-        """A description of the cache layout."""
+        """A description of the cache's layout."""
         raise TypeRuleError(f"{self.name} does not define `over`, the description of its cache layout")
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -97,8 +97,8 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. With a ring, the
-        rows of the input tokens follow the rows of the ring."""
+        """Returns decoded inputs in the order of `leading` and `further`. The rows of the input tokens follow the rows
+        of a ring buffer."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))
@@ -130,21 +130,21 @@ class CachedBase(ScoredBase):
         return replace(self.plain_call(inputs), args=tuple(given[name] for name in (*self.leading, *self.further)))
 
     def plain_call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        """Returns the call of the function that accepts decoded keys and values."""
+        """Returns the call of the generated function, which accepts decoded keys and values."""
         return self.attend_call(inputs)
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return CODES
 
     def site_type(self, type: TensorType) -> TensorType:
-        """Replaces the dim of a single token with T, the dim of several tokens."""
+        """Replaces a dim of one token by T, as in programs with several tokens."""
         if type.shape[:2] == ("B", 1):
             return type.with_shape("B", "T", *type.shape[2:])
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Chooses positions of the queries at the end of the cache, and starts of documents before these positions.
-        Random codes get both signs."""
+        """Replaces the random positions by positions at the end of the cache. Documents start before these positions.
+        Codes get both signs."""
         given = dict(zip(self.names, inputs, strict=True))
         given |= self.placed(given)
         for name in self.names if self.coded else ():
@@ -158,17 +158,17 @@ class CachedBase(ScoredBase):
         return list(given.values())
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns test values of the query positions and of the inputs that depend on the positions, by name. `given`
-        are the random inputs."""
+        """Returns test values, by name, of the query positions and of all inputs that depend on them. `given` are
+        random inputs."""
         raise TypeRuleError(f"{self.name} does not define `placed`, the query positions of random inputs")
 
 
 class SdpaCached(CachedBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
 
-    Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are its first + window rows before the rows of the input tokens are written. The keys and values of
-    the input tokens, [B, T, G, C], are further inputs.
+    Without `ring`, row j of the cache is position j. Rows after a query's position are masked. With `ring` (first,
+    window), k and v are ring buffers of first + window rows. The ring buffers do not contain the input tokens yet. The
+    keys and values [B, T, G, C] of the input tokens are additional inputs.
     """
 
     name: ClassVar[str] = "sdpa_cached"
@@ -204,8 +204,8 @@ class SdpaCached(CachedBase):
 
 
 def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
-    """Returns a sentence that describes the keys of a cache, and the Torch lines that compute the key positions `j`
-    from k [B, heads, S, C] and the query `positions`."""
+    """Returns a sentence about the keys of a cache, and Torch lines that compute the key positions `j`. The lines read
+    k [B, heads, S, C] and the query `positions`."""
     if ring is None:
         keys = "Row j of the cache is position j. Rows behind a query are masked."
         return keys, ("j = torch.arange(k.shape[2], device=k.device)",)
@@ -223,12 +223,14 @@ def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
 
 
 def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
-    """Returns the positions of the keys of a cache, i64[S]. Empty rows of a ring have a position after all tokens.
+    """Returns the positions of the keys of a cache, i64[S]. Empty rows of a ring buffer have a position after all
+    tokens.
 
     Args:
-        ring: the sizes (first, window) of a ring, whose rows precede those of the input tokens; None without a ring.
-        rows: the number S of keys.
-        positions: the positions of the queries, i64[T].
+        ring: The sizes (first, window) of a ring buffer, whose rows precede those of the input tokens. None without
+            one.
+        rows: The number S of keys.
+        positions: The positions of the queries, i64[T].
     """
     import torch
 

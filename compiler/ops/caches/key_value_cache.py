@@ -1,4 +1,4 @@
-"""Key-value caches: rounding to 8-bit codes, writing tokens to a cache or a ring, and the positions in a ring."""
+"""Key-value caches: rounding to 8-bit codes, writing of tokens, and the positions in a ring buffer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
 
 def ring_positions(first: int, window: int, start: int) -> Tensor:
-    """Returns the position that each row of a ring holds when token `start` is next, i64[first + window].
+    """Returns the position in each row of a ring buffer, i64[first + window], before token `start` is written.
 
-    The ring holds all positions below `first`, and the last `window` positions from `first` on. The position of an
-    empty row is after all tokens, so that every mask excludes the row.
+    The buffer holds all positions below `first`, and the last `window` positions from `first` on. An empty row gets a
+    position after all tokens, so every mask excludes it.
     """
     import torch
 
@@ -28,12 +28,12 @@ CODES = 0x7F  # codes below this are 0, or positive and finite
 
 
 def coded_types(type: TensorType) -> tuple[TensorType, TensorType]:
-    """Returns the types of the codes and of the scales of a value [..., C]."""
+    """Returns the types of the codes and the scales for values [..., C]."""
     return TensorType(type.shape, "u8"), TensorType((*type.shape[:-1], 1), "f32")
 
 
 def decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns the value of codes [..., C] with scales [..., 1], in the dtype of the scales."""
+    """Returns codes [..., C] times scales [..., 1], in the dtype of the scales."""
     import torch
 
     return codes.view(torch.float8_e4m3fn).to(scale.dtype) * scale
@@ -42,10 +42,9 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 class ToCodes(Op):
     """Rounds x [..., C] to e4m3, 8-bit floats. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
-    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. The scale is computed by
-    multiplication with 1/448, because Torch's division by a constant differs between GPU and CPU. The scale is rounded
-    to bf16. A kernel that multiplies a softmax weight by the scale therefore rounds no more often than a kernel that
-    reads decoded values.
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. The scale is the magnitude times
+    1/448, because Torch divides by constants differently on GPU and CPU. The scale is rounded to bf16. A kernel may
+    therefore multiply a softmax weight by the scale without additional rounding.
     """
 
     name: ClassVar[str] = "to_codes"
@@ -75,10 +74,10 @@ class ToCodes(Op):
 
 @dataclass(frozen=True, slots=True)
 class CacheWrite(Op):
-    """Replaces the rows `positions` (i64[T]) of a cache [B, S, G, C] with x [B, T, G, C], in place.
+    """Replaces the rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
 
-    With a ring (first, window), the cache has first + window rows. Position p is in row p if p < first, and otherwise
-    in row first + (p - first) % window, where it replaces position p - window.
+    With `ring` (first, window), the cache is a ring buffer of first + window rows. Position p is in row p if p <
+    first. Otherwise, it is in row first + (p - first) % window, where it replaces position p - window.
     """
 
     name: ClassVar[str] = "cache_write"
@@ -109,7 +108,7 @@ class CacheWrite(Op):
 
 
 class RingKeys(Op):
-    """Concatenates the rows of a ring cache [B, R, G, C] and of x [B, T, G, C] to [B, S, G, C]."""
+    """Concatenates the rows of a ring buffer [B, R, G, C] and of x [B, T, G, C] to [B, S, G, C]."""
 
     name: ClassVar[str] = "ring_keys"
     inline: ClassVar[bool] = False  # the cache is overwritten after this node

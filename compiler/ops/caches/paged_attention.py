@@ -1,8 +1,9 @@
-"""The paged key-value cache, for texts of different lengths. A page table lists the pages of each text. The ops write
-to the cache and attend to its keys.
+"""The paged key-value cache, for texts of different lengths. A page table lists the pages of each text. This module
+has ops that write to the cache, and ops that attend to the cached keys.
 
-A program over pages reads K tokens of each of R texts. It packs them into one row, one text after another, so values
-are [B, T, ...] with B = 1 and T = R K. Ops that work on single tokens are therefore the same as in other programs.
+A program over pages reads K tokens of each of R texts. All tokens are packed into one row, one text after another.
+Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that treat each token separately are therefore the same as
+in other programs.
 """
 
 from collections.abc import Sequence
@@ -62,8 +63,7 @@ class PackedPositions(Moves):
 
 
 class LastOfTexts(Moves):
-    """Returns the value of the last packed token of each text, [R, D]. Inputs are x [B, T, D] and the page table of R
-    texts."""
+    """Returns the last packed token of each text, [R, D]. Inputs are x [B, T, D] and the page table of R texts."""
 
     name: ClassVar[str] = "last_of_texts"
     keeps_features: ClassVar[bool] = True
@@ -114,9 +114,11 @@ class PagedWrite(Op):
 
 
 class SdpaPaged(CachedBase):
-    """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C]. A page table lists the
-    pages of each text. Keys after a query's position are masked. The additional inputs of `ScoreFields` follow the page
-    table."""
+    """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C].
+
+    A page table lists the pages of each text. Keys after a query's position are masked. The additional inputs of
+    `ScoreFields` follow the page table.
+    """
 
     name: ClassVar[str] = "sdpa_paged"
     template: ClassVar[str] = "torch/ops/attend_paged.py.jinja"

@@ -1,10 +1,12 @@
-"""The memory layout of a weight's integer codes for kernels with few input rows.
+"""The memory layout of integer weights for kernels with few input rows.
 
-A code has 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. Its bits are divided into parts of 8, 4, 2 or 1 bits, one
-part per 1 in the binary notation of the number of bits: 5 bits become a part with the lower 4 bits and a part with 1
-bit. K is padded to a multiple of 128, and a row has L = K / 8 lanes. Lane i holds the codes of the features i, i + L,
+A code is an integer of 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. The bits are divided into parts of 8, 4, 2
+or 1 bits. There is one part for each 1 in the binary notation of the number of bits. For example, 5 bits become the
+lower 4 bits and the highest bit.
+
+A row of K codes, padded to a multiple of 128, has L = K / 8 lanes. Lane i holds the codes of the features i, i + L,
 ..., i + 7 L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W
-bits, a lane has one word of 8 W bits, in which code j occupies the bits from j W on.
+bits, a lane has one word of 8 W bits. Code j occupies W bits of the word, from bit j W on.
 """
 
 from collections.abc import Iterator
@@ -17,12 +19,12 @@ STORAGE = "packed"  # marks the buffers of codes and scales
 
 
 def lanes_of(features: int) -> int:
-    """Returns the number of lanes of a row of `features` codes. A row takes this many bytes per bit of a code."""
+    """Returns the number of lanes in a row of `features` codes. A row has this many bytes per bit of a code."""
     return -(-features // (CODES * ALIGNMENT)) * ALIGNMENT
 
 
 def parts_of(bits: int) -> Iterator[tuple[int, int]]:
-    """Yields the width of each part of a code, and the position of its lowest bit in the code."""
+    """Yields each part of a code: the width, and the position of the lowest bit."""
     below = 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -35,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: the codes i8 [N, K], from -2^(bits - 1) to 2^(bits - 1) - 1.
-        bits: the bits of a code, 2 to 8.
+        bits: the number of bits of a code, 2 to 8.
 
     Returns:
         The packed codes, u8 [N, bits * lanes].
@@ -75,8 +77,8 @@ def unpack(packed: Tensor, features: int) -> Tensor:
 
 
 def dequantized(packed: Tensor, scale: Tensor, features: int) -> Tensor:
-    """Returns the weight [N, features], which is code times scale. Its dtype is f32, or the dtype of `scale` [N] if
-    this is wider."""
+    """Returns the weight [N, features], code times scale. The dtype is f32, or the dtype of `scale` [N] if that is
+    wider."""
     import torch
 
     dtype = torch.promote_types(scale.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Rotary embedding of one new token per text, the write of its row to a cache, and its attention, as one op."""
+"""Three operations as one op: the rotary embedding of one new token per text, the write to a cache, and attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from specc.compiler.ops.decoding.rope_write import RopeWrite
 
 @dataclass(frozen=True, slots=True)
 class RopeAttention(CachedBase):
-    """A `RopeWrite` of one token per text, followed by the attention of the rotated queries over the cache.
+    """`RopeWrite` of one token per text, then attention of the rotated queries over the cache.
 
-    The inputs are `names`: q, and the key and value of the new token before the rotation; the angles; the tensors k and
-    v of the cache, with scales if they are codes; the positions, and a page table if the cache is paged; the additional
-    inputs of `ScoreFields`. The outputs are y and the tensors of the cache, which are written in place.
+    `names` lists the inputs: q, the new key and value before the rotation, the angles, the cache tensors k and v, the
+    positions, and the additional inputs of `ScoreFields`. Caches of codes also have scales, and paged caches a page
+    table. The outputs are y and the cache tensors, which are written in place.
 
     Attributes:
-        neighbors: as in `Rope`.
-        paged: whether the cache is paged.
+        neighbors: As in `Rope`.
+        paged: Whether the cache is paged.
     """
 
     name: ClassVar[str] = "rope_attention"
@@ -31,12 +31,12 @@ class RopeAttention(CachedBase):
 
     @property
     def write(self) -> RopeWrite:
-        """The op that rotates and writes. Its inputs are the first inputs of this op."""
+        """The op that rotates and writes. The inputs are the first inputs of this op."""
         return RopeWrite(self.neighbors, False, self.coded, self.ring, self.paged)
 
     @property
     def attend(self) -> CachedBase:
-        """The attention."""
+        """The op of the attention."""
         return (SdpaPaged if self.paged else SdpaCached)(*self.of_scores, self.values, self.coded, self.ring)
 
     @property
@@ -69,8 +69,8 @@ class RopeAttention(CachedBase):
         return self.attend.placed(given)
 
     def attended(self, inputs: Sequence[Any], written: Sequence[Any]) -> list[Any]:
-        """Returns the inputs of the op `attend`, or their types. `inputs` are the inputs of this op, and `written` are
-        the outputs of the op `write`."""
+        """Returns the inputs of the op `attend`, or the types of these inputs. `inputs` belong to this op, and
+        `written` are the outputs of the op `write`."""
         given, op = dict(zip(self.names, inputs, strict=True)), self.write
         new = dict(zip(op.new, written[1 + len(op.stored) :], strict=True))
         given |= {"q": written[0], "k_scale": None, "v_scale": None}

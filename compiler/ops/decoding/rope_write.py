@@ -1,4 +1,4 @@
-"""Rotary embedding of the queries and keys of new tokens, and the write of their rows to a cache, as one op."""
+"""Two operations as one op: the rotary embedding of new queries and keys, and the write of new rows to a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from specc.compiler.ops.sequence import Concat
 
 @dataclass(frozen=True, slots=True)
 class RopeWrite(Op):
-    """Rotates q [B, T, H, C] and k [B, T, G, C] by angles cos, sin f32[T, R] as `Rope` does, and writes the rotated k
-    and v [B, T, G, V] to a cache at `positions` (i64[T]), in place.
+    """Rotates q [B, T, H, C] and k [B, T, G, C] by angles cos, sin f32[T, R], as `Rope` does. Writes the rotated k and
+    v [B, T, G, V] to the cache rows `positions` (i64[T]), in place.
 
-    The inputs are `names`. The outputs are the rotated q and the tensors of the cache. With a ring, the new rows are
-    further outputs, unless they equal inputs, because attention reads them in addition to the ring. The ring is written
-    before attention reads it. This is valid because each text has a single token, which replaces a position that no
-    later query sees.
+    `names` lists the inputs. The outputs are the rotated q and the cache tensors. With a ring buffer, attention reads
+    the new rows separately. New rows that do not equal inputs are therefore outputs too. The buffer is written before
+    attention reads it. This is valid because each text has a single token. The token replaces a position that no later
+    query sees.
 
     Attributes:
-        neighbors: as in `Rope`.
-        joined: whether the cache has one tensor, `keys`, whose rows are v followed by the rotated k.
-        coded: whether the cache holds e4m3 codes and scales, as `ToCodes` rounds the rows.
-        ring: the numbers (first, window) of a ring, as in `CacheWrite`.
-        paged: whether the cache is paged, with a page table as in `PagedWrite`.
+        neighbors: As in `Rope`.
+        joined: Whether the cache has one tensor, `keys`, whose rows are v followed by the rotated k.
+        coded: Whether the cache holds e4m3 codes and scales, as from `ToCodes`.
+        ring: The sizes (first, window) of a ring buffer, as in `CacheWrite`.
+        paged: Whether the cache is paged, with a page table as in `PagedWrite`.
     """
 
     name: ClassVar[str] = "rope_write"
@@ -41,12 +41,12 @@ class RopeWrite(Op):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The names of the cache tensors that contain keys or values, in contrast to scales."""
+        """The names of the cache tensors without scales."""
         return ("keys",) if self.joined else ("keys", "values")
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of all cache tensors, including scales."""
+        """The names of the cache tensors with scales."""
         return (*self.rows, *(f"{name}_scale" for name in self.rows if self.coded))
 
     @property
@@ -89,7 +89,7 @@ class RopeWrite(Op):
         return type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """With pages or with a ring, the sizes are those of one token per text."""
+        """Paged caches and ring buffers have one token per text."""
         if self.paged:
             texts, pages = sizes["B"], -(-sizes["S"] // 64)
             return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
@@ -99,7 +99,7 @@ class RopeWrite(Op):
         return 1  # `belonging` replaces positions and page tables; the codes in a cache are not read
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Chooses positions at the end of the caches. With a page table, each text has separate pages."""
+        """Chooses positions at the end of the cache. Each text has separate pages."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -1,4 +1,4 @@
-"""Linear layers with few input rows, such as the tokens of a decoding step, after an optional RMS norm of the input."""
+"""Linear layers with few input rows, such as the tokens of a decoding step, after an optional RMS norm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from specc.compiler.ops.norm import RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class RowLinear(Op):
-    """Computes h w^T for each of several weights w [N, K], where h [..., K] is the input or its RMS norm.
+    """Computes h w^T for one or more weights w [N, K]. h [..., K] is the input or its RMS norm.
 
-    The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. The weights may differ in N,
+    The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. N may differ between weights,
     unless the node has an epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16
     [N].
 
     Attributes:
-        weights: the number of weights.
-        eps: the epsilon of the RMS norm of the input; None for no norm.
-        affine: whether the norm has a weight.
-        labels: the names of the outputs in generated code; empty if there is one output.
-        packed: whether weights are integer codes with a scale per row, in the layout of packed_codes.py.
+        weights: The number of weights.
+        eps: The epsilon of the RMS norm. None if there is no norm.
+        affine: Whether the norm has a weight.
+        labels: The names of the outputs in generated code. Empty if there is one output.
+        packed: Whether weights are integer codes with a scale per row, in the layout of packed_codes.py.
     """
 
     name: ClassVar[str] = "row_linear"
@@ -45,7 +45,7 @@ class RowLinear(Op):
 
     @property
     def norm(self) -> RmsNorm | None:
-        """The norm of the input; None for no norm."""
+        """The norm of the input, or None."""
         return None if self.eps is None else RmsNorm(self.eps, self.affine)
 
     @property
@@ -64,7 +64,7 @@ class RowLinear(Op):
         return f"linear of few rows{weights}{norm}"
 
     def each_weight(self, inputs: Sequence[TensorType]) -> Sequence[TensorType]:
-        """Returns the type of each weight; if weights are packed, the types of their codes."""
+        """Returns the type of each weight, or of its codes if weights are packed."""
         return inputs[self.first : self.arity : 1 + self.packed]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -102,7 +102,6 @@ class RowLinear(Op):
 
 
 def _weight(x: TensorType, codes: TensorType, scale: TensorType, at: int) -> TensorType:
-    """Returns the type of a packed weight, in the dtype of x. `at` is the index of its codes among the inputs."""
     lanes, width = lanes_of(int(x.width)), codes.width
     if codes.dtype != "u8" or len(codes.shape) != 2 or (isinstance(width, int) and width % lanes):
         raise TypeRuleError(f"takes codes u8 [N, bits * {lanes}] for {x.width} features, not {codes}", (at,))

@@ -1,7 +1,7 @@
-"""Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
+"""Sorts tokens by expert, so that each expert multiplies consecutive rows. No token is dropped.
 
-A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], although a sorted row
-[b, t, k] does not belong to token [b, t]. No size therefore depends on the values of a batch.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], although sorted row [b,
+t, k] may belong to another token than [b, t]. No shape therefore depends on the values of a batch.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in 
 class SortByExpert(Moves):
     """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
-    The outputs are `order` i64[B, T, K], the original index of each sorted row; `place` i64[B, T, K], the sorted index
-    of each original row; and `ends` i32[E], the cumulative number of rows per expert. Rows of one expert are in the
-    order of their tokens.
+    There are three outputs. `order` i64[B, T, K] is the original index of each sorted row. `place` i64[B, T, K] is the
+    sorted index of each original row. `ends` i32[E] is the cumulative number of rows per expert. The rows of one
+    expert are in token order.
     """
 
     name: ClassVar[str] = "sort_by_expert"
@@ -62,7 +62,7 @@ class Dispatch(Moves):
         x, order, place = inputs
         if order != place or order.shape[:-1] != x.shape[:-1]:
             raise TypeRuleError(
-                f"needs an order and a place of one type [B, T, K] for x {x}, not {order} and {place}", (0, 1, 2)
+                f"needs inputs `order` and `place` of one type [B, T, K] for x {x}, not {order} and {place}", (0, 1, 2)
             )
         return (x.with_shape(*order.shape, x.width),)
 
@@ -77,10 +77,9 @@ class Dispatch(Moves):
 
 @dataclass(frozen=True, slots=True)
 class OfExperts(Moves):
-    """Selects, for each sorted row, the value of the row's expert.
+    """Selects the value of an expert for each sorted row, from values [E, N]. The result is [B, T, K, N].
 
-    The result is [B, T, K, N], for values [E, N] of all experts. Further inputs are the experts i64[B, T, K] of the
-    tokens, and `order` of SortByExpert.
+    The other inputs are the tokens' experts i64[B, T, K], and `order` of SortByExpert.
     """
 
     name: ClassVar[str] = "of_experts"
@@ -105,10 +104,10 @@ class OfExperts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Combine(Op):
-    """Computes the weighted sum y [B, T, D] of each token's rows. Inputs are the rows [B, T, K, D], sorted by expert,
+    """Computes the weighted sum of each token's rows, y [B, T, D]. Inputs are the rows [B, T, K, D], sorted by expert,
     and weights f32[B, T, K].
 
-    Further inputs are `order` and `place` of SortByExpert. The sum is computed in f32 or wider.
+    The other inputs are `order` and `place` of SortByExpert. The sum is computed in f32 or wider.
     """
 
     name: ClassVar[str] = "combine"
@@ -118,7 +117,7 @@ class Combine(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         rows, weights, order, place = inputs
         if not rows.shape[:-1] == weights.shape == order.shape == place.shape:
-            raise TypeRuleError(f"needs a weight of each row of {rows}, not {weights}", (0, 1))
+            raise TypeRuleError(f"needs one weight per row of {rows}, not {weights}", (0, 1))
         return (rows.with_shape(*rows.shape[:-2], rows.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -1,4 +1,4 @@
-"""The load of experts, and two ways to balance it: a loss, and a bias per expert with a special gradient."""
+"""The load of experts, and two ways to balance it: a loss, and a bias per expert with its own gradient rule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad(Op):
-    """The load f32[B, E] of `experts` experts: the fraction of each sequence's rows that an expert receives.
+    """The load f32[B, E] of `experts` experts: the share of a sequence's rows that each expert receives.
 
     The input is the experts of each token, i64[B, T, K]. There is no gradient.
     """
@@ -39,11 +39,12 @@ class ExpertLoad(Op):
 
 @dataclass(frozen=True, slots=True)
 class BalanceLoss(Op):
-    """E sum_e load_e p_e, f32[], for the mean probability p_e of each expert; 1 if load or p is equal for all experts.
+    """The balance loss E sum_e load_e p_e, f32[], where p_e is the mean probability of expert e. The loss is 1 if all
+    loads, or all p, are equal.
 
     Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
-    Transformers", equation 4). With `by_sequence`, means are over the tokens of one sequence, and the loss is the mean
-    over sequences (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
+    Transformers", equation 4). With `by_sequence`, there is one loss per sequence, with means over its tokens, and the
+    result is the mean loss (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
     """
 
     name: ClassVar[str] = "balance_loss"
@@ -74,11 +75,11 @@ class BalanceLoss(Op):
 
 @dataclass(frozen=True, slots=True)
 class AttachLoad(Moves):
-    """Returns the weights f32[B, T, K] unchanged. In the backward pass, the gradient of the bias f32[E] is the load of
-    each expert minus the mean load.
+    """Returns the weights f32[B, T, K] unchanged. The gradient for the bias f32[E] is each expert's load minus the
+    mean load.
 
     Inputs are the weights, the bias, and the load f32[B, E]. With this gradient, an optimizer lowers the bias of an
-    expert that has too much load. This balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
+    expert with too much load. This balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
     """
 
     name: ClassVar[str] = "attach_load"

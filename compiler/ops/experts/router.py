@@ -87,7 +87,7 @@ class TopExperts(Op):
 class BestGroups(Op):
     """The scores f32[..., E] with -inf for every expert outside of the best `top` of `groups` groups (DeepSeek-V3).
 
-    A group has consecutive experts. Its score is the sum of its `best` largest scores.
+    A group has consecutive experts. The score of a group is the sum of the `best` largest scores in the group.
     """
 
     name: ClassVar[str] = "best_groups"
@@ -124,7 +124,7 @@ class ScoresOf(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         scores, experts = inputs
         if scores.shape[:-1] != experts.shape[:-1]:
-            raise TypeRuleError(f"needs the scores of the tokens of {experts}, not {scores}", (0, 1))
+            raise TypeRuleError(f"needs scores of the same tokens as the experts {experts}, not {scores}", (0, 1))
         return (scores.with_shape(*experts.shape),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -1,1 +1,1 @@
-"""Ops of pooled keys and values."""
+"""Ops of pooled keys and values: one key and value for a block of tokens."""

@@ -1,4 +1,4 @@
-"""Attention to pooled blocks of tokens and to single tokens, over a whole sequence or over a cache."""
+"""Attention to pooled blocks of tokens, and to single tokens, over a whole sequence or a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +33,11 @@ class PoolFields(ScoredBase):
 
     Attributes:
         block: the number P of tokens of a block.
-        by: the name of the pooling, a key of `POOLINGS`.
+        by: the name of the pooling method, a key of `POOLINGS`.
         tokens: the number M of pooled keys per block.
         seed: the seed of a sample.
-        pooled: the mask that applies to pooled keys, as canonical text. In this mask and in the score, the position j
-            of a pooled key is the first position of its block.
+        pooled: the mask of pooled keys, as canonical text. In this mask and in the score, j is the first position of a
+            pooled key's block.
     """
 
     block: int = 64
@@ -48,7 +48,7 @@ class PoolFields(ScoredBase):
 
 
 class PooledBase(PoolFields):
-    """The base class of attention over pooled blocks. Pooled keys and values precede those of single tokens."""
+    """The base class of attention over pooled blocks."""
 
     template: ClassVar[str] = "torch/ops/attend_pooled.py.jinja"
     context: ClassVar[type[AttendContext]] = PooledContext
@@ -89,12 +89,12 @@ class PooledBase(PoolFields):
         return 2 * channels * (pairs * tokens // keys)
 
     def pool_call(self, x: str) -> str:
-        """Returns the call of the generated function `pool` for the blocks `x`."""
+        """Returns the call of the generated function `pool` with the blocks `x`."""
         return f"pool({', '.join((x, *POOLINGS[self.by].reads))})"
 
     def pooled_lines(self) -> tuple[str, ...]:
-        """Returns the lines that prepend the positions of pooled keys to `j`, and compute `pooled`, which is True for
-        pooled keys."""
+        """Returns lines that put the positions of pooled keys before the positions in `j`. The lines also compute
+        `pooled`, which is True for pooled keys."""
         many = f".repeat_interleave({self.tokens})" if self.tokens > 1 else ""
         return (
             f"pooled = torch.arange(k.shape[2], device=k.device) < {self.tokens} * len(number)",
@@ -102,11 +102,11 @@ class PooledBase(PoolFields):
         )
 
     def pool_fields(self) -> dict[str, object]:
-        """Returns the fields of the template context that describe the pooling."""
+        """Returns the template fields of the pooling."""
         return {"pool": PoolContext(self.tokens, self.block, self.seed), "helper": POOLINGS[self.by].template}
 
     def pooled_keys(self, *inputs: Tensor) -> int:
-        """Returns the number of pooled keys. `inputs` are the inputs of the op."""
+        """Returns the number of pooled keys for the inputs of the op."""
         raise TypeRuleError(f"{self.name} does not define `pooled_keys`, the number of pooled keys")
 
     def allowed(self, *inputs: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class PooledBase(PoolFields):
 
 
 class SdpaPooled(PooledBase):
-    """Causal attention to the tokens of a whole sequence and to its complete blocks. Inputs are q, k, v and the
+    """Causal attention to the tokens and to the complete blocks of a whole sequence. Inputs are q, k, v and the
     additional inputs."""
 
     name: ClassVar[str] = "sdpa_pooled"
@@ -177,11 +177,11 @@ class SdpaPooled(PooledBase):
 
 @dataclass(frozen=True, slots=True)
 class SdpaPooledCached(PooledBase):
-    """Attention of q [B, T, H, C] at `positions` (i64[T]) over a cache of pooled keys and values [B, N M, G, C], and
-    over a cache of single tokens as in `SdpaCached`.
+    """Attention of q [B, T, H, C] at `positions` (i64[T]) over two caches: pooled keys and values [B, N M, G, C], and
+    single tokens as in `SdpaCached`.
 
     Attributes:
-        ring: the ring of the single tokens; None if their cache stores all positions.
+        ring: The sizes of the ring buffer of single tokens. None if the cache of single tokens stores all positions.
     """
 
     name: ClassVar[str] = "sdpa_pooled_cached"
@@ -227,7 +227,7 @@ class WriteContext:
 
     Attributes:
         function: the name of the function.
-        parameters: the parameters of the function that follow the cache, the rows and the positions.
+        parameters: the parameters of the function after the cache, the rows and the positions.
         pool: the settings of the pooling.
         helper: the template of the function `pool`.
         rows: the lines that compute the row of each position `at`, i64[N, P].
@@ -246,12 +246,12 @@ class WriteContext:
 
 @dataclass(frozen=True, slots=True)
 class PoolWrite(Op):
-    """Pools the blocks that contain the tokens at `positions` (i64[T]), and replaces the rows of these blocks in a
-    cache [B, N M, G, C], in place.
+    """Pools the blocks that contain the tokens at `positions` (i64[T]). The results replace the rows of these blocks
+    in a cache [B, N M, G, C], in place.
 
-    The second input holds the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
-    reads the keys of these rows, and the latents. The rows of an incomplete block have no meaning; each further token
-    of the block replaces them.
+    The second input is the cache of single tokens, as in `SdpaPooledCached`. Pooling by latent tokens also reads the
+    keys and the latents. The rows of an incomplete block have no meaning, and each additional token of the block
+    replaces them.
     """
 
     name: ClassVar[str] = "pool_write"

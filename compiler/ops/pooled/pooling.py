@@ -1,5 +1,4 @@
-"""Methods that pool the keys or values of a block of tokens: mean, maximum, a random sample, and learned latent
-tokens."""
+"""Methods that pool a block's keys or values: mean, maximum, a random sample, and learned latent tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,18 +7,18 @@ from types import MappingProxyType
 from specc.compiler.ir.types import Tensor
 
 WORD = 0xFFFFFFFF
-MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd multipliers: of the position, and of the second round
+MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd multipliers of the two rounds of the hash
 
 
 class Pooling:
-    """The base class of pooling methods, which map x [B, G, N, P, C], the keys or values of N blocks of P tokens, to
+    """The base class of pooling methods. They map x [B, G, N, P, C], the keys or values of N blocks of P tokens, to
     [B, G, N M, C].
 
     Attributes:
-        template: the template of the function `pool` in generated code.
-        reads: the arguments of `pool` after `x`: `number`, the block indices i64[N]; `keys`, the keys [B, G, N, P, C]
-            of the same tokens; `latents` [M, G C].
-        several: whether M may be more than 1.
+        template: The template of the function `pool` in generated code.
+        reads: The arguments of `pool` after `x`. `number` is the block indices i64[N], `keys` are the keys [B, G, N, P,
+            C] of the same tokens, and `latents` [M, G C] are learned.
+        several: Whether M may be more than 1.
     """
 
     template: str
@@ -57,9 +56,11 @@ class Maximum(Pooling):
 
 
 class Reservoir(Pooling):
-    """A sample of M tokens, drawn without replacement: the tokens with the largest random priorities (Efraimidis and
-    Spirakis, 2006, "Weighted random sampling with a reservoir", with equal weights). The priority of a token is a hash
-    of the seed and its position, so it is the same in training and in decoding."""
+    """A random sample of M tokens without replacement: those with the largest random priorities (Efraimidis and
+    Spirakis, 2006, "Weighted random sampling with a reservoir", with equal weights).
+
+    The priority of a token is a hash of the seed and the token's position, so it is the same in training and decoding.
+    """
 
     template = "torch/pool_reservoir.jinja"
     reads = ("number",)
@@ -79,7 +80,7 @@ class Reservoir(Pooling):
 
 class Latent(Pooling):
     """M learned latent tokens that attend to the tokens of the block, as in a Perceiver (Jaegle et al., 2021). The
-    result of a latent token is the mean of x, weighted by softmax(latent keys^T / sqrt(C))."""
+    result of a latent token is the mean of x with the weights softmax(latent keys^T / sqrt(C))."""
 
     template = "torch/pool_latent.jinja"
     reads = ("keys", "latents")

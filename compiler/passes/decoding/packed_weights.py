@@ -1,4 +1,4 @@
-"""Replaces the weights of decoding steps with the packed codes and scales that an artifact of the spec stores."""
+"""Replaces the weights of decoding steps by the packed codes and scales that an artifact of the spec stores."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,15 @@ CODES, SCALE = "_codes", "_scale"  # suffixes of the names of buffers
 
 
 def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs in which each `RowLinear` reads packed codes and scales instead of floats, if all of its
-    weights are stored as codes.
+    """Returns the programs with packed codes and scales for every `RowLinear` whose weights are all stored as codes.
 
-    Blocks that share a function may store its weights with different numbers of bits. The function is then copied for
-    each combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node that reads
-    codes, and the reason for each product whose weights stay floats.
+    Blocks that share a function may store weights with different numbers of bits. The function is then copied for each
+    combination of types. Codes and scales are buffers. `rewritings` records the bits of each node that reads codes.
+    For every other product, it records the reason.
 
     Args:
-        programs: the programs that extend texts, after `row_linears`.
-        quant: the quantization of the spec.
+        programs: The programs that append tokens to texts, after `row_linears`.
+        quant: The quantization of the spec.
     """
     shapes = {param.name: param.shape for param in programs.stored}
     codes = {name: scheme.row_codes(shapes[name]) for name, scheme in allocation(quant, programs.stored).items()}
@@ -41,15 +40,15 @@ def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 @dataclass
 class _Packing:
-    """The programs whose weights are being replaced.
+    """The programs under construction. Names of nodes and parameters are full: they begin with the path of the block.
 
     Attributes:
-        programs: the programs before the pass.
-        codes: the bits of the codes of each parameter, or the reason why no kernel decodes it, by full name.
-        functions: the functions of the new programs, by name.
-        buffers: the type of each buffer, by full name.
-        bits: the numbers of bits of each node that reads codes, by full name.
-        reasons: for each product whose weights stay floats, the reason, by full name.
+        programs: The programs before the pass.
+        codes: For each parameter, the bits of its codes, or the reason why no kernel decodes it.
+        functions: The functions of the new programs, by name.
+        buffers: The type of each buffer, by name.
+        bits: For each node that reads codes, the bits of each weight.
+        reasons: For each product whose weights stay floats, the reason.
     """
 
     programs: Programs
@@ -60,7 +59,7 @@ class _Packing:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def graph(self, graph: Graph, at: str) -> Graph:
-        """Returns the graph with packed weights, for calls at the path prefix `at`."""
+        """Returns the graph with packed weights, for calls whose path begins with `at`."""
         params: dict[str, TensorType] = {}
         nodes = tuple(self._node(graph, node, at, params) for node in graph.nodes)
         read = {ref for node in nodes for ref in node.inputs}
@@ -68,8 +67,7 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Returns the node for a call at the path prefix `at`, with packed weights if a kernel can read them. Adds the
-        codes and scales that the node reads to `params`."""
+        """Returns the node with packed weights if a kernel can read them. Adds the codes and scales to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
@@ -93,7 +91,6 @@ class _Packing:
         return replace(node, op=replace(node.op, packed=True), inputs=inputs)
 
     def _reason(self, node: Node, at: str) -> str:
-        """Returns the reason why the weights of a product stay floats; empty if the product can read codes."""
         if not isinstance(node.op, RowLinear):
             return f"{node.op.name} has no kernel that decodes codes"
         for ref in node.inputs[node.op.first : node.op.arity]:
@@ -109,8 +106,8 @@ class _Packing:
         yield f"{weight}{SCALE}", TensorType((n,), "f16", STORAGE)
 
     def _function(self, name: str, at: str) -> Graph:
-        """Returns the function with packed weights, for calls at the path prefix `at`. If a function of this name with
-        other types exists, the result has a new name."""
+        """Returns the function with packed weights. A function gets a new name if the old name already stands for
+        other types."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}
@@ -133,5 +130,4 @@ class _Packing:
 
 
 def _pattern(name: str) -> str:
-    """Returns the name with `*` in place of block numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)

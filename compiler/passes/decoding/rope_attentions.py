@@ -1,4 +1,4 @@
-"""Joins the rotation and the write of new tokens with their attention, in decoding steps."""
+"""Combines the rotation, the cache write and the attention of new tokens into one op, in decoding steps."""
 
 from dataclasses import replace
 
@@ -17,13 +17,15 @@ STEP = "rope_attentions"
 
 
 def rope_attentions(programs: Programs, target: Target) -> Programs:
-    """Returns the programs in which one `RopeAttention` replaces each `RopeWrite` together with the attention of its
-    queries, if the kernel for attention over a cache accepts this node. `rewritings` records the replaced nodes, and
-    the reason for each node that is not replaced.
+    """Returns the programs with a `RopeAttention` in place of each `RopeWrite` and the attention that reads the
+    rotated queries.
+
+    The kernel for attention over a cache must accept the new node. `rewritings` records the replaced nodes, and the
+    reason for each node that is not replaced.
 
     Args:
-        programs: the programs that append one token to each text, after `rope_writes`.
-        target: the target, whose kernels must accept the new nodes.
+        programs: The programs that append one token to each text, after `rope_writes`.
+        target: The target, whose kernels must accept the new nodes.
     """
     rewritings: dict[Rewriting, None] = {}
     graphs: dict[str, Graph] = {}
@@ -46,8 +48,7 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
 
 
 def _joined(programs: Programs, graph: Graph, write: Node, target: Target) -> Graph | str:
-    """Returns the graph in which one node writes the new token and attends to the cache, or the reason why there is no
-    such graph."""
+    """Returns the graph with a combined node, or the reason why there is none."""
     op = write.op
     assert isinstance(op, RopeWrite)
     queries, *cached = write.outputs

@@ -1,4 +1,4 @@
-"""Joins the rotation of queries and keys with the writes of rows to a cache, in decoding steps."""
+"""Combines the rotation of queries and keys with the writes to a cache, in decoding steps."""
 
 from dataclasses import dataclass, replace
 
@@ -13,13 +13,15 @@ from specc.compiler.programs.programs import Programs
 
 
 def rope_writes(programs: Programs) -> Programs:
-    """Returns the programs in which one `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
-    the rounding of the rotated k and of v to codes, and the writes of k and v to a cache. A `RopeWrite` requires that
-    no other node reads the rows that are written. In latent attention, a row consists of v and the rotated k. The new
-    node reads the angles from a table.
+    """Returns the programs with one `RopeWrite` in place of several nodes. These are the rotations of q and k by the
+    same angles, the rounding of the new rows to codes, and the writes of k and v to a cache.
 
-    In programs that append one token, the token is written to a ring before attention reads the ring. Attention masks
-    the old position that the token overwrites."""
+    No other node may read the rows that are written. In latent attention, a row consists of v and the rotated k. The
+    new node reads the angles from a table.
+
+    In programs that append one token, the token may be written to a ring buffer before attention reads the buffer.
+    Attention masks the old position that the token overwrites.
+    """
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     graphs, functions = (
         tuple(_rewritten(graph, programs.context, single) for graph in group)
@@ -30,8 +32,8 @@ def rope_writes(programs: Programs) -> Programs:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The nodes that write a row to a cache: the rounding to codes, if the cache holds codes, and the writes of the
-    row, or of its codes and scales."""
+    """The nodes that write a row to a cache. `codes` round the row, if the cache holds codes. `writes` store the row,
+    or its codes and scales."""
 
     codes: tuple[Node, ...]
     writes: tuple[Node, ...]
@@ -55,8 +57,8 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns a node that reads the angles from a table, if `node` computes the angles of positions. Returns `node`
-    itself if it computes angles of other numbers."""
+    """Returns a node that reads the angles of positions from a table. Returns `node` unchanged if it computes the
+    angles of other numbers."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -66,8 +68,8 @@ def _from_table(graph: Graph, node: Node, context: int) -> Node:
 
 
 def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
-    """Returns the graph with a `RopeWrite` that rotates and writes the keys `k`. Returns the graph unchanged if other
-    nodes read values that would no longer be computed."""
+    """Returns the graph with a `RopeWrite` for the keys `k`. Returns the graph unchanged if other nodes read values
+    that the new node does not compute."""
     concat = next((node for node in graph.consumers[k.name] if isinstance(node.op, Concat)), None)
     if concat is not None and (graph.uses(k.name) > 1 or concat.inputs[1] != k.name):
         return graph
@@ -100,7 +102,6 @@ def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
 
 
 def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Returns the nodes outside of `members` that depend on a member, in order."""
     names = {node.name for node in members}
     later: list[Node] = []
     for node in graph.nodes:
@@ -111,15 +112,15 @@ def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
-    """Returns the nodes that write the rows `row` to a cache. None if no node writes them, or if other nodes read the
+    """Returns the nodes that write the rows `row` to a cache. None if there are none, or if other nodes read the
     written values.
 
     Args:
-        graph: the graph.
-        row: the ref of the rows, [B, T, G, C].
-        single: whether the graph extends texts by one token, so that a ring may be written before attention reads the
-            ring.
-        only: whether to return None also if other nodes read `row`.
+        graph: The graph.
+        row: The ref of the rows, [B, T, G, C].
+        single: Whether the graph appends one token to each text. A ring buffer may then be written before attention
+            reads it.
+        only: Whether the result is also None if other nodes read `row`.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))
     if len(codes) > 1 or (codes and only and graph.uses(row) > 1):
@@ -148,8 +149,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
-    """Returns the refs of the attention values that are written at the positions of the keys, each with its writes. As
-    with the keys, either codes or plain values are stored. Rotated rows are left out."""
+    """Returns the refs of the values that are stored at the positions of the keys. Each has the nodes that write the
+    value. Keys and values are either all codes or all floats. Rotated rows are left out."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

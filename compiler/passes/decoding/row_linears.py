@@ -1,5 +1,5 @@
-"""Rewrites the programs of decoding steps for few rows. A linear layer, the norm before it and the operations after it
-become one node, and so do all layers of one input."""
+"""Rewrites the programs of decoding steps for few rows. A linear layer becomes one node with the norm before it and
+the operations after it. All layers that read the same input also become one node."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,14 +15,14 @@ STEPS = ("decode", "step")  # the programs that extend texts by one token, with 
 
 
 def row_linears(programs: Programs) -> Programs:
-    """Returns the programs that extend texts, with every linear layer as a `RowLinear`.
+    """Returns the programs that append tokens to texts, with every linear layer as a `RowLinear`.
 
-    A pointwise node that is the only reader of a product becomes its epilogue. If the pointwise node is the only reader
-    of several products of the same input, all of them become one node. The remaining products of each input become one
-    node too. An RMS norm that only products read becomes a part of each of them.
+    If only one pointwise node reads a product, the pointwise node becomes the epilogue of the product. If the
+    pointwise node reads several products of the same input, these products become one node. The remaining products of
+    each input also become one node. An RMS norm that only products read becomes a part of each.
 
     Raises:
-        ValueError: if the model has no such program.
+        ValueError: If the model has no such program.
     """
     steps = tuple(graph for graph in programs.programs if graph.name in STEPS)
     if not steps:
@@ -41,7 +41,6 @@ def row_linears(programs: Programs) -> Programs:
 
 
 def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
-    """Returns the rewritten graph. `titles` maps each kernel name in use to its epilogue."""
     for name in tuple(graph.by_name):  # the rewrite changes the names of readers, so the nodes are looked up again
         node = graph.by_name.get(name)
         if node is not None and isinstance(node.op, Pointwise) and (products := tuple(_only_read_by(graph, node))):
@@ -60,8 +59,8 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
-    """Yields the products whose epilogue `reader` can become. These products have the same input, the shape of
-    `reader`, and no other reader."""
+    """Yields the products that can have `reader` as their epilogue. They have the same input, the shape of `reader`,
+    and no other reader."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
@@ -94,7 +93,6 @@ def _with_epilogue(graph: Graph, reader: Node, products: tuple[Node, ...], title
 
 
 def _together(graph: Graph, products: list[Node]) -> Graph:
-    """Replaces the products of one input by one node, at the position of the first product."""
     first = products[0]
     inputs = (first.inputs[0], *(product.inputs[1] for product in products))
     types = tuple(product.type for product in products)

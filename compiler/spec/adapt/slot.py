@@ -1,4 +1,4 @@
-"""SLOT: a vector that is added to the last hidden states, and that is fitted for each window or group of windows.
+"""SLOT: a vector that is added to the last hidden states, and fitted for each window or group of windows.
 
 This file has the published method and a causal variant.
 """
@@ -11,7 +11,7 @@ from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Pro
 
 
 class _Fit(Adaptation):
-    """A vector that is initialized to 0 and fitted by `steps` steps of AdamW on the mean loss of some tokens.
+    """A vector that begins at 0 and is fitted by `steps` steps of AdamW on the mean loss of some tokens.
 
     Attributes:
         lr: the learning rate.
@@ -29,8 +29,8 @@ class _Fit(Adaptation):
 class Slot(_Fit):
     """SLOT as published (Hu et al. 2025, arXiv 2505.12392; openai/parameter-golf pull request 1105).
 
-    A vector is fitted on all tokens of its windows except the last token of each window. The same tokens are then
-    scored with the vector, so the method is not causal.
+    A vector is fitted on all tokens of its windows, except the last token of each window. The same tokens are then
+    scored, so the method is not causal.
 
     Attributes:
         windows: the number of consecutive windows that share one vector.
@@ -44,7 +44,7 @@ class Slot(_Fit):
 
 
 class SlotCausal(_Fit):
-    """SLOT with one vector per window, fitted only on the tokens of the window that earlier windows have already
+    """SLOT with one vector per window. The vector is fitted only on tokens of the window that earlier windows have
     scored."""
 
     causal: ClassVar[bool] = True

@@ -16,7 +16,7 @@ class SgdSettings(StrictModel):
     Attributes:
         lr: the learning rate.
         momentum: the momentum.
-        nesterov: whether the momentum is Nesterov's.
+        nesterov: whether to use Nesterov momentum.
         weight_decay: the L2 penalty.
     """
 
@@ -53,7 +53,7 @@ class AdamWSettings(StrictModel):
 class LoraSettings(StrictModel):
     """Low-rank adaptation (Hu et al. 2021): W + scale / rank * B A replaces each matrix W.
 
-    Only A [rank, in] and B [out, rank] are trained. A is initialized uniformly within +-1/sqrt(in), and B to 0.
+    Only A [rank, in] and B [out, rank] are trained. The initial A is uniform in +-1/sqrt(in), and the initial B is 0.
 
     Attributes:
         rank: the rank of the correction.
@@ -71,16 +71,15 @@ class TestTimeTraining(Adaptation):
     with the updated weights. Each epoch reads each token once. The model is not trained on the last chunk.
 
     Attributes:
-        match: the pattern of the names of the weights to train.
+        match: a pattern of the names of trained weights.
         chunk: the number of tokens per chunk, a multiple of the window.
         epochs: the number of epochs over each chunk.
         batch: the number of rows per training step.
-        optimizer: the optimizer. If unset, gradient descent, or AdamW with `lora`.
-        schedule: the learning rate over the chunks: `cosine` falls to 0, `constant` does not change. For `cosine`, the
-            length of the text must be known before it is read.
+        optimizer: the optimizer. By default, gradient descent without `lora`, and AdamW with `lora`.
+        schedule: the learning rate over the chunks: `cosine` falls to 0, `constant` does not change. `cosine` needs the
+            length of the text in advance.
         clip_norm: the largest norm of the gradient over all trained weights.
-        lora: if set, each matrix that `match` covers is replaced by its low-rank adaptation, and other parameters are
-            not trained.
+        lora: if set, only low-rank corrections of the matched matrices are trained.
     """
 
     causal: ClassVar[bool] = True
@@ -97,10 +96,10 @@ class TestTimeTraining(Adaptation):
 
     @property
     def learns_by(self) -> SgdSettings | AdamWSettings:
-        """The optimizer of the spec, or the default if the spec sets none.
+        """The optimizer of the spec, or the default.
 
-        With `lora` the default is AdamW, because the default learning rate of gradient descent does not fit a
-        correction that is initialized to 0.
+        With `lora`, the default is AdamW. The default learning rate of gradient descent does not fit a correction that
+        begins at 0.
         """
         return self.optimizer or (SgdSettings(kind="sgd") if self.lora is None else AdamWSettings(kind="adamw"))
 

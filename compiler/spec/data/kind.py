@@ -15,10 +15,10 @@ class DataKind(StrictModel):
     """The base class of `train.data`. A subclass has a `kind` Literal as its tag and adds its settings.
 
     Attributes:
-        gives: the form of the data, which must be the form of data that the model reads.
-        usual: the data set that is used if `--data` is not given.
-        generated: whether the data is generated without files. If so, `--data KIND` replaces the data of the spec by
-            this kind with default settings.
+        gives: the form of the data. The model must read this form.
+        usual: the default of `--data`.
+        generated: whether the data is generated without files. `--data KIND` then replaces the data of the spec by this
+            kind, with default settings.
     """
 
     gives: ClassVar[Form]
@@ -29,9 +29,10 @@ class DataKind(StrictModel):
 
     @property
     def least_vocabulary(self) -> int:
-        """The smallest vocabulary that the data needs; 0 if it is unknown before files are read."""
+        """The smallest vocabulary that the data needs. 0 if files must be read first."""
         return 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields the reasons why a model (an Architecture) cannot read the data, with paths from the spec's root."""
+        """Yields the reasons why a model (an Architecture) cannot read the data. Paths are relative to the root of
+        the spec."""
         yield from ()

@@ -17,10 +17,10 @@ class PolynomialData(DataKind):
     """Products such as `(7-3*z)*(-5*z-9)` and their expansions.
 
     Attributes:
-        lines: the number of training lines, which are read in a new order each epoch.
+        lines: the number of training lines. Each epoch reads them in a new order.
         seed: the seed with which the lines are drawn.
-        fresh: if true, no training line is repeated: after the first `lines` lines, new lines are generated. No new
-            line is in a held-out split.
+        fresh: whether new lines are generated after the first `lines` lines, so no training line is repeated. New lines
+            are never in a held-out split.
     """
 
     gives: ClassVar[Form] = "lines"
@@ -33,8 +33,7 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines, or if its vocabulary or context is too small for the
-        lines."""
+        """Yields a problem if the model does not read lines, or if the model's vocabulary or context is too small."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
             yield Problem(

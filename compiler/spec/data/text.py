@@ -39,14 +39,14 @@ class TextData(DataKind):
     Attributes:
         tokenizer: `bytes`, a file `tokenizer.json` (or another name `*.json`), a SentencePiece file `*.model`, or a
             tiktoken rank file `*.tiktoken`.
-        pattern: the pre-tokenizer of a tiktoken rank file: `gpt2`, `gpt4`, `llama3`, `qwen`, `nanochat`, or a regular
-            expression whose matches are the pieces.
+        pattern: the pre-tokenizer of a tiktoken rank file, which splits text into pieces: `gpt2`, `gpt4`, `llama3`,
+            `qwen`, `nanochat`, or a regular expression for a piece.
         special: the special tokens of a tiktoken rank file. By default, `<|endoftext|>`.
         bos: the special token before each document. By default, the first of `special`, or the token that the tokenizer
             file states.
         order: the order of training windows. `sequential`: as in the text. `coprime_stride`: by a stride that is
-            coprime to the number of windows. `best_fit`: each row is packed with documents, and each document begins
-            with its first token. Only the last document of a row may be cut off.
+            coprime to the number of windows. `best_fit`: each row is packed with documents from their beginning, and
+            only the last document of a row may be cut off.
     """
 
     gives: ClassVar[Form] = "text"

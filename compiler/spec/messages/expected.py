@@ -1,4 +1,4 @@
-"""The model or type that a spec expects at each path of its data, and the nearest match for a misspelled word."""
+"""The model or type that a spec expects at each path, and the nearest match of a misspelled word."""
 
 import difflib
 import types
@@ -15,7 +15,7 @@ Model = type[StrictModel]
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """Yields the members of a union, or the type itself if it is not a union, without `Annotated`."""
+    """Yields the members of a union without `Annotated`. A type that is not a union is its only member."""
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -33,10 +33,10 @@ def models_in(annotation: Any) -> list[Model]:
 
 
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
-    """Yields every path of `data` at which the spec expects a model, with that model, outer paths first.
+    """Yields every path of `data` at which the spec expects a model, and the model. Outer paths come first.
 
-    For a union, yields the member whose tag is in the data. If the data has no tag, yields the member that needs no
-    tag. If there is no such member, yields nothing for the path.
+    For a union, yields the member whose tag is in the data, or the member that needs no tag. Without such a member,
+    yields nothing for the path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -77,7 +77,7 @@ def tags_of(models: Iterable[Model], key: str) -> list[str]:
 
 
 def item_of(annotation: Any, index: int) -> Any:
-    """Returns the type of item `index` if `annotation` allows a list, else None."""
+    """Returns the type of item `index` if `annotation` allows a list, otherwise None."""
     for member in alternatives(annotation):
         if get_origin(member) is tuple:
             members = get_args(member)
@@ -86,7 +86,7 @@ def item_of(annotation: Any, index: int) -> Any:
 
 
 def size_of(annotation: Any) -> int:
-    """Returns the number of items of a list of this type; 0 if it is not fixed."""
+    """Returns the number of items in a list of this type, or 0 if the number is not fixed."""
     members = next(
         (get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple), (Ellipsis,)
     )
@@ -94,7 +94,7 @@ def size_of(annotation: Any) -> int:
 
 
 def list_words(annotation: Any) -> str:
-    """Returns `a list`, or, if the items have a title, a text such as `a list of patterns`."""
+    """Returns `a list`. If the items have a title, returns a text such as `a list of patterns`."""
     item = item_of(annotation, 0)
     marks = get_args(item)[1:] if get_origin(item) is Annotated else ()
     titles = [mark.title for mark in marks if isinstance(mark, FieldInfo) and mark.title]
@@ -102,7 +102,7 @@ def list_words(annotation: Any) -> str:
 
 
 def range_of(annotation: Any) -> str:
-    """Returns the numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty if all are allowed."""
+    """Returns the numbers that a type allows in words, such as `at least 2 and at most 8`. Empty if all are allowed."""
     limits: dict[str, float] = {}
     for mark in _metadata(annotation):
         limits |= {name: getattr(mark, name) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name)}
@@ -123,7 +123,7 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 
 def wanted(annotation: Any) -> str:
-    """Returns the values that a field accepts, in words, e.g. `a whole number` or `text or a mapping`."""
+    """Returns the values that a field accepts in words, such as `a whole number` or `text or a mapping`."""
     words: list[str] = []
     for member in alternatives(annotation):
         if get_origin(member) is Literal:
@@ -152,12 +152,12 @@ def joined(words: Iterable[str]) -> str:
 
 
 def dotted(path: Path) -> str:
-    """Returns a path as `--set` accepts it, e.g. `model.embed.0.dim`."""
+    """Returns a path in the form of `--set`, such as `model.embed.0.dim`."""
     return ".".join(map(str, path))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Returns the member of `choices` of which `word` is most likely a misspelling; None if all differ too much.
+    """Returns the choice that `word` most likely misspells, or None if all differ too much.
 
     A choice matches if it differs by a few edits, is similar as a whole, is a prefix of `word`, or begins with `word`.
     """
@@ -169,7 +169,6 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def _extends(word: str, other: str) -> bool:
-    """Returns whether the longer word begins with the shorter, e.g. `epsilon` with `eps`."""
     short, long = sorted((word.lower(), other.lower()), key=len)
     return len(short) > 2 and long.startswith(short)
 
@@ -179,7 +178,7 @@ def _likeness(word: str, other: str) -> float:
 
 
 def _slips(word: str, other: str) -> int:
-    """Returns the edit distance of two words, in which a swap of two neighboring letters is one edit (Damerau, 1964).
+    """Returns the edit distance of two words. A swap of two neighboring letters is one edit (Damerau, 1964).
 
     Returns 99 if the lengths differ by more than 3 or a word is longer than 64 characters.
     """

@@ -1,4 +1,4 @@
-"""Converts the errors that Pydantic reports to diagnostics about the keys of the spec."""
+"""Converts Pydantic's errors to diagnostics about the keys of the spec."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ TAGS = ("union_tag_not_found", "union_tag_invalid")  # the errors of a missing a
 
 
 class Words:
-    """Writes diagnostics about `source`. `models` maps each path to the model that is expected there."""
+    """Writes diagnostics about `source`. `models` maps each path to the expected model."""
 
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
@@ -68,7 +68,7 @@ class Words:
         return value
 
     def _annotation(self, path: Path) -> Any:
-        """Returns the type that the spec expects at `path`, including limits; None if it is unknown."""
+        """Returns the type that the spec expects at `path`, with limits such as ranges. None if the type is unknown."""
         if path in self.models or not path:
             return None
         *outer, last = path
@@ -88,8 +88,8 @@ class Words:
         hints = [f"did you mean {quote(near)}?"] if near else []
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
-        # In a layer or an optimizer, no other place is suggested for a key that several sections have, because it may
-        # belong here.
+        # Several sections may have the key. In a layer or an optimizer, no other section is suggested, because the key
+        # may belong here.
         is_kind = (
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
@@ -103,7 +103,7 @@ class Words:
         yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
-        """Yields the path and the model of every part of the data, and of every part that an absent key could add."""
+        """Yields the path and the model of every part of the data, and of every part that the data could have."""
         for path, model in self.models.items():
             yield path, model
             for key, info in keys_of(model).items():
@@ -143,7 +143,6 @@ class Words:
     # kinds
 
     def _is_tag(self, error: FieldError) -> bool:
-        """Returns whether the error is about the tag of a union with a single member."""
         model = self.models.get(error.path[:-1])
         return model is not None and bool(error.choices) and tag_of(model, str(error.path[-1])) is not None
 
@@ -152,12 +151,12 @@ class Words:
         yield self._no_kind((*error.path, _discriminator(error)), words)
 
     def likely_kind(self, error: FieldError) -> tuple[Path, str, bool] | None:
-        """Returns the path of a missing or unknown kind, the kind that the value is likely meant to have, and whether
-        it has a similar name.
+        """Returns the likely kind of a value whose kind is missing or unknown. The result is the path of the kind, the
+        likely kind, and whether the names are similar.
 
-        This is the kind with the most similar name. If no name is similar, it is the kind that accepts the keys of the
-        value (keys that no kind accepts are ignored) and requires no further keys; among several such kinds, the one
-        whose keys are also keys of all the others. Returns None if there is no such kind.
+        A kind with a similar name is likely. Otherwise, a kind must accept the keys of the value and require no
+        others. Keys that no kind accepts are ignored. Of several such kinds, the kind whose keys all others also have
+        is chosen. Returns None if there is no such kind.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):
@@ -199,7 +198,6 @@ def _needed(keys: Mapping[str, FieldInfo]) -> set[str]:
 
 
 def _discriminator(error: FieldError) -> str:
-    """Returns the key that states the kind of a value, for the error of a missing or unknown kind."""
     return str(error.context["discriminator"]).strip("'")
 
 
@@ -219,13 +217,12 @@ def _models() -> tuple[Model, ...]:
 
 
 def _models_with(key: str) -> frozenset[Model]:
-    """Returns all models of the spec language that have the key `key`, in any section."""
+    """Returns all models of the spec language, in any section, that have the key `key`."""
     return frozenset(model for model in _models() if key in keys_of(model))
 
 
 @cache
 def _scheduled() -> tuple[str, ...]:
-    """Returns the names of the fields of the spec language that accept a schedule."""
     return tuple(sorted({name for model in _models() for name, info in keys_of(model).items() if _takes(info)}))
 
 
@@ -234,7 +231,7 @@ def _takes(info: FieldInfo) -> bool:
 
 
 def _apart(path: Path, other: Path) -> int:
-    """Returns the number of keys that only one of two paths has, i.e. their distance in the tree of the data."""
+    """Returns the distance of two paths in the tree of the data: the number of keys that occur in only one of both."""
     shared = 0
     while shared < min(len(path), len(other)) and path[shared] == other[shared]:
         shared += 1

@@ -1,7 +1,7 @@
 """Translates Pydantic's validation errors into diagnostics about the text of a spec.
 
-The locations in Pydantic's errors contain the tags of unions, which are not keys in the YAML. This module follows each
-location through the data, which distinguishes tags from keys.
+The locations in Pydantic's errors contain the tags of unions, which are not keys of the YAML. This module follows each
+location through the data to tell tags from keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ def likely_kinds(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Path, str, bool], ...]:
     """Returns `Words.likely_kind` of each value with a missing or unknown kind. The arguments are those of
-    `diagnostics_of`. A value that may be of several kinds is left out."""
+    `diagnostics_of`. A value with several likely kinds is left out."""
     words = Words(source, models, root)
     errors = (_located(details, source.data) for details in error.errors(include_url=False))
     kinds = (words.likely_kind(fault) for fault in errors if fault.kind in TAGS)
@@ -66,8 +66,8 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
 def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     """Yields the errors that do not follow from other errors.
 
-    For a union, yields only the errors of members whose type matches the data. A Literal never excludes other members,
-    so that the message names all valid forms.
+    For a union, these are the errors of members whose type matches the data. A Literal never excludes other members,
+    because the message names all valid forms.
     """
     errors = list(located)
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:
@@ -85,12 +85,12 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
 
 
 def _has_wrong_type(error: FieldError) -> bool:
-    """Returns whether the value has the wrong type. A Literal whose choices are texts accepts only texts."""
+    """Returns whether the value has the wrong type. A Literal of texts accepts only texts."""
     return error.kind in TYPES or (bool(error.choices) and not isinstance(error.value, str))
 
 
 def _grouped(errors: Iterable[FieldError]) -> list[list[FieldError]]:
-    """Returns the errors grouped by path. An error about an unknown key is in a separate group."""
+    """Returns the errors grouped by path. Errors about unknown keys are in separate groups."""
     groups: dict[object, list[FieldError]] = {}
     for error in errors:
         groups.setdefault((error.path, error.kind == "extra_forbidden"), []).append(error)

@@ -42,7 +42,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 class FieldError:
     """One Pydantic error and its path in the data.
 
-    If the error concerns a member of an untagged union, `member` is that member, and `fork` is the length of the
+    If the error is about one member of an untagged union, `member` is that member, and `fork` is the length of the
     union's path.
     """
 
@@ -73,7 +73,7 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     Args:
         group: the errors, one for each member of the expected type.
         annotation: the expected type.
-        beside: the items of the list that contains the value, including the value; empty if it is not in a list.
+        beside: the items of the list that contains the value. Empty if there is no list.
     """
     words: list[str] = []
     for error in group:
@@ -125,7 +125,7 @@ def _plain(value: object) -> str:
 
 
 def wrong_value(group: list[FieldError], annotation: Any) -> tuple[str, str]:
-    """Returns the message and the hint for a value out of range. `annotation` is the type of the field, with limits."""
+    """Returns the message and the hint for a value out of range. `annotation` is the type of the field with limits."""
     first = group[0]
     form = joined(dict.fromkeys(word for error in group for word in _limits(error)))
     return f"must be {form}, not {_description(first.value)}", _way_out(group, annotation) or f"change it to {form}"

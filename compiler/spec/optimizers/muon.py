@@ -17,19 +17,19 @@ Coefficients = tuple[float, float, float]
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. It updates matrices, and the stacked
-    matrices of experts, each of which is orthogonalized separately.
+    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. Muon updates matrices, and stacks of
+    expert matrices. Each matrix of a stack is orthogonalized separately.
 
     Attributes:
         momentum: the momentum: a number, a formula in `t`, or a schedule.
-        nesterov: whether the momentum is Nesterov's.
+        nesterov: whether to use Nesterov momentum.
         method: the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
             separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, in which a
             scaling of the rows replaces the first iteration (arXiv 2512.04632).
         steps: the number of iterations. With `turbo`, the scaling counts as the first.
         equalize_rows: whether all rows are scaled to the same length before the iterations (MuonEq-R).
-        second_moment: the decay of the second moment of each row in NorMuon, which is applied after the iterations (Li
-            et al. 2025, arXiv 2510.05491). If unset, there is no second moment.
+        second_moment: the decay of NorMuon's second moment per row (Li et al. 2025, arXiv 2510.05491). The second
+            moment rescales the result of the iterations. If unset, there is no second moment.
         coefficients: the numbers (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T. Additional
             iterations repeat the last. If unset, `method` determines them.
     """
@@ -47,13 +47,15 @@ class MuonSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The number of f32 numbers that an update allocates per element of matrices of one shape: for the momentum,
-        and for the matrix and its next iterate, first in f32 and then in bf16. With a second moment, the direction is
-        also rescaled twice."""
+        """The f32 numbers that an update allocates per element of matrices of one shape.
+
+        These are the momentum, the matrix and the next iterate of the matrix, first in f32 and then in bf16. A second
+        moment also rescales the direction twice.
+        """
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason if the shape is neither a matrix nor a stack of matrices; empty otherwise."""
+        """Returns a reason if the shape is neither a matrix nor a stack of matrices, otherwise ""."""
         return "" if len(shape) in (2, 3) else "muon updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:

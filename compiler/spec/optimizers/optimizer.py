@@ -15,23 +15,24 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(StrictModel):
-    """One entry of `train.optimizers`: the settings of an optimizer and the parameters that it updates.
+    """One entry of `train.optimizers`: the settings of an optimizer, and a pattern of the parameters that it updates.
 
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
-    same name is in `specc.runtime.optim`. `in_norm` is False if the rule reads only the signs of gradients, which are
-    then not part of the norm for `train.clip_norm` and are not clipped. `slots` is the number of tensors, each with the
-    shape of the parameter, that the rule stores per parameter. An update allocates at most `temporaries` f32 numbers
-    per element of its parameters. Parameters of one shape are updated together, which allocates `of_shape` further
-    numbers for each of their elements.
+    same name is in `specc.runtime.optim`.
+
+    `in_norm` is False if the rule reads only the signs of gradients. These gradients are not clipped, and are not part
+    of the norm for `train.clip_norm`. The rule stores `slots` tensors per parameter, each with the shape of the
+    parameter. An update allocates at most `temporaries` f32 numbers per element of its parameters. Parameters of one
+    shape are updated together, which allocates `of_shape` more numbers per element.
 
     Attributes:
-        match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
+        match: a pattern of the names of the parameters to update. Parameters that an earlier entry matches are
             excluded.
         lr: the learning rate, before the multiplier of `train.schedule`: a number, a formula in `t`, or a schedule. `t`
-            is the share of the run that is complete, from 0 to 1.
+            is the completed share of the run, from 0 to 1.
         weight_decay: the decoupled weight decay: a number, a formula in `t`, or a schedule.
-        cautious_decay: whether the decay applies only to those numbers that the update does not move away from zero
-            (Chen et al. 2025, arXiv 2510.12402).
+        cautious_decay: whether numbers that the update moves away from zero do not decay (Chen et al. 2025, arXiv
+            2510.12402).
         every: the number of steps from one update to the next. An update reads the mean of the gradients of these
             steps.
     """
@@ -48,7 +49,7 @@ class OptimizerSpec(StrictModel):
     every: Positive = later(1)
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns the reason why the optimizer cannot update a parameter of this shape; empty if it can."""
+        """Returns the reason why the optimizer cannot update a parameter of this shape, or ""."""
         return ""
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
@@ -57,11 +58,12 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """The number of f32 numbers that an update allocates per element of parameters of one shape."""
+        """The number of f32 numbers that an update allocates per element, while it updates the parameters of one
+        shape."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Returns the largest number of f32 numbers that an update of parameters of these shapes allocates at once."""
+        """Returns the most f32 numbers that an update allocates at once, for parameters of these shapes."""
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)

@@ -6,7 +6,7 @@ from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 
 
 class SignSpec(OptimizerSpec):
-    """signSGD (Bernstein et al. 2018): each number moves by the learning rate, against the sign of its gradient.
+    """signSGD (Bernstein et al. 2018). Each number moves by the learning rate, against the sign of its gradient.
 
     This is the update rule for the bias of a router (Wang et al. 2024, arXiv 2408.15664).
     """

@@ -8,12 +8,13 @@ from specc.compiler.strict import Positive, PositiveFloat
 
 
 class SoapSpec(OptimizerSpec):
-    """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner. It updates
-    matrices, and the stacked matrices of experts, each of which has separate bases. The first update only computes the
-    bases.
+    """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner.
+
+    SOAP updates matrices, and stacks of expert matrices. Each matrix of a stack has separate bases. The first update
+    only computes the bases.
 
     Attributes:
-        betas: the decays of the first moment, and of the second moment and the preconditioner.
+        betas: the decays of two averages: of the first moment, and of both the second moment and the preconditioner.
         eps: the epsilon of the denominator.
         basis_every: the number of updates from one refresh of the bases to the next.
         largest_side: the largest side of a matrix (rows or columns) that has a basis. A longer side is not rotated, and
@@ -30,12 +31,12 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The number of f32 numbers that an update allocates per matrix element: for the gradient and the direction in
-        the eigenbases, their next rotations, and two terms of the denominator."""
+        """The f32 numbers that an update allocates per matrix element. In the eigenbases, these are the gradient and
+        the direction, the next rotations of both, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason if the shape is neither a matrix nor a stack of matrices; empty otherwise."""
+        """Returns a reason if the shape is neither a matrix nor a stack of matrices, otherwise ""."""
         return "" if len(shape) in (2, 3) else "soap updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:

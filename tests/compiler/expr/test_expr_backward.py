@@ -129,7 +129,7 @@ def test_unsimplified_constants() -> None:
 
 def test_reserved_names() -> None:
     for text in ("x * d", "y + x", "gelu(x) * slope"):
-        with pytest.raises(ExprError, match="reserved name of the backward"):
+        with pytest.raises(ExprError, match="reserved name of the backward pass"):
             plan_backward(parse(text), ("x",))
     with pytest.raises(ExprError, match="repeats"):
         plan_backward(parse("x"), ("x", "x"))

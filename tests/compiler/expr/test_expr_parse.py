@@ -134,7 +134,7 @@ def test_hostile_text_is_refused_promptly(text: str) -> None:
         ("pow(x, 2)", "write x ** n"),
         ("qqqq(x)", "choose from abs, cos"),
         ("leaky_relu(x)", "write leaky_relu(x, 0.01)"),
-        ("x and y", "nest where(x > 0, a, b)"),
+        ("x and y", "write where(x > 0, a, b)"),
     ],
 )
 def test_says_what_to_do(text: str, hint: str) -> None:

@@ -38,9 +38,9 @@ ERRORS = [
     ),
     (
         "lstm_cell f32[B,T,8] f32[B,3] f32[B,3] f32[12,8] f32[12,3] f32[12]",
-        "n takes one step of 3 features, not f32[B,T,8] from h f32[B,3]",
+        "n takes one step, and h of 3 features, not x f32[B,T,8] and h f32[B,3]",
     ),
-    ("state_write f32[B,8] f32[B,7]", "n needs a value of the type of its state, f32[B,8], not f32[B,7]"),
+    ("state_write f32[B,8] f32[B,7]", "n cannot overwrite the state f32[B,8] with f32[B,7]: the types differ"),
     ("concat f32[B,T,8] f32[B,S,8]", "n concatenates the features of f32[B,T,8] and f32[B,S,8], which differ in rows"),
     (
         "sdpa f32[B,T,4,6] f32[B,T,3,6] f32[B,T,3,6]",
@@ -117,7 +117,7 @@ ERRORS = [
     ("norm_rope{gain=True} f32[B,T,4,6] f32[T,3] f32[T,3] f32[3,1]", "n needs a gain (4, 1), not f32[3,1]"),
     (
         "norm_rope_grad{eps=1e-06} f32[B,T,4,6] f32[B,T,8] f32[T,3] f32[T,3]",
-        "n needs a gradient of the type of f32[B,T,8], not f32[B,T,4,6]",
+        "n needs a gradient of type f32[B,T,8], not f32[B,T,4,6]",
     ),
     ("pad_rows{rows=6} f32[7,8]", "n pads a matrix of at most 6 rows, not f32[7,8]"),
     ("crop_rows{rows=8} f32[7,8]", "n crops a matrix of at least 8 rows, not f32[7,8]"),

@@ -99,7 +99,7 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Graph], Graph], str]] = {
     "a call that binds no number": (
         "programs",
         with_node("blocks.1", called_with(scalars=())),
-        "train: blocks.1 binds other numbers than block.forward reads",
+        "train: blocks.1 passes other numbers than block.forward reads",
     ),
     "a call with too much": (
         "programs",
