@@ -15,13 +15,18 @@ from pathlib import Path
 
 # In the child nothing of the server is left but its modules: `code` runs as at the start of an interpreter.
 SERVER = """
-import json, os, sys
+import gc, json, os, sys
 exec(sys.argv[1])
+gc.freeze()  # no process walks through the modules
 for line in sys.stdin:
     request = json.loads(line)
     if "pid" in request:
         pid, status = os.waitpid(request["pid"], os.WNOHANG if request["poll"] else 0)
         print(os.waitstatus_to_exitcode(status) if pid else "null", flush=True)
+    elif "prepare" in request:
+        exec(request["prepare"], {})
+        gc.freeze()
+        print("null", flush=True)
     elif pid := os.fork():
         print(pid, flush=True)
     else:
@@ -38,8 +43,25 @@ os.environ.clear()
 os.environ.update(request["environment"])
 sys.argv[:] = ["-c", *request["words"]]
 code = request["code"]
-del json, line, request, number, path, file
+del gc, json, line, request, number, path, file
 exec(code)
+"""
+
+
+# A process that compiles spends seconds on imports, on digests of the sources of Torch and Triton, and on C++ files that
+# show what the CPU can do. A matrix product needs no other C++. No backward runs, which could start threads.
+COMPILED = """
+import torch
+import torch._inductor.compile_fx
+from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+import specc.compiler.render.model
+torch._inductor.config.compile_threads = 1  # no pool of processes, which each fork would start
+pick_vec_isa()
+square = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+torch.compile(lambda x: x @ x)(square)
+torch._dynamo.reset()
+counters.clear()
 """
 
 
@@ -118,6 +140,14 @@ def _torch_server(interpret: bool) -> ForkServer:
         f"sys.path.insert(0, {helpers!r}); import quick_interpreter; quick_interpreter.quicken(); import kernel_sites"
     )
     return ForkServer(quicken, environment=_environment(interpret))
+
+
+@cache
+def compiling_server() -> ForkServer:
+    """The server that has imported Torch, after it has compiled a program: its processes compile in less time."""
+    server = _torch_server(interpret=False)
+    server.request({"prepare": COMPILED})
+    return server
 
 
 def _environment(interpret: bool) -> dict[str, str]:

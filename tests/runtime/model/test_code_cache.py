@@ -6,12 +6,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import Forked, ForkServer
+from fork_server import Forked, compiling_server
 from log_lines import read_log
 
 from specc.compiler.spec.check import load
@@ -29,17 +28,14 @@ SMALL = (
     "quant=null",
     'train.optimizers=[{kind: adamw, match: "*", lr: 0.001}]',
 )
-IMPORTS = """
+START = """
 import json, sys
 from pathlib import Path
 import torch
-import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 from specc.compiler.spec.check import load
 from specc.runtime.model.code_cache import use_private_caches
 from specc.runtime.model.load import initialize, instantiate
-"""
-START = f"""{IMPORTS}
 spec = load(Path(sys.argv[1]), json.loads(sys.argv[2]))[0]
 use_private_caches()
 loaded = instantiate(spec, "cpu", Path(sys.argv[3]))
@@ -48,8 +44,8 @@ ids = torch.arange(32).reshape(2, 16)
 loss = torch.compile(loaded.model, fullgraph=True)(ids, ids)
 loss.backward()
 gradient = sum(float(p.grad.double().square().sum()) for p in loaded.model.parameters())
-counts = {{key: value for part in ("aot_autograd", "inductor") for key, value in counters[part].items()}}
-print(json.dumps({{"loss": float(loss.detach()), "gradient": gradient, **counts}}))
+counts = {key: value for part in ("aot_autograd", "inductor") for key, value in counters[part].items()}
+print(json.dumps({"loss": float(loss.detach()), "gradient": gradient, **counts}))
 """
 
 
@@ -62,19 +58,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def imported(root: Path) -> Iterator[ForkServer]:
-    """An interpreter that has imported the compiler and compiled nothing."""
-    server = ForkServer(IMPORTS, environment={**os.environ, "OMP_NUM_THREADS": "1"})
-    yield server
-    server.close()
-
-
-def begin(server: ForkServer, folder: Path) -> Forked:
+def begin(folder: Path) -> Forked:
     """Starts a process that generates a model into a folder, compiles it and runs it forward and backward."""
     stdout, stderr = (folder.with_suffix(f".{stream}") for stream in ("stdout", "stderr"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return server.start(START, (str(SPEC), json.dumps(SMALL), str(folder)), environment, stderr, stdout)
+    return compiling_server().start(START, (str(SPEC), json.dumps(SMALL), str(folder)), environment, stderr, stdout)
 
 
 def result(process: Forked) -> dict[str, Any]:
@@ -83,13 +71,11 @@ def result(process: Forked) -> dict[str, Any]:
     return found
 
 
-def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(
-    tmp_path: Path, root: Path, imported: ForkServer
-) -> None:
-    first, second = map(result, [begin(imported, tmp_path / name) for name in "ab"])  # at the same time
+def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(tmp_path: Path, root: Path) -> None:
+    first, second = map(result, [begin(tmp_path / name) for name in "ab"])  # at the same time
     assert "autograd_cache_bypass" not in first and "fxgraph_cache_bypass" not in first
     assert first["autograd_cache_saved"] == 1
-    again = result(begin(imported, tmp_path / "c"))
+    again = result(begin(tmp_path / "c"))
     assert again["autograd_cache_hit"] == 1 and "autograd_cache_miss" not in again and "fxgraph_cache_miss" not in again
     damaged = [path for path in (root / "inductor").rglob("*") if path.is_file() and "autograd" in str(path)]
     damaged += [path for path in (root / "inductor" / "fxgraph").rglob("*") if path.is_file()]
@@ -97,7 +83,7 @@ def test_starts_share_compiled_graphs_and_rebuild_damaged_ones(
     for number, path in enumerate(damaged):
         content = path.read_bytes()
         path.write_bytes(b"" if number % 2 else content[: len(content) // 2])
-    rebuilt = result(begin(imported, tmp_path / "d"))
+    rebuilt = result(begin(tmp_path / "d"))
     assert "autograd_cache_hit" not in rebuilt
     for other in (second, again, rebuilt):
         assert (other["loss"], other["gradient"]) == (first["loss"], first["gradient"])

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_server import ForkServer
+from fork_server import compiling_server
 
 from specc.runtime.model import code_cache
 
@@ -20,23 +20,16 @@ OVERRIDES = (
     "quant=null",
     'train.optimizers=[{kind: adamw, match: "*", lr: 0.001}]',
 )
-IMPORTS = """
+START = """
 import json, sys
 from pathlib import Path
 import torch
-import torch._inductor.compile_fx
+import torch._inductor.config
 from torch._dynamo.utils import counters
 from specc.compiler.spec.check import load
 from specc.runtime.model.code_cache import use_private_caches
 from specc.runtime.model.load import import_file, initialize, instantiate
 from specc.runtime.model.stored_programs import StoredPrograms
-"""
-# Inductor compiles C++ files to see what the CPU can do, which takes seconds. Here, it does so once for all starts.
-PREPARED = f"""{IMPORTS}
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-pick_vec_isa()
-"""
-START = f"""{IMPORTS}
 options = json.loads(sys.argv[2])
 use_private_caches()
 if options.get("spec"):
@@ -53,17 +46,17 @@ compile = torch.compile if options.get("plain") else StoredPrograms(("facts",)).
 program, results = compile(model, fullgraph=True), []
 for rows in options.get("rows", [2, 2]):
     ids = torch.arange(16 * rows).reshape(rows, 16)
-    inputs = (ids, ids) if options.get("spec") else (ids[:, :8] / 7.0, torch.ones(1, rows).double() / 3)
+    inputs = (ids, ids) if options.get("spec") else (ids[:, :8] / 7.0, torch.ones(2, rows).double() / 3)
     inputs = [value if options.get("spec") else value.double() for value in inputs]
-    loss = program(*inputs)
+    loss = program(*inputs).sum()
     loss.backward()
     results.append([float(loss.detach()), *(float(p.grad.double().square().sum()) for p in model.parameters())])
-counts = {{key: value for part in ("stats", "aot_autograd") for key, value in counters[part].items()}}
+counts = {key: value for part in ("stats", "aot_autograd") for key, value in counters[part].items()}
 with torch.no_grad():  # a program of the same module that is not stored
     results.append(float(torch.compile(model.score, fullgraph=True)(*inputs).sum()))
-print(json.dumps({{"results": results, "traced": counts.get("unique_graphs", 0), "counts": counts}}))
+print(json.dumps({"results": results, "traced": counts.get("unique_graphs", 0), "counts": counts}))
 """
-# All operations are matrix products, for which Inductor compiles no C++.
+# All operations are matrix products of at least two rows and columns, for which Inductor compiles no C++.
 MODEL = """
 import torch
 from torch import nn
@@ -74,12 +67,12 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.square = nn.Parameter(torch.randn(8, 8, dtype=torch.float64) / 8)
-        self.last = nn.Parameter(torch.randn(8, 1, dtype=torch.float64))
+        self.last = nn.Parameter(torch.randn(8, 2, dtype=torch.float64))
 
     def forward(self, x, weights):
         for _ in range(PRODUCTS):
             x = x @ self.square
-        return (weights @ x @ self.last).reshape(())
+        return weights @ x @ self.last
 
     def score(self, x, weights):
         return x @ self.square @ self.last
@@ -97,20 +90,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    folder = tmp_path_factory.mktemp("prepared")
-    one = {
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }  # no pool of processes, which each fork would start
-    server = ForkServer(PREPARED, environment={**os.environ, **one, "TORCHINDUCTOR_CACHE_DIR": str(folder)})
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def start(root: Path, tmp_path: Path, server: ForkServer) -> Start:
+def start(root: Path, tmp_path: Path) -> Start:
     """A function that runs a compiled program in a new process, by default that of `MODEL`."""
     environment, number = {**os.environ, "OMP_NUM_THREADS": "1"}, iter(range(100))
 
@@ -120,7 +101,7 @@ def start(root: Path, tmp_path: Path, server: ForkServer) -> Start:
             folder.mkdir()
             (folder / "model.py").write_text(text)
         stdout, stderr = (folder.with_suffix(f".{stream}") for stream in ("stdout", "stderr"))
-        process = server.start(START, (str(folder), json.dumps(options)), environment, stderr, stdout)
+        process = compiling_server().start(START, (str(folder), json.dumps(options)), environment, stderr, stdout)
         assert process.wait() == 0, stderr.read_text()[-3000:]
         found: dict[str, Any] = json.loads(stdout.read_text().splitlines()[-1])
         return found
