@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, write_text
-from test_submission import Submission, alone, submission
+from submissions import Submission, alone
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
@@ -18,8 +18,6 @@ from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
-
-__all__ = ["submission"]  # the fixture of all tests here
 
 
 def packed(folder: Path, **changes: object) -> Path:

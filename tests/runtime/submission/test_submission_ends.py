@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_samples import make_run, small_spec
-from test_submission import Submission, alone, submission
+from submissions import Submission, alone
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
@@ -15,8 +15,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
-
-__all__ = ["submission"]  # the fixture of all tests here
 
 
 def test_a_training_that_ends_before_the_last_phase_is_refused(submission: Submission, tmp_path: Path) -> None:
