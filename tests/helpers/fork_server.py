@@ -48,8 +48,8 @@ exec(code)
 """
 
 
-# A process that compiles spends seconds on imports, on digests of the sources of Torch and Triton, and on C++ files that
-# show what the CPU can do. A matrix product needs no other C++. No backward runs, which could start threads.
+# A process that compiles spends seconds on imports, on digests of the sources of Torch and Triton, and on C++ files
+# that show what the CPU can do. A matrix product needs no other C++. No backward runs, which could start threads.
 COMPILED = """
 import torch
 import torch._inductor.compile_fx
