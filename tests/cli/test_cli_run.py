@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_server import folder_of_specc
 from run_samples import SMALL, SPEC, write_text
 
 from specc.cli.app import run
@@ -280,8 +281,9 @@ def specc(*arguments: str, **variables: str) -> list[str]:
 
 def test_a_prompt_is_utf_8_in_every_locale(trained: tuple[Path, Path]) -> None:
     words = ("generate", str(trained[0]), "--prompt", "\N{SLIGHTLY SMILING FACE}", "--max-tokens", "3")
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    results = [subprocess.run(specc(*words, **more), capture_output=True) for more in (plain, {"PYTHONUTF8": "1"})]
+    plain = specc(*words, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    other = [str(folder_of_specc() / "specc"), *words]
+    results = [subprocess.run(command, capture_output=True) for command in (plain, other)]
     assert [done.returncode for done in results] == [0, 0], results[0].stderr.decode()
     assert results[0].stdout == results[1].stdout and results[0].stdout.startswith("\N{SLIGHTLY SMILING FACE}".encode())
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
-from command_server import shell_environment
+from command_server import folder_of_specc, shell_environment
 from documents import DOCUMENTS, ROOT, Command, ShownChange, ShownFile, arguments_of, matches, rewritten, steps_of
 from error_cases import patched
 
@@ -25,6 +25,7 @@ from specc.compiler.errors import SpeccError
 
 (ENTRY,) = importlib.metadata.entry_points(group="console_scripts", name="specc")
 APP = sys.modules[ENTRY.load().__module__]
+PYTHON = sys.executable
 GOLDEN = os.environ.get("SPECC_GOLDEN") == "1"
 COPIED = ("specs", "generated", "compiler", "templates", "runtime", "cli")
 SMALL_MODEL = "--set model.dim=32 --set model.context=64 --set model.blocks.count=2 --set train.micro_batch=8"
@@ -69,7 +70,7 @@ def shell(command: str, folder: Path, extended: bool) -> tuple[int, str]:
     environment = shell_environment(forked=not extended)
     if extended:
         environment["PYTHONPATH"] = str(folder / "path")
-        command = re.sub(r"\bspecc ", f"{sys.executable} -m specc.cli ", command)
+        command = re.sub(r"\bspecc ", f"{PYTHON} -m specc.cli ", command)
     end = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
@@ -112,7 +113,8 @@ def require_known(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path) -> None:
+def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", str(folder_of_specc() / "specc-python"))  # runs of a sweep, and ranks
     steps = list(steps_of(document))
     extended = any(isinstance(step, ShownFile) and step.path.startswith("compiler/") for step in steps)
     folder = tmp_path / "copy"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import world_scenes
+from command_server import folder_of_specc
 from log_lines import read_log, read_start
 from ranks import environment, outputs
 from run_samples import SPEC, write_text
@@ -134,9 +135,10 @@ def test_two_hands_of_torchrun_join(whole: Path) -> None:
     with launch._reserved_port() as port:
         pass
     meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
-    words = [*SPECC, *arguments(whole, "machines", "--target", "cpu", "--gpus", "1"), "--", *meeting]
-    lo = environment(GLOO_SOCKET_IFNAME="lo")
-    machines = [subprocess.Popen(words, env=lo, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    words = arguments(whole, "machines", "--target", "cpu", "--gpus", "1")
+    command = [str(folder_of_specc() / "specc"), *words, "--", *meeting]
+    lo = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    machines = [subprocess.Popen(command, env=lo, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [machine.communicate(timeout=300)[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     assert sorted(text.count("step 12  loss") for text in said) == [0, 1]
