@@ -1,10 +1,12 @@
 """The uses of a parameter and the estimated rise of the loss by an error, against their definitions and against the
 loss, and the rows that calibration does not read."""
 
+import copy
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,9 +62,19 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenStream]:
     opened.close()
 
 
-def trained(stream: TokenStream, *changes: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    """A model that has nearly learnt the odds, in float64, and the windows that it is looked at with."""
-    model = model_of(small_spec(*TABLES, *changes), fuse=False).model
+Trained = Callable[[bool], tuple[nn.Module, list[tuple[Tensor, Tensor]]]]
+
+
+@pytest.fixture(scope="module")
+def trained(stream: TokenStream) -> Trained:
+    """A function that returns a model, tied or not, that has nearly learnt the odds, in float64, and the windows that
+    it is looked at with."""
+    models = cache(lambda tied: trained_model(stream, tied))
+    return lambda tied: copy.deepcopy(models(tied))
+
+
+def trained_model(stream: TokenStream, tied: bool) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    model = model_of(small_spec(*TABLES, f"model.head.tied={str(tied).lower()}"), fuse=False).model
     with torch.no_grad():
         for i, param in enumerate(model.parameters()):
             noise = 0.3 * torch.randn(param.shape, generator=torch.Generator().manual_seed(i))
@@ -98,10 +110,10 @@ def cost_of(model: nn.Module, name: str, error: Tensor, batches: list[tuple[Tens
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_table_costs_what_it_does_to_the_loss(stream: TokenStream, tied: bool) -> None:
+def test_a_table_costs_what_it_does_to_the_loss(trained: Trained, tied: bool) -> None:
     """Against the loss, quantized in several ways. GPTQ makes the error of a tied table small for the head, and
     what it is to the lookups is then the larger part."""
-    model, batches = trained(stream, f"model.head.tied={str(tied).lower()}")
+    model, batches = trained(tied)
     hessians = capture_hessians(model, iter(batches), CPU)
     names = ("embed.token", "embed.bigram.table", "attention_values.table")
     assert reused(lower(small_spec(*TABLES, f"model.head.tied={str(tied).lower()}"), "cpu")) == set(names)
@@ -241,9 +253,9 @@ def test_uses_are_the_partial_traces_of_all_terms(
 
 
 @pytest.mark.parametrize("bits", [4, 5])
-def test_all_uses_of_a_tied_table_lose_less_than_its_head(stream: TokenStream, bits: int) -> None:
+def test_all_uses_of_a_tied_table_lose_less_than_its_head(trained: Trained, bits: int) -> None:
     """The rise of the loss of the same table, quantized in the metric of the head and in that of all uses."""
-    model, batches = trained(stream)
+    model, batches = trained(True)
     weight = model.get_parameter("embed.token").detach()
     hessian = capture_hessians(model, iter(batches), CPU)["embed.token"]
     seen = capture_uses(model, {"embed.token"}, iter(batches), CPU)["embed.token"]
