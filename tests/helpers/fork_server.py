@@ -142,6 +142,20 @@ def _torch_server(interpret: bool) -> ForkServer:
     return ForkServer(quicken, environment=_environment(interpret))
 
 
+def output_of(code: str, *words: str, folder: Path) -> bytes:
+    """Runs code that needs Torch in a process of its own, requires that it succeeds, and returns its output.
+
+    Args:
+        code: Python source.
+        words: `sys.argv` behind its first entry.
+        folder: where the files with its output are written.
+    """
+    stdout, stderr = folder / "code.stdout", folder / "code.stderr"
+    process = _torch_server(interpret=False).start(code, words, os.environ, stderr, stdout)
+    assert process.wait() == 0, stderr.read_text()[-3000:]
+    return stdout.read_bytes()
+
+
 @cache
 def compiling_server() -> ForkServer:
     """The server that has imported Torch, after it has compiled a program: its processes compile in less time."""

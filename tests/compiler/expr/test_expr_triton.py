@@ -1,16 +1,14 @@
 """Printed Triton, run in Triton's interpreter and compiled for GPUs that this machine need not have."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from expr_samples import NAMES, POINTS, check_nan, check_single, expressions, values, with_nan
+from fork_server import run_script
 
 from specc.compiler.expr import PRIMITIVES, Expr, derive, parse, plan_backward, triton_text
 
@@ -68,9 +66,7 @@ def test_interpreted_values_are_those_of_the_reference(tmp_path: Path) -> None:
     at, broken = values(7), with_nan(8)
     torch.save([torch.cat((at[name], broken[name])).float() for name in NAMES], tmp_path / "inputs.pt")
     module = write_module(tmp_path / "module.py", exprs)
-    command = [sys.executable, str(module), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, timeout=500)
-    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    run_script(module, str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt"), folder=tmp_path, interpret=True)
     compared = nan = 0
     for expr, got in zip(exprs, torch.load(tmp_path / "out.pt").double(), strict=True):
         compared += check_single(expr, at, got[:POINTS], triton_text(expr))

@@ -1,8 +1,6 @@
 """Generation: the cache changes nothing, draws follow their distribution, text comes out whole."""
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import cast
 import pytest
 import sentencepiece
 import torch
+from fork_server import output_of
 from run_samples import VARIANTS, make_run, model_of, small_spec, write_text
 from torch import Tensor, nn
 
@@ -263,8 +262,7 @@ def test_one_seed_gives_one_text_in_every_process(tmp_path: Path) -> None:
     sampling = Sampling(1.0, 50, 0.95)
     texts = [generate(opened, b"the ", 50, sampling, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    command = [sys.executable, "-c", SCRIPT, str(run.directory), "1"]
-    assert subprocess.run(command, capture_output=True, check=True).stdout == texts[0]
+    assert output_of(SCRIPT, str(run.directory), "1", folder=tmp_path) == texts[0]
 
 
 def test_greedy_text_is_the_most_probable_token_each_time(tmp_path: Path) -> None:

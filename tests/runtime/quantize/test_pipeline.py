@@ -4,14 +4,13 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import output_of
 from run_samples import HELPERS, add_checkpoint, make_run, model_of, random_weights, small_spec, write_text
 from torch import Tensor, nn
 
@@ -85,8 +84,8 @@ print(logits_digest(specc.runtime.load(sys.argv[1])))
 
 def test_the_artifact_in_another_process_gives_the_very_bits(quantized: Quantized, tmp_path: Path) -> None:
     artifact = shutil.copy(quantized.result.artifact, tmp_path / "shipped.specc")
-    command = [sys.executable, "-c", SCRIPT, str(artifact), str(Path(__file__).parent), str(HELPERS)]
-    there = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+    words = (str(artifact), str(Path(__file__).parent), str(HELPERS))
+    there = output_of(SCRIPT, *words, folder=tmp_path).decode().strip()
     assert there == logits_digest(quantized.model)
     assert there != logits_digest(open_model(quantized.run.directory).model)
 
