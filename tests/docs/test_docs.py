@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import cache
 from pathlib import Path
 
 import click
@@ -20,6 +21,7 @@ import pytest
 from command_server import folder_of_specc, shell_environment
 from documents import DOCUMENTS, ROOT, Command, ShownChange, ShownFile, arguments_of, matches, rewritten, steps_of
 from error_cases import patched
+from fork_server import ForkServer
 
 from specc.compiler.errors import SpeccError
 
@@ -40,6 +42,20 @@ SMALL = {
     "eval": "--max-tokens 512",
     "generate": "--max-tokens 2",
 }
+
+
+# A process that has imported what specc imports, and no specc.
+LIBRARIES = "import click, jinja2, numpy, pydantic, rich_click, ruamel.yaml, safetensors.torch, torch, torch._dynamo"
+EXTENDED = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("specc.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+@cache
+def libraries() -> ForkServer:
+    return ForkServer(LIBRARIES)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +79,14 @@ def specc(arguments: list[str], folder: Path) -> tuple[int, str]:
             return APP.run(arguments), output.getvalue()
     finally:
         os.chdir(before)
+
+
+def extended_specc(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output of a command of the specc that stands in a folder."""
+    path, output = str(folder / "path"), folder.parent / "output"
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = libraries().start(EXTENDED, (path, *arguments), environment, output, output, folder)
+    return process.wait(), output.read_text()
 
 
 def shell(command: str, folder: Path, extended: bool) -> tuple[int, str]:
@@ -139,8 +163,8 @@ def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path, m
             where = f"{document.name}:{step.line}: {step.text}"
             arguments = arguments_of(step.text) or []
             extra = SMALL[arguments[0]] if step.small else ""
-            if step.text.startswith("specc ") and not extended and not re.search(r"[|<>&;$]", step.text):
-                code, output = specc([*arguments, *extra.split()], folder)
+            if step.text.startswith("specc ") and not re.search(r"[|<>&;$]", step.text):
+                code, output = (extended_specc if extended else specc)([*arguments, *extra.split()], folder)
             else:
                 code, output = shell(f"{step.text} {extra}", folder, extended)
             if step.output is None:

@@ -34,7 +34,7 @@ for line in sys.stdin:
 else:
     sys.exit()
 for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
-    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if number else 0), 0o600)
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC | os.O_APPEND if number else 0), 0o600)
     os.dup2(file, number)
     os.close(file)
 sys.stdin = open(0, closefd=False)
@@ -118,7 +118,7 @@ class ForkServer:
             words: `sys.argv` behind its first entry.
             environment: all environment variables of the process.
             stderr: the file that its errors replace.
-            stdout: the file that its output replaces.
+            stdout: the file that its output replaces; it may be the same file.
             folder: its working directory; by default that of this process.
         """
         where = {"stdout": str(stdout), "stderr": str(stderr), "folder": str(folder or Path.cwd())}
