@@ -32,12 +32,14 @@ LONG = (  # files that take half a minute or more
     "docs/test_docs.py",
     "runtime/distributed/test_distributed.py",
     "errors/test_errors.py",
-    "runtime/model/test_code_cache.py",
+    "runtime/submission/test_submission.py",
     "runtime/export/test_export_graphs.py",
     "cli/test_sweep.py",
     "promises/test_disks.py",
     "compiler/kernels/test_attention_cached.py",
     "compiler/kernels/test_packed_rows.py",
+    "runtime/model/test_stored_programs.py",
+    "runtime/calibration/test_uses.py",
 )
 
 
