@@ -51,6 +51,8 @@ exec(code)
 # A process that compiles spends seconds on imports, on digests of the sources of Torch and Triton, and on C++ files
 # that show what the CPU can do. A matrix product needs no other C++. No backward runs, which could start threads.
 COMPILED = """
+import os
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # the folder that all processes of a machine share
 import torch
 import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
