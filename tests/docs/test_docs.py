@@ -27,7 +27,6 @@ from specc.compiler.errors import SpeccError
 
 (ENTRY,) = importlib.metadata.entry_points(group="console_scripts", name="specc")
 APP = sys.modules[ENTRY.load().__module__]
-PYTHON = sys.executable
 GOLDEN = os.environ.get("SPECC_GOLDEN") == "1"
 COPIED = ("specs", "generated", "compiler", "templates", "runtime", "cli")
 SMALL_MODEL = "--set model.dim=32 --set model.context=64 --set model.blocks.count=2 --set train.micro_batch=8"
@@ -70,12 +69,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def specc(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code and output of a command, run in this process."""
+    """Exit code and output of a command, run in this process. The server forks the processes that it starts."""
     output = io.StringIO()
     before = Path.cwd()
+    python = str(folder_of_specc() / "specc-python")
     os.chdir(folder)
     try:
-        with redirect_stdout(output), redirect_stderr(output):
+        with redirect_stdout(output), redirect_stderr(output), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.executable", python)
             return APP.run(arguments), output.getvalue()
     finally:
         os.chdir(before)
@@ -94,7 +95,7 @@ def shell(command: str, folder: Path, extended: bool) -> tuple[int, str]:
     environment = shell_environment(forked=not extended)
     if extended:
         environment["PYTHONPATH"] = str(folder / "path")
-        command = re.sub(r"\bspecc ", f"{PYTHON} -m specc.cli ", command)
+        command = re.sub(r"\bspecc ", f"{sys.executable} -m specc.cli ", command)
     end = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
@@ -137,8 +138,7 @@ def require_known(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", str(folder_of_specc() / "specc-python"))  # runs of a sweep, and ranks
+def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path) -> None:
     steps = list(steps_of(document))
     extended = any(isinstance(step, ShownFile) and step.path.startswith("compiler/") for step in steps)
     folder = tmp_path / "copy"
