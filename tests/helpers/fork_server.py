@@ -23,10 +23,6 @@ for line in sys.stdin:
     if "pid" in request:
         pid, status = os.waitpid(request["pid"], os.WNOHANG if request["poll"] else 0)
         print(os.waitstatus_to_exitcode(status) if pid else "null", flush=True)
-    elif "prepare" in request:
-        exec(request["prepare"], {})
-        gc.freeze()
-        print("null", flush=True)
     elif pid := os.fork():
         print(pid, flush=True)
     else:
@@ -51,17 +47,13 @@ exec(code)
 # A process that compiles spends seconds on imports, on digests of the sources of Torch and Triton, and on C++ files
 # that show what the CPU can do. A matrix product needs no other C++. No backward runs, which could start threads.
 COMPILED = """
-import os
-os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # the folder that all processes of a machine share
 import torch
 import torch._inductor.compile_fx
 from torch._dynamo.utils import counters
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-import specc.compiler.render.model
-torch._inductor.config.compile_threads = 1  # no pool of processes, which each fork would start
+import specc.compiler.render.model, specc.compiler.spec.check, specc.runtime.model.load
 pick_vec_isa()
-square = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
-torch.compile(lambda x: x @ x)(square)
+torch.compile(lambda x: x @ x)(torch.ones(2, 2, dtype=torch.float64, requires_grad=True))
 torch._dynamo.reset()
 counters.clear()
 """
@@ -160,10 +152,12 @@ def output_of(code: str, *words: str, folder: Path) -> bytes:
 
 @cache
 def compiling_server() -> ForkServer:
-    """The server that has imported Torch, after it has compiled a program: its processes compile in less time."""
-    server = _torch_server(interpret=False)
-    server.request({"prepare": COMPILED})
-    return server
+    """A server that has compiled a program: its processes compile in less time, for the CPU alone. It ends with this
+    process, and stores compiled C++ in the folder that all processes of a machine share."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    # Torch looks at all GPUs when it compiles. Each fork would start a pool of processes.
+    more = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return ForkServer(COMPILED, environment=environment | more)
 
 
 def _environment(interpret: bool) -> dict[str, str]:
