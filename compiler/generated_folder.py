@@ -8,9 +8,8 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specc.compiler.errors import FULL, EnvironmentProblem, SpeccError
 
@@ -40,8 +39,7 @@ class HandEdited(SpeccError):
     exit_code = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
+class Drift(NamedTuple):
     """A file that differs from what the build would write."""
 
     path: str

@@ -1,7 +1,8 @@
 """Modules after the last block that predict later tokens. Only training programs contain them."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.circuit import STREAM
@@ -21,8 +22,7 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Problem
 
 
-@dataclass(frozen=True)
-class Modules:
+class Modules(NamedTuple):
     """Lowers the modules of one loss term.
 
     Attributes:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -260,8 +260,7 @@ def _places(model: Decoder) -> Iterator[tuple[str, Path]]:
     yield from ((f"blocks.{name}", ("model", "blocks", *path)) for name, path in model.blocks.places)
 
 
-@dataclass(frozen=True)
-class _Trunk:
+class _Trunk(NamedTuple):
     """The part of a program before the head.
 
     Attributes:

@@ -5,7 +5,8 @@ stage. A function computes one step of the loop.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.architectures.circuit import STREAM, Circuit
 from specc.compiler.architectures.function import Function
@@ -54,8 +55,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
     return scope.value, state
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """Consecutive stages that run in a loop over time.
 
     Attributes:

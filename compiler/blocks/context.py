@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_refs
@@ -93,8 +94,7 @@ class Lowered:
     head_values: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CallSite:
+class CallSite(NamedTuple):
     """The call site of a part that calls functions.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path as FilePath
+from typing import NamedTuple
 
 from specc.compiler import pipeline
 from specc.compiler.errors import Diagnostic, SpecError
@@ -19,8 +19,7 @@ CODE = "F008"
 _WHOLE_NUMBER = re.compile(r"\b\d+\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
+class Interface(NamedTuple):
     """The properties of a spec on which checkpoints and artifacts of the spec depend.
 
     Attributes:

@@ -21,9 +21,8 @@ lose all digits if y rounds to 1.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from .algebra import const, key, monomial_key, nonnegative, positive, split
 from .derive import derive, homogeneous_degree
@@ -54,8 +53,7 @@ Keep = Literal["derivative", "input"]
 KEEPS: tuple[Keep, ...] = get_args(Keep)  # what a forward pass may save for its backward pass; the first is the default
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(NamedTuple):
     """A plan for the value and the gradients of a pointwise y = f(...).
 
     Attributes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, reduce
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 from .algebra import addends, const, product_of
 from .positional import POSITIONAL, WholeFunction, whole_function
@@ -331,8 +331,7 @@ class Box:
         return length
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """A compiled comparison. `some` states whether the comparison may hold in a box, and `every` whether it holds in
     the whole box. The comparison depends on `sides` of the box."""
 
@@ -349,8 +348,7 @@ class Question:
         return Question(some, every, sides)
 
 
-@dataclass(frozen=True, slots=True)
-class Search:
+class Search(NamedTuple):
     """A condition of i, j and h, compiled for a search over boxes."""
 
     some: Callable[..., int]

@@ -4,8 +4,8 @@ The mask that restricts attention to documents is in compiler/blocks/document_ma
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from .interval import WORK, Undecided, atoms, example, largest_distance, negation, over_tile, python_function, truth
 from .parse import Positions, alternatives, parse, reread
@@ -215,8 +215,7 @@ def in_some_documents(condition: Expr) -> Expr:
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """A causal mask.
 
     Attributes:

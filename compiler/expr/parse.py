@@ -7,10 +7,9 @@ import ast
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from .evaluate import apply
 from .positional import POSITIONAL, Positional, whole_function
@@ -39,8 +38,7 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
+class Positions(NamedTuple):
     """The additional syntax of expressions of token positions.
 
     They may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.op import Op
@@ -12,8 +13,7 @@ POINTWISE = frozenset(
 )  # the fields of Pointwise that rewrites preserve
 
 
-@dataclass(frozen=True, slots=True)
-class Rewrite:
+class Rewrite(NamedTuple):
     """The nodes that replace the members of a fusion point, in topological order.
 
     The last node computes the value of the last member. The nodes read only each other and the inputs of the group. If

@@ -1,7 +1,7 @@
 """Fuses an RMSNorm, the rotary embedding, and a gain after both, on attention heads. The heads are then read once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr import Binary, Expr, Var, reread, substitute
 from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
@@ -12,8 +12,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The members of a fusion point that are fused.
 
     Attributes:

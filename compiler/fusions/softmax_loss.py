@@ -2,7 +2,7 @@
 are read once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr import Var, derive, number, reread, substitute, variables
 from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
@@ -18,8 +18,7 @@ VECTOR = 8
 LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, and no GEMM tile is narrower
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The members of a fusion point that are fused.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specc.compiler.int8.finish import finished
 from specc.compiler.ir.graph import Graph, Node, needed
@@ -79,8 +79,7 @@ class Source:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Factor:
+class Factor(NamedTuple):
     """A matrix product inside a node.
 
     The weight multiplies node inputs and, in a recurrence, node outputs. The features of each of these values are

@@ -1,7 +1,7 @@
 """The loop over the steps of one LSTM direction, in int8 and fake-quantized models."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.int8.editor import Editor
 from specc.compiler.ir.builder import Builder
@@ -10,8 +10,7 @@ from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Reversed
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One step of an LSTM.
 
     Attributes:

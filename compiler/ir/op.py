@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from specc.compiler.ir.torch_call import TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
@@ -205,8 +205,7 @@ class Op:
         return "{" + ", ".join(shown) + "}" if shown else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(NamedTuple):
     """A gradient in two factors: `value`, and the scalar `by`, f32[].
 
     Every derivative rule is linear. `by` can therefore be multiplied at the end, when the gradient leaves the group.

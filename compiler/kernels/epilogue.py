@@ -3,7 +3,7 @@
 import keyword
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir.types import BYTES, TensorType
@@ -65,8 +65,7 @@ class Value:
         return not self.column and not self.buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(NamedTuple):
     """The rounding of an output to 8 bits.
 
     The scale is in column `factor` of the tensor `state`. The value has the dtype `dtype` before rounding.
@@ -82,8 +81,7 @@ class Rounding:
         return MOST[self.factor]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """An output, and the expression of tensor names that computes it. `rounding` is set for 8-bit outputs."""
 
     value: Value

@@ -1,7 +1,7 @@
 """The names, signatures and descriptions of generated Python functions."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.ir.types import Dim, TensorType
@@ -13,8 +13,7 @@ TRITON_DTYPES |= {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
 Tensors = Mapping[str, TensorType]  # the types of a function's inputs or outputs, in order, by name
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratedFunction:
+class GeneratedFunction(NamedTuple):
     """The fields that all kernel templates share. Code fields contain whole lines.
 
     Attributes:

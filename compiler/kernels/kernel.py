@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import name_of, reread
 from specc.compiler.ir.graph import Node
@@ -68,8 +68,7 @@ class Site:
         return tuple(zip(self.epilogue.variables[-len(types) :], types, strict=True)) if types else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(NamedTuple):
     """The template files of one kernel, not yet rendered. `files` maps each file name to a template and its context.
 
     `module` is the name of the Python file, without extension, that defines `function`. `tile` is text for PLAN.md.

@@ -7,7 +7,8 @@ and d scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.expr import Binary, Const, Expr, Neg, Var, number, reread, simplify, substitute, variables
 from specc.compiler.ir.builder import first_free
@@ -44,8 +45,7 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     return requests.run(lambda graph: _folded(programs, graph, requests))
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
+class _Scale(NamedTuple):
     """A factor of a product, in the pointwise node that is the only reader of the product. Between these two nodes,
     there may be homogeneous ops (see `Op.homogeneous`).
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node, needed, node_of, output_refs, rename
 from specc.compiler.ir.op import Op
@@ -38,8 +38,7 @@ class Section(Op):
         return self.labels if len(self.labels) > 1 else ()
 
 
-@dataclass(frozen=True)
-class Outlined:
+class Outlined(NamedTuple):
     """The result of `outline`. In `programs`, calls of methods replace common parts. `methods` maps the name of each
     method to a merged graph. A program that consists entirely of a common part becomes a method, and is not in
     `programs`."""

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
@@ -20,8 +21,7 @@ Planned = tuple[Group | None, Graph, Node]  # a node that needs a kernel, with i
 MANY = 4096  # the size that symbolic dims have when the save choices of a group are compared by bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """The settings of the choice of kernels: the target, the measurements, and whether kernels must be
     deterministic."""
 

@@ -1,6 +1,7 @@
 """The plan for one target: programs, and a kernel for every node that needs one."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
@@ -43,8 +44,7 @@ class Choice:
         return plan_key(self.kernel, self.site, self.rendered.tile)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveChoice:
+class SaveChoice(NamedTuple):
     """One save choice of a group: the group with this choice, and the kernels of its nodes."""
 
     group: Group

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from specc.compiler.expr import KEEPS, Keep
 from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
@@ -158,8 +159,7 @@ class DerivedWeight:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Rewriting:
+class Rewriting(NamedTuple):
     """The effect of a pass on some nodes of the spec, or the reason why the pass did not rewrite them.
 
     Attributes:

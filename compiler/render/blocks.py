@@ -5,6 +5,7 @@ All blocks of a list share one class. Inputs of only some blocks are optional ar
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.ir.graph import Graph, Named, Node, walk
@@ -89,8 +90,7 @@ def set_text(layers: Sequence[int]) -> str:
     return f"{{{', '.join(map(str, layers))}}}"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockClass:
+class BlockClass(NamedTuple):
     """The class of a module list.
 
     Attributes:
@@ -112,8 +112,7 @@ class BlockClass:
     make: str
 
 
-@dataclass(frozen=True)
-class _Uses:
+class _Uses(NamedTuple):
     """The functions that the blocks of a module list run.
 
     `layers` maps the name of each function to the blocks that run it. `callers` maps it to the flags of the programs

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.graph import Graph, Node, rename
@@ -22,8 +23,7 @@ ADD_SHARE = TorchCall(
 )  # the names of the total, the result of a chunk, the rows of the chunk, and all rows
 
 
-@dataclass(frozen=True, slots=True)
-class GroupContext:
+class GroupContext(NamedTuple):
     """A fused group as an autograd.Function. The class has no backward method if no gradient flows through the group.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Parameters and buffers of a class, under the names in the spec."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.ir.graph import Named
@@ -12,8 +12,7 @@ from specc.compiler.render.function import Function, tuple_text
 BUFFERS = "BUFFERS"
 
 
-@dataclass(frozen=True, slots=True)
-class ClassContext:
+class ClassContext(NamedTuple):
     """An nn.Module as text: its constructor arguments, the lines of its constructor, and its methods."""
 
     name: str

@@ -1,8 +1,7 @@
 """The int8 matrix products of a deployed plan, as rows of a table with kernel, extents and padding."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.quantized import Int8Product, QuantizeRows
@@ -10,8 +9,7 @@ from specc.compiler.ops.shape import CropColumns, TimeMajor
 from specc.compiler.plan.plan import Choice, Plan
 
 
-@dataclass(frozen=True, slots=True)
-class ProductRow:
+class ProductRow(NamedTuple):
     """One matrix product [M, K] x [N, K]^T.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from specc.compiler.plan.lock import Lock
 from specc.compiler.plan.plan import Plan
@@ -13,8 +13,7 @@ from specc.compiler.spec.spec import Spec
 SHOWN = 4  # the most entries that a note names
 
 
-@dataclass(frozen=True, slots=True)
-class LockUse:
+class LockUse(NamedTuple):
     """The number of entries of a lock, and the names of the entries that no plan uses."""
 
     entries: int = 0

@@ -7,7 +7,7 @@ each node, gradients of the inputs are computed. Then the values that no earlier
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.types import BYTES
@@ -23,8 +23,7 @@ WORKSPACES = 4
 MASTER = BYTES["f32"]  # master weights, their gradients, optimizer state and averages are f32
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """The peak memory, in bytes, that Torch allocates in a training step. On a GPU, this is
     `torch.cuda.max_memory_allocated`, without the CUDA context and unused parts of segments.
 

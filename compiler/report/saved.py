@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from specc.compiler.expr import Expr, derive, reread, variables
 from specc.compiler.expr.values import Binary, Call, Var, children
@@ -53,8 +54,7 @@ def learned_values(graph: Graph) -> set[str]:
     return learned
 
 
-@dataclass(frozen=True, slots=True)
-class SavedByGroup:
+class SavedByGroup(NamedTuple):
     """The values that a node of a fused group saves.
 
     Attributes:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.op import Op, Tape
@@ -62,8 +63,7 @@ class StepRow:
     choice: Choice | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One class of work in a training step, with its time."""
 
     name: str

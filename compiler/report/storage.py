@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.passes.assign_quant import Allocation, allocation, observed
 from specc.compiler.pattern import matches
@@ -38,8 +39,7 @@ class StoredAs:
     rule: str
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """The estimated bytes of an artifact.
 
     Attributes:

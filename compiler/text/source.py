@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
+from typing import NamedTuple
 
 from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
 from specc.compiler.strict import Path
@@ -29,8 +30,7 @@ _SINGLE = re.compile(_BREAK + "''|.")
 _DOUBLE = re.compile(_BREAK + r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A position in a file, or in an override, which is displayed like a file."""
 
     file: str

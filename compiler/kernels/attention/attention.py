@@ -1,6 +1,7 @@
 """Causal attention and its gradient, by kernels of cuDNN, Torch's flash attention, or flash-attn-4."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from specc.compiler.expr.mask import CAUSAL
 from specc.compiler.expr.score import PLAIN
@@ -18,8 +19,7 @@ REPEATS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(NamedTuple):
     """A third-party attention kernel.
 
     Attributes:
@@ -52,8 +52,7 @@ FLASH_4_CALLS = {False: "_flash_attn_fwd", True: "_flash_attn_bwd"}
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, extra=True)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionContext:
+class AttentionContext(NamedTuple):
     """The context of templates/torch/attention.py.jinja.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Lists of blocks of attention scores, which attention libraries read. One list has the blocks in which some query-key
 pairs are masked. The other list has the blocks without masked pairs."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr.mask import Mask
 from specc.compiler.expr.spell import triton_text
@@ -9,8 +9,7 @@ from specc.compiler.kernels.attention.scored_context import START_BOUNDS
 from specc.compiler.kernels.lines import listed, nested
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLists:
+class BlockLists(NamedTuple):
     """The context of templates/triton/attention_blocks.jinja: a kernel that lists blocks, and its launch function.
 
     Attributes:

@@ -3,7 +3,7 @@ which functions in the CuTe DSL are generated."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr import Call, Const, Expr, cute_text, variables
 from specc.compiler.expr.mask import sees_itself
@@ -39,8 +39,7 @@ HELPERS = {"smaller": "cute.where(x > y, y, x)", "larger": "cute.where(x < y, y,
 _NAMES = re.compile(r"[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True, slots=True)
-class Hook:
+class Hook(NamedTuple):
     """A function that flash-attn-4 compiles into its kernel.
 
     flash-attn-4 distinguishes hooks only by their text. A hook therefore contains all numbers as text. The functions
@@ -57,8 +56,7 @@ class Hook:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FlashScoredContext:
+class FlashScoredContext(NamedTuple):
     """The context of templates/torch/flash_scored_attention.py.jinja.
 
     Attributes:

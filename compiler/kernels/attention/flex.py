@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import score_text, torch_text
 from specc.compiler.expr.mask import sees_itself
@@ -20,8 +20,7 @@ NARROWEST = 16  # channels of a head
 RECOMPUTES = "The forward is computed again, because FlexAttention differentiates only its own calls."
 
 
-@dataclass(frozen=True, slots=True)
-class FlexContext:
+class FlexContext(NamedTuple):
     """The context of templates/torch/flex_attention.py.jinja.
 
     Attributes:

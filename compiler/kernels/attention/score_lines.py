@@ -15,6 +15,7 @@ Each position is converted to fp32 once. A conversion per score would take as lo
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 from specc.compiler.expr.interval import bounds, over_tile
 from specc.compiler.expr.mask import Mask
@@ -220,8 +221,7 @@ class Reading:
         return [f"totals = {self.name}_diagonals.sum((0, 2))", f"totals[:, -1] += {sums}.sum((0, 2))", put]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreLines:
+class ScoreLines(NamedTuple):
     """The Triton code of the score and the mask of one attention node.
 
     Attributes:

@@ -1,6 +1,7 @@
 """The template contexts for attention with a score and a mask."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr.mask import sees_later
 from specc.compiler.expr.python_lines import INSIDE
@@ -62,8 +63,7 @@ class Part:
     sums: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredContext:
+class ScoredContext(NamedTuple):
     """The context of templates/triton/scored_attention.py.jinja.
 
     Attributes:

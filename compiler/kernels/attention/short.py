@@ -1,7 +1,7 @@
 """Attention over short sequences, and its gradient. The Triton kernels hold all scores of a head in registers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.attention.attention import (
     attention_function,
@@ -59,8 +59,7 @@ class PairTile:
 TILES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 4, 1), (8, 1, 2))
 
 
-@dataclass(frozen=True, slots=True)
-class ShortContext:
+class ShortContext(NamedTuple):
     """The context of templates/triton/short_attention.py.jinja.
 
     Attributes:

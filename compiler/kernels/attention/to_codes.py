@@ -1,6 +1,6 @@
 """Rounds the rows of a cache to e4m3 codes: in a Triton kernel on GPUs that support e4m3, and in Torch elsewhere."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.attention.cached_torch import TorchCalls
@@ -16,8 +16,7 @@ ELEMENTS = 1024
 WARPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class CodesContext:
+class CodesContext(NamedTuple):
     """The context of templates/triton/to_codes.py.jinja.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Attention and its gradient on the CPU, computed by Torch's own attention kernel."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import Const, score_text, torch_text, variables
 from specc.compiler.expr.mask import Mask
@@ -23,8 +23,7 @@ from specc.compiler.ops.saved_attention import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PlainContext:
+class PlainContext(NamedTuple):
     """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether the function reads `seen`, a
     padding mask."""
 
@@ -63,8 +62,7 @@ SEEN_TORCH = AttentionTorch("seen_attention_torch", "torch", computes=SeenAttent
 SEEN_GRAD_TORCH = AttentionTorch("seen_attention_grad_torch", "torch", computes=SeenAttentionGrad)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredContext:
+class ScoredContext(NamedTuple):
     """The context of templates/torch/scored_attention_cpu.py.jinja. `lines` are the body of the function."""
 
     op: GeneratedFunction

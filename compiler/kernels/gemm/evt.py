@@ -2,7 +2,7 @@
 one generated functor per output."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
 from specc.compiler.ir.types import TensorType
@@ -108,8 +108,7 @@ CANDIDATES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Functor:
+class Functor(NamedTuple):
     """One expression of the epilogue, as a C++ struct for fp32 fragments. `signature` and `value` are whole lines."""
 
     name: str
@@ -118,8 +117,7 @@ class Functor:
     value: str
 
 
-@dataclass(frozen=True, slots=True)
-class GemmContext:
+class GemmContext(NamedTuple):
     """The context of templates/cutlass/gemm_evt.cu.jinja.
 
     Attributes:
@@ -158,8 +156,7 @@ class GemmContext:
     weight: str
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherContext:
+class LauncherContext(NamedTuple):
     """The context of templates/cutlass/gemm_evt.py.jinja.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The inputs, outputs and formulas of a linear layer with few input rows, as named in generated code."""
 
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from specc.compiler.expr import Var, reread, substitute
 from specc.compiler.kernels.epilogue import RESERVED, Result, Value
@@ -15,8 +15,7 @@ WORDS = "x gain product part stages warps rows_tile ROW PDL LANES WIDTHS ROWS_K 
 OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The inputs and outputs of a site, as named in generated code.
 
     Each output in `results` is an expression of the products (`p`, `p_up`, ...) and the operands. If `scales` is not

@@ -3,7 +3,7 @@ memory bandwidth."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import ExprError, Var, torch_text, triton_text
 from specc.compiler.ir.types import BYTES, DTYPES, TensorType
@@ -317,8 +317,7 @@ def _allocated(value: Value, x: TensorType) -> str:
     return f"{value.name} = x.new_empty(*rows, {value.type.width}{dtype})"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchContext:
+class TorchContext(NamedTuple):
     """The context of templates/torch/row_linear.py.jinja."""
 
     op: GeneratedFunction

@@ -1,14 +1,14 @@
 """Splits a node with several matrix products. Library calls compute all products except the last. The kernel computes
 the last product, and reads the others as tiles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.expr import Var, substitute
 from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 
 
-@dataclass(frozen=True, slots=True)
-class GivenProduct:
+class GivenProduct(NamedTuple):
     """A matrix product of x and `weight` that a library call computes. The product is rounded to the dtype of x.
 
     `into` names the result. The result is an output of the node if `is_output`, otherwise a temporary tensor.

@@ -1,8 +1,7 @@
 """Matrix products in Torch. Without an epilogue, the product is a library call on any target. With an epilogue, it is
 plain Torch code on the CPU."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import reread, torch_text
 from specc.compiler.ir.types import DTYPES
@@ -23,8 +22,7 @@ class LibraryProduct(Kernel):
         return Rendered("", "", {}, "")
 
 
-@dataclass(frozen=True, slots=True)
-class EpilogueContext:
+class EpilogueContext(NamedTuple):
     """The context of templates/torch/product.py.jinja."""
 
     header: str

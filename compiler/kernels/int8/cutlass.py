@@ -1,7 +1,7 @@
 """The common part of CUTLASS kernels for int8 products: the functor and tree of the epilogue, and the C entry point."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from specc.compiler.expr import cuda_functions, cuda_text, variables
 from specc.compiler.kernels.epilogue import Value
@@ -15,8 +15,7 @@ from specc.compiler.ops.quantized import LARGEST
 OUTPUTS = {**ELEMENTS, "i8": "int8_t"}
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Source:
+class Int8Source(NamedTuple):
     """The context of the templates gemm_int8_sm80.cu.jinja and gemm_int8_sm90.cu.jinja in templates/cutlass.
 
     Attributes:
@@ -48,8 +47,7 @@ class Int8Source:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Launcher:
+class Int8Launcher(NamedTuple):
     """The context of templates/cutlass/gemm_int8.py.jinja. The compiled function accepts `pointer_count` pointers: the
     tensors, the workspace and the stream."""
 

@@ -1,7 +1,6 @@
 """Int8 matrix products with epilogues: the code that all kernels share, and a plain Torch kernel for any CPU."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, torch_text, variables
 from specc.compiler.ir.types import DTYPES
@@ -16,8 +15,7 @@ FIXED = ("x", "w", "offset", "y")
 LONGEST_LABEL = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Epilogue:
+class Int8Epilogue(NamedTuple):
     """An int8 matrix product and its epilogue. The kernel sums x [rows, K] i8 times w [N, K] i8 plus offset [N] i32.
     `expr` computes y [rows, N] from these sums `p` and the operands."""
 
@@ -88,8 +86,7 @@ def int8_refusal(site: Site) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Function:
+class Int8Function(NamedTuple):
     """The Python function that launches a kernel. Fields with code contain whole lines.
 
     Attributes:
@@ -146,8 +143,7 @@ def short_label(label: str) -> str:
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchContext:
+class TorchContext(NamedTuple):
     """The context of templates/torch/gemm_int8.py.jinja."""
 
     op: GeneratedFunction

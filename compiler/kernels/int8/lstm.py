@@ -1,7 +1,6 @@
 """One time step of an int8 LSTM: the code that all kernels share, and a plain Torch kernel for any CPU."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS
@@ -12,8 +11,7 @@ from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import FINE, LARGEST
 
 
-@dataclass(frozen=True, slots=True)
-class StepFunction:
+class StepFunction(NamedTuple):
     """The template context of the Python function for one time step. Code fields hold whole lines.
 
     Attributes:
@@ -75,8 +73,7 @@ def step_refusal(site: Site) -> str | None:
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 
 
-@dataclass(frozen=True, slots=True)
-class PlainStep:
+class PlainStep(NamedTuple):
     """The context of templates/torch/int8_lstm_step.py.jinja. `narrow` states that h and c have fewer bits than f32."""
 
     op: StepFunction

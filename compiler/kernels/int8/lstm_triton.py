@@ -2,7 +2,7 @@
 and hidden units."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.int8.lstm import StepFunction, extent, step_function, step_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
@@ -18,8 +18,7 @@ LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 32, 8))
 
 
-@dataclass(frozen=True, slots=True)
-class StepContext:
+class StepContext(NamedTuple):
     """The context of templates/triton/int8_lstm_step.py.jinja."""
 
     op: StepFunction

@@ -1,7 +1,7 @@
 """Norm, rotary embedding and gain of attention heads, forward and backward: Triton kernels with plain pointers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import ExprError, reread, torch_text, triton_text
 from specc.compiler.expr.python_lines import BODY, fitted, operand
@@ -56,8 +56,7 @@ def head_tile(block: int) -> HeadTile:
 TILES = ((1024, 4, 4), (1024, 2, 4), (1024, 8, 4), (1024, 1, 4), (512, 4, 2), (2048, 4, 8), (2048, 4, 4), (2048, 2, 4))
 
 
-@dataclass(frozen=True, slots=True)
-class HeadContext:
+class HeadContext(NamedTuple):
     """The context of templates/triton/norm_rope.py.jinja.
 
     Attributes:

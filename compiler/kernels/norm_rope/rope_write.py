@@ -3,8 +3,7 @@ cache."""
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.kernels.epilogue import FLOATS
@@ -26,8 +25,7 @@ WIDEST = 1024  # the most channels of a head, which one program instance holds
 HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of one head
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """The layout of a cache: where the rows of a token are stored.
 
     A cache tensor is [outer, inner, G, width]. The Triton lines compute `outer` and `inner` from `row`, the index of a
@@ -94,8 +92,7 @@ def layout_of(op: RopeWrite, keys: TensorType) -> Layout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RopeWriteContext:
+class RopeWriteContext(NamedTuple):
     """The context of templates/triton/rope_write.py.jinja and templates/torch/rope_write.py.jinja.
 
     Attributes:

@@ -1,8 +1,7 @@
 """Norm, rotary embedding and gain of attention heads as plain Torch functions: a readable reference, and the kernels
 of the CPU."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import reread, torch_text
 from specc.compiler.expr.python_lines import operand
@@ -13,8 +12,7 @@ from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_fu
 from specc.compiler.ops.norm_rope import HeadRotation
 
 
-@dataclass(frozen=True, slots=True)
-class PlainContext:
+class PlainContext(NamedTuple):
     """The context of templates/torch/norm_rope.py.jinja."""
 
     op: GeneratedFunction

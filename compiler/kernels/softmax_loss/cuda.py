@@ -2,7 +2,7 @@
 memory once, then read twice."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
 from specc.compiler.expr.values import rebuild
@@ -76,8 +76,7 @@ CANDIDATES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StagedContext:
+class StagedContext(NamedTuple):
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
     The code in the fields from `passes` on depends on two facts: whether a gradient is computed, and whether a block
@@ -124,8 +123,7 @@ class StagedContext:
     aliasing: str
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherContext:
+class LauncherContext(NamedTuple):
     """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are the arguments of the compiled function. The
     statement `refusal` raises an exception if this function returns an error code."""
 

@@ -2,7 +2,7 @@
 the CPU."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import (
     Binary,
@@ -78,8 +78,7 @@ LONG = ((4096, 16), (8192, 16), (4096, 8), (8192, 8), (8192, 32), (16384, 16), (
 SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024, 1), (8192, 16))
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(NamedTuple):
     """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
 
     The fake implementation of a custom op returns outputs without values, for Torch's tracing. A token may have
@@ -114,8 +113,7 @@ class Loss:
     returned: str
 
 
-@dataclass(frozen=True, slots=True)
-class LossContext:
+class LossContext(NamedTuple):
     """The context of templates/triton/softmax_loss.py.jinja. `f` is a logit after the function of the logits, such as
     a softcap.
 
@@ -199,8 +197,7 @@ class SoftmaxLossTriton(Kernel):
 SOFTMAX_LOSS_TRITON = SoftmaxLossTriton("softmax_loss_triton", "triton", frozenset({"gpu"}), SoftmaxLoss)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainContext:
+class PlainContext(NamedTuple):
     """The context of templates/torch/softmax_loss.py.jinja."""
 
     op: GeneratedFunction

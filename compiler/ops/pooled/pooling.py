@@ -1,8 +1,8 @@
 """Methods that pool a block's keys or values: mean, maximum, a random sample, and learned latent tokens."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from specc.compiler.ir.types import Tensor
 
@@ -114,8 +114,7 @@ def priority(position: int, seed: int) -> int:
     return word
 
 
-@dataclass(frozen=True, slots=True)
-class PoolContext:
+class PoolContext(NamedTuple):
     """The context of the templates that render the function `pool`.
 
     Attributes:

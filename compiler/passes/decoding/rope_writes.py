@@ -1,6 +1,7 @@
 """Combines the rotation of queries and keys with the writes to a cache, in decoding steps."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.caches.cached_attention import SdpaCached
@@ -30,8 +31,7 @@ def rope_writes(programs: Programs) -> Programs:
     return replace(programs, programs=graphs, functions=functions)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """The nodes that write a row to a cache. `codes` round the row, if the cache holds codes. `writes` store the row,
     or its codes and scales."""
 
