@@ -206,11 +206,11 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
     """Returns the override that selects the kind of data that `--data` names. Returns no override if the spec with
     `overrides` already states this kind. Only kinds that need no files can be selected in this way."""
-    from specc.compiler.spec.train import GENERATED
+    from specc.compiler.spec.train import generated_data
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read
 
-    if data not in GENERATED:
+    if data not in generated_data():
         return ()
     stated: Any = apply_overrides(read(path), overrides).data
     for key in ("train", "data", "kind"):

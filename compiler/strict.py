@@ -154,6 +154,14 @@ def _data(value: Any) -> Any:
     return list(map(_data, value)) if isinstance(value, tuple | list) else value
 
 
+def as_tuples(value: Any) -> Any:
+    """Returns JSON data with tuples in place of lists, because Pydantic's strict mode accepts only tuples as values of
+    Python."""
+    if isinstance(value, dict):
+        return {key: as_tuples(inner) for key, inner in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
 def values_in(part: object, kind: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
     """Yields every value of the type `kind` in a part of a spec, with its path."""
     entries: Iterable[tuple[str | int, object]] = ()

@@ -3,8 +3,7 @@
 import operator
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -14,24 +13,15 @@ from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Layer, Norm
 from specc.compiler.blocks.wiring import Expressions, Learned, number_problem
-from specc.compiler.catalog import models
+from specc.compiler.catalog import Kinds
 from specc.compiler.ir.types import TensorType
-from specc.compiler.strict import LearnedName, Problem, StrictModel, later, tag_of
-
-
-def one_of(*roles: type[StrictModel]) -> Any:
-    """Returns a union type of block kinds, discriminated by `kind`. A role is a block kind or a base class. A base
-    class stands for all block kinds that inherit from it."""
-    kinds = ((role,) if tag_of(role, "kind") else models(blocks, role, "kind") for role in roles)
-    members = tuple(chain(*kinds))
-    return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
-
+from specc.compiler.strict import LearnedName, Problem, StrictModel, later
 
 if TYPE_CHECKING:
     AnyLayer = Layer
     AnyNorm = Norm
 else:
-    AnyLayer, AnyNorm = map(one_of, (Layer, Norm))
+    AnyLayer, AnyNorm = Kinds(blocks, Layer), Kinds(blocks, Norm)
 
 
 NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: gelu(x)}`"

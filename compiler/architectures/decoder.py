@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from specc.compiler import blocks
 from specc.compiler.architectures.ahead import Modules, module_problems
 from specc.compiler.architectures.architecture import Architecture
-from specc.compiler.architectures.block import AnyNorm, one_of
+from specc.compiler.architectures.block import AnyNorm
 from specc.compiler.architectures.blocks import Between, Blocks
 from specc.compiler.architectures.shared_values import SharedValues
 from specc.compiler.architectures.stack import Stack
@@ -20,6 +21,7 @@ from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.blocks.wiring import number_problem
+from specc.compiler.catalog import Kinds
 from specc.compiler.changing_values import SegmentSchedule, change_shares, points_of
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, retyped
@@ -37,7 +39,7 @@ from specc.compiler.strict import NonNegative, Path, Problem, StrictModel, Unit,
 if TYPE_CHECKING:
     AnyEmbed = Embed
 else:
-    AnyEmbed = one_of(Embed)
+    AnyEmbed = Kinds(blocks, Embed)
 
 
 def indices(text: str) -> tuple[int, ...]:

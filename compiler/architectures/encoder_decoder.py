@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture, Form
-from specc.compiler.architectures.block import one_of
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.circuit import STREAM, Circuit
 from specc.compiler.architectures.side import Side, groups
@@ -16,6 +16,7 @@ from specc.compiler.architectures.time_loop import run
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
+from specc.compiler.catalog import Kinds
 from specc.compiler.changing_values import Schedule
 from specc.compiler.characters import PAD, START, Vocabulary
 from specc.compiler.ir.builder import Builder
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     AnyBridge = Bridge
     AnyStage = Part
 else:
-    AnyBridge, AnyStage = one_of(Bridge), one_of(Stage, Layer, BlocksStage)
+    AnyBridge, AnyStage = Kinds(blocks, Bridge), Kinds(blocks, Stage, Layer, BlocksStage)
 
 Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
 SOURCE, TARGET = (TensorType(("B", dim), "i64") for dim in ("S", "T"))

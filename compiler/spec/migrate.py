@@ -13,6 +13,7 @@ from ruamel.yaml.tokens import CommentToken
 from specc.compiler.expr import Binary, Var, parse, substitute
 from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.spec.version import VERSION, has_tf32, of_version_1
+from specc.compiler.strict import as_tuples
 from specc.compiler.text.round_trip import editable, edited, flow
 from specc.compiler.text.source import read
 
@@ -26,7 +27,7 @@ def upgraded(data: Any) -> Any:
         return data
     new = _plain(data)
     migrate(new)
-    return _frozen(new)
+    return as_tuples(new)
 
 
 def _move_tf32(train: Data) -> None:
@@ -183,12 +184,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _frozen(inner) for key, inner in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _migrate_blocks(blocks: Data, dim: Any) -> None:

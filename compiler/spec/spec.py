@@ -1,13 +1,14 @@
 """The root model of a spec, which is one YAML file. All models here are frozen and strict, and do not import torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture, Form
-from specc.compiler.catalog import models
+from specc.compiler.catalog import Kinds
 from specc.compiler.changing_values import Schedule, values_of
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
@@ -25,15 +26,18 @@ from specc.compiler.strict import (
 )
 from specc.compiler.targets import TARGETS
 
-SCHEMES = models(quant, Scheme, "scheme")
 _Match = Annotated[Pattern, Field(description="The pattern of the names of the parameters.")]
-RULES = tuple(
-    create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(_Match, ...))
-    for scheme in SCHEMES
-)
-ARCHITECTURES = models(architectures, Architecture, "kind")
 
-if TYPE_CHECKING:  # type checkers cannot evaluate these unions, which are built from the contents of packages
+
+@cache
+def rule_model(scheme: type[Scheme]) -> type[Scheme]:
+    """Returns the model of rules with a scheme: the fields of the scheme, and `match`."""
+    return create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(_Match, ...))
+
+
+SCHEMES = Kinds(quant, Scheme, tag="scheme")  # type: ignore[type-abstract]
+
+if TYPE_CHECKING:  # for type checkers, a value of these types is one of the base class
 
     class Rule(Scheme):
         match: str
@@ -43,11 +47,8 @@ if TYPE_CHECKING:  # type checkers cannot evaluate these unions, which are built
     AnyModel = Architecture
     TargetName = str
 else:
-    AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # noqa: UP007
-    AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # noqa: UP007
-    AnyModel = (
-        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]  # noqa: UP007
-    )
+    AnyScheme, AnyRule = SCHEMES, Kinds(quant, Scheme, tag="scheme", form=rule_model)
+    AnyModel = Kinds(architectures, Architecture)
     TargetName = Literal[tuple(TARGETS)]
 
 Members = Annotated[Annotated[tuple[NodeName, ...], Field(min_length=1)], Tag("members")]

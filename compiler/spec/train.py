@@ -1,13 +1,13 @@
 """The `train:` and `eval:` sections of a spec."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from specc.compiler import losses
 from specc.compiler.architectures.architecture import Form
-from specc.compiler.catalog import models
+from specc.compiler.catalog import Kinds
 from specc.compiler.changing_values import (
     ForcingSchedule,
     Schedule,
@@ -27,44 +27,35 @@ from specc.compiler.spec.learning_rate import ScheduleSpec
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.precision import PrecisionSpec
 from specc.compiler.spec.start import Place, StartSpec
-from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem, StrictModel, Unit, later
+from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem, StrictModel, Unit, as_tuples, later
 
-DATA = models(data, DataKind, "kind")
-OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
-LOSSES = models(losses, LossTerm, "kind")
-ADAPTATIONS = models(adapt, Adaptation, "kind")
+DATA = Kinds(data, DataKind)
+OPTIMIZERS = Kinds(optimizers, OptimizerSpec)
 BLOCK = "block"  # the entry of `recompute` that stands for whole blocks
-GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
 def _tagged(key: str, default: str) -> Any:
-    """Returns a validator that adds a default tag to a section without a tag.
-
-    It converts JSON lists to tuples. In strict mode, Pydantic accepts only tuples from a Python validator.
-    """
+    """Returns a validator that adds a tag to a section that does not state it."""
 
     def add(value: Any) -> Any:
-        return {key: default, **_frozen(value)} if isinstance(value, dict) else value
+        return {key: default, **as_tuples(value)} if isinstance(value, dict) else value
 
     return BeforeValidator(add)
 
 
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _frozen(part) for key, part in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def generated_data() -> tuple[str, ...]:
+    """Returns the usual locations of the kinds of data that need no files."""
+    return tuple(kind.usual for kind in DATA.models if kind.generated)
 
 
-if TYPE_CHECKING:  # type checkers cannot evaluate these unions, which are built from the contents of packages
+if TYPE_CHECKING:  # for type checkers, a value of these types is one of the base class
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
     AnyLoss = LossTerm
 else:
-    AnyLoss = Annotated[Union[LOSSES], Field(discriminator="kind")]  # noqa: UP007
-    AnyOptimizer = Annotated[Union[OPTIMIZERS], Field(discriminator="kind")]  # noqa: UP007
-    AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
-    AnyData = Annotated[Union[DATA], Field(discriminator="kind"), _tagged("kind", "text")]  # noqa: UP007
+    AnyLoss, AnyOptimizer, AnyAdaptation = Kinds(losses, LossTerm), OPTIMIZERS, Kinds(adapt, Adaptation)
+    AnyData = Annotated[DATA, _tagged("kind", "text")]
 
 
 class EmaSpec(StrictModel):

@@ -9,7 +9,7 @@ from typing import cast
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.spec.spec import RULES, SCHEMES, AnyRule, QuantSpec, Spec
+from specc.compiler.spec.spec import SCHEMES, AnyRule, QuantSpec, Spec, rule_model
 
 Allocation = Mapping[str, Scheme]
 
@@ -20,9 +20,9 @@ def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> 
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
+    kind = next(kind for kind in SCHEMES.models if isinstance(scheme, kind))
     settings = {name: getattr(scheme, name) for name in kind.model_fields}
-    return cast(Scheme, kind.model_validate(settings))
+    return kind.model_validate(settings)
 
 
 def resolved(spec: Spec, schemes: Allocation) -> Spec:
@@ -34,5 +34,5 @@ def resolved(spec: Spec, schemes: Allocation) -> Spec:
 
 
 def _rule(name: str, scheme: Scheme) -> AnyRule:
-    kind = next(rule for kind, rule in zip(SCHEMES, RULES, strict=True) if isinstance(scheme, kind))
-    return cast(AnyRule, kind.model_validate({**dict(scheme), "match": name}))
+    kind = next(kind for kind in SCHEMES.models if isinstance(scheme, kind))
+    return cast(AnyRule, rule_model(kind).model_validate({**dict(scheme), "match": name}))

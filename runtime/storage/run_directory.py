@@ -30,7 +30,7 @@ from specc.compiler.errors import SpecError
 from specc.compiler.plan.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import check
 from specc.compiler.spec.spec import Spec
-from specc.compiler.spec.train import GENERATED
+from specc.compiler.spec.train import generated_data
 from specc.compiler.strict import StrictModel, later
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import create_folder, write_atomically
@@ -236,7 +236,11 @@ class Run:
     def with_data(self, data: str) -> "Run":
         """Returns the run with the data location `data`, which the function `lasting` returned. Does not compare the
         data with those of the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
-        if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
+        if (
+            data == lasting(self.data)
+            and data not in ("stdlib", *generated_data())
+            and not Path(data).expanduser().exists()
+        ):
             hint = f"state the new location: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, do not exist", hint)
         return replace(self, data=data)
@@ -246,7 +250,7 @@ def lasting(data: str) -> str:
     """Returns `data` in a form that is valid in any working directory: the absolute path if the path exists, otherwise
     `data` unchanged."""
     path = Path(data).expanduser()
-    return data if data in ("stdlib", *GENERATED) or not path.exists() else str(path.absolute())
+    return data if data in ("stdlib", *generated_data()) or not path.exists() else str(path.absolute())
 
 
 def is_run(directory: Path) -> bool:

@@ -253,7 +253,7 @@ def _plan(
     deployed = resolved(spec, base)
     pieces = tokenizer.piece_bytes()
     described = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
-    kinds = {str(scheme.model_fields["scheme"].default): scheme for scheme in SCHEMES}
+    kinds = {str(scheme.model_fields["scheme"].default): scheme for scheme in SCHEMES.models}
     used = {word: kind for word, kind in kinds.items() if any(type(scheme) is kind for scheme in base.values())}
     values = {
         "NAME": spec.name,

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from specc.compiler.catalog import Kinds
 from specc.compiler.errors import quote
 from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
 
@@ -21,6 +22,8 @@ def alternatives(annotation: Any) -> Iterator[Any]:
     elif get_origin(annotation) in (Union, types.UnionType):
         for member in get_args(annotation):
             yield from alternatives(member)
+    elif isinstance(annotation, Kinds):
+        yield from annotation.models
     else:
         yield annotation
 

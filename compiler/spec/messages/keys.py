@@ -3,14 +3,23 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from specc.compiler.changing_values import Schedule
 from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
-from specc.compiler.spec.messages.expected import Model, dotted, item_of, models_in, nearest, tags_of, wanted
+from specc.compiler.spec.messages.expected import (
+    Model,
+    alternatives,
+    dotted,
+    item_of,
+    models_in,
+    nearest,
+    tags_of,
+    wanted,
+)
 from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, wrong_value
 from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
 from specc.compiler.text.source import Place, Source
@@ -43,7 +52,7 @@ class Words:
             beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
             problem, hint = wrong_type(group, self._annotation(path), beside)
             if isinstance(group[0].value, dict) and "at" in group[0].value:
-                hint = f"only {', '.join(_scheduled())} may have a schedule"
+                hint = f"only {', '.join(_scheduled(self.root))} may have a schedule"
             yield self._at(self.source.place(path), "S103", f"{self._name(path)} {problem}", hint)
         elif self._is_tag(limits[0]):
             yield self._no_kind(path, limits[0].choices)
@@ -93,7 +102,7 @@ class Words:
         is_kind = (
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
-        if elsewhere and not (is_kind and len(_models_with(key)) > 1):
+        if elsewhere and not (is_kind and sum(key in keys_of(model) for model in _models(self.root)) > 1):
             home = min(elsewhere, key=lambda path: _apart(path, holder))
             hints.insert(0, f"{quote(key)} belongs {f'under {self._place(home)}' if home else 'at the top'}")
         elif not near:
@@ -209,21 +218,24 @@ def _in_sibling(path: Path, holder: Path) -> bool:
 
 
 @cache
-def _models() -> tuple[Model, ...]:
-    models: list[Model] = [StrictModel]
-    for model in models:  # the list grows during the loop
-        models += model.__subclasses__()
+def _models(root: Model) -> tuple[Model, ...]:
+    """Returns all models in data of the model `root`, in any section, and their base classes."""
+    models: dict[Model, None] = {}
+    types: list[Any] = [root]
+    for type in types:  # the list grows during the loop
+        for member in alternatives(type):
+            if get_origin(member) in (tuple, dict):
+                types += get_args(member)
+        for model in set(models_in(type)) - models.keys():
+            models |= dict.fromkeys(base for base in model.__mro__ if issubclass(base, StrictModel))
+            types += (info.annotation for info in model.model_fields.values())
     return tuple(models)
 
 
-def _models_with(key: str) -> frozenset[Model]:
-    """Returns all models of the spec language, in any section, that have the key `key`."""
-    return frozenset(model for model in _models() if key in keys_of(model))
-
-
 @cache
-def _scheduled() -> tuple[str, ...]:
-    return tuple(sorted({name for model in _models() for name, info in keys_of(model).items() if _takes(info)}))
+def _scheduled(root: Model) -> tuple[str, ...]:
+    """Returns the names of the fields that accept a schedule, in any section."""
+    return tuple(sorted({name for model in _models(root) for name, info in keys_of(model).items() if _takes(info)}))
 
 
 def _takes(info: FieldInfo) -> bool:

@@ -191,7 +191,7 @@ def test_a_warm_up_runs_each_work_and_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_every_optimizer_has_a_reference() -> None:
-    assert {spec.model_fields["kind"].annotation.__args__[0] for spec in OPTIMIZERS} == set(RULES)
+    assert {spec.model_fields["kind"].annotation.__args__[0] for spec in OPTIMIZERS.models} == set(RULES)
 
 
 def test_signs_are_not_in_the_norm() -> None:
