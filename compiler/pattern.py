@@ -39,5 +39,5 @@ def matches(pattern: str, name: str) -> bool:
     """
     ends = {0}
     for choices in _parts(pattern):
-        ends = set().union(*(_ends(name, ends, texts) for texts in choices))
+        ends = set().union(*(_ends(name, ends, texts) for texts in choices if all(text in name for text in texts)))
     return len(name) in ends

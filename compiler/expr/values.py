@@ -230,6 +230,8 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     """Replaces all variables named in `values` simultaneously."""
     if isinstance(expr, Var):
         return values.get(expr.name, expr)
+    if values.keys().isdisjoint(variables(expr)):
+        return expr
     return rebuild(expr, lambda part: substitute(part, values))
 
 

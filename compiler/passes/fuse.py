@@ -168,7 +168,7 @@ def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
     """Returns the group of the programs that equals `group`, and True. If there is none, returns `group` under a
     unique name, and False."""
     for known in programs.groups:
-        if known == _named(group, known.name):
+        if known.members == group.members and known == _named(group, known.name):
             return known, True
     taken = {known.name for known in programs.groups}
     return _named(group, next(name for name in _names(group) if name not in taken)), False
