@@ -8,7 +8,7 @@ from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Fused, returned
-from specc.compiler.passes.group import Unfusable, build_group
+from specc.compiler.passes.group import Selection, Unfusable, build_group
 from specc.compiler.passes.requests import whole_sequences
 from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import Group, LoweringError, Programs
@@ -27,11 +27,12 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
     """
     problems: list[Problem] = []
+    built: dict[Selection, Group] = {}  # for one run, because equal sizes of other specs may have other names
     for i, point in enumerate(points):
         (pattern, members), *_ = ((key, value) for key, value in point.items() if not isinstance(value, int))
         chunks = next((value for value in point.values() if isinstance(value, int)), 1)
         try:
-            programs = _fuse_point(programs, pattern, tuple(members), chunks)
+            programs = _fuse_point(programs, pattern, tuple(members), chunks, built)
         except Unfusable as error:
             hint = "remove it from the fusion point; `specc ir --after lower` shows the graph"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
@@ -55,7 +56,9 @@ def _scopes(graph: Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
 
-def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chunks: int) -> Programs:
+def _fuse_point(
+    programs: Programs, pattern: str, members: tuple[str, ...], chunks: int, built: dict[Selection, Group]
+) -> Programs:
     places: dict[tuple[str, str], dict[str, bool]] = {}
     scopes = {graph.name: _scopes(graph) for graph in programs.graphs}
     for graph, at in whole_sequences(programs):
@@ -94,7 +97,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chun
         hint = "remove it from one of the two fusion points, or join them"
         raise _unmatched("S302", f"{taken[0]} of {pattern} is already in another fusion point", hint)
     for name, scope in fusable:
-        programs = _fuse_graph(programs, name, scope, members, chunks)
+        programs = _fuse_graph(programs, name, scope, members, chunks, built)
     return programs
 
 
@@ -118,12 +121,14 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown}, ..." if len(names) > 8 else shown
 
 
-def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
-    """Replaces the members of one scope in one graph by a fused node, named after the last member. Returns the new
-    programs."""
+def _fuse_graph(
+    programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int, built: dict[Selection, Group]
+) -> Programs:
+    """Replaces the members of one scope in one graph by a single fused node. Returns the new programs. The fused node
+    has the name of the last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
-    group, known = shared(programs, build_group(graph, scope, nodes, chunks))
+    group, known = shared(programs, build_group(graph, scope, nodes, chunks, built))
     last, inside = nodes[-1], {node.name for node in nodes}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
     fused = Node(last.name, Fused(group.name, returned(last.types)), external, last.types)

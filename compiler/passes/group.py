@@ -3,6 +3,7 @@ nodes' derivative rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
@@ -11,6 +12,7 @@ from specc.compiler.fusions.fusion import Fusion, Rewrite
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.passes.backward import Derivation, accumulates, accumulators, gradient_names, spelled, titled
 from specc.compiler.passes.join_codes import join_codes
@@ -26,14 +28,39 @@ class Unfusable(Exception):
         self.node, self.reason = node, reason
 
 
-def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int = 1) -> Group:
+class Selection(NamedTuple):
+    """All that determines a group: its nodes, and the names and types of the values that they read.
+
+    Attributes:
+        name: The name of the group.
+        scope: The prefix of the names of the members.
+        members: The names of the nodes of the spec that the group replaces.
+        rewrite: The nodes of the group.
+        inputs: The values that the nodes read, each with its ref, its name in the group, and its type.
+        results: The values that the group returns, each with its label and its ref.
+        chunks: The number of chunks of rows that are computed one after another.
+    """
+
+    name: str
+    scope: str
+    members: tuple[str, ...]
+    rewrite: Rewrite
+    inputs: tuple[tuple[str, str, TensorType], ...]
+    results: tuple[tuple[str, str], ...]
+    chunks: int = 1
+
+
+def build_group(
+    graph: Graph, scope: str, members: Sequence[Node], chunks: int = 1, known: dict[Selection, Group] | None = None
+) -> Group:
     """Applies all fusions that accept the members, and builds the group of the result.
 
     Args:
         graph: The graph of the members.
-        scope: The prefix of the members' names that the fusion point matched.
-        members: The nodes, in graph order. Nodes outside of the group may read only the last one.
-        chunks: The number of chunks of rows, which are computed one after another.
+        scope: The prefix of node names that the fusion point matched.
+        members: The nodes, in graph order. Only the last may be read from outside.
+        chunks: The number of chunks of rows that are computed one after another.
+        known: The groups that were built before in the same programs, to which this function adds the new group.
 
     Returns:
         The group with the default save choice. The field `others` holds the group with each other save choice.
@@ -46,15 +73,16 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
     rewrite = _rewritten(graph, members)
     if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
         raise Unfusable(members[-1].name, "cannot be computed in chunks; only a group that ends in the loss can")
-    inside = {node.name for node in members}
-    external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
-    names = _input_names(external, _labels(rewrite))
     scope = _part(scope, members)
     words = ("fused", scope.rpartition(".")[2], *(() if rewrite.learns else graph.name.split(".")))
-    replaced = tuple(node.name for node in members)
-    last = rewrite.nodes[-1]
-    results = {(*last.op.output_labels, "y")[0]: last.name}
-    return _composed(graph, scope, "_".join(words), rewrite, replaced, results, names, chunks)
+    replaced, last = tuple(node.name for node in members), rewrite.nodes[-1]
+    results = (((*last.op.output_labels, "y")[0], last.name),)
+    inputs = _inputs(graph, members, _labels(rewrite))
+    selection = Selection("_".join(words), scope, replaced, rewrite, inputs, results, chunks)
+    known = {} if known is None else known
+    if selection not in known:
+        known[selection] = _composed(selection)
+    return known[selection]
 
 
 def compose(
@@ -73,27 +101,18 @@ def compose(
     Returns:
         The group with the default save choice.
     """
-    inside = {node.name for node in nodes}
-    external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
     rewrite = Rewrite(tuple(nodes))
-    return _composed(graph, scope, name, rewrite, members, results, _input_names(external, _labels(rewrite)), 1)
+    inputs = _inputs(graph, nodes, _labels(rewrite))
+    return _composed(Selection(name, scope, members, rewrite, inputs, tuple(results.items())))
 
 
-def _composed(
-    graph: Graph,
-    scope: str,
-    name: str,
-    rewrite: Rewrite,
-    members: tuple[str, ...],
-    results: Mapping[str, str],
-    names: Mapping[str, str],
-    chunks: int,
-) -> Group:
-    """Returns the group with the default save choice. The field `others` holds the group with each other save choice.
-    `names` maps the refs of inputs to names."""
+def _composed(selection: Selection) -> Group:
+    """Returns the group with the default save choice. Its field `others` contains the group with each of the other save
+    choices."""
+    name, scope, members, rewrite, _, results, chunks = selection
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
-        forward = _forward(graph, f"{name}.forward", names, rewrite, keep, results)
+        forward = _forward(selection, keep)
         backward = Graph(f"{name}.backward", (), (), (), ())
         if rewrite.learns:
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
@@ -159,27 +178,27 @@ def _labels(rewrite: Rewrite) -> Mapping[str, str]:
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 
-def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns short names for the inputs of a group, by ref. The name is a label that an op gives to the input, the
-    last word of a parameter's path, or `x` for an activation. Equal names are lengthened."""
+def _inputs(graph: Graph, nodes: Sequence[Node], labels: Mapping[str, str]) -> tuple[tuple[str, str, TensorType], ...]:
+    """Returns the values that nodes of a group read, each with its ref, a short name, and its type. An input is named
+    by the label that an op gives to it. Without a label, a parameter is named by the last word of its path, and an
+    activation is named `x`. If two names are equal, longer names are used."""
+    inside = {node.name for node in nodes}
     names: dict[str, str] = {}
-    for ref in refs:
+    for ref in dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside):
         path = ref.lstrip("@$").replace(":", "_")
         word = labels.get(ref) or (path.rpartition(".")[2] if ref[0] in "@$" else "x")
         long = path.replace(".", "_")
         free = (name for name in (word, long, f"{long}_in", f"{long}_given") if name not in (*names.values(), "d"))
         names[ref] = next(free)
-    return names
+    return tuple((ref, name, graph.types[ref]) for ref, name in names.items())
 
 
-def _forward(
-    graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep, results: Mapping[str, str]
-) -> Graph:
-    """Returns the members as a graph with short input names. Pointwise members also output the values that the
+def _forward(selection: Selection, keep: Keep) -> Graph:
+    """Returns the nodes as a graph whose inputs have short names. Pointwise nodes also output the values that the
     backward pass reads."""
-    b = Builder(name)
-    for ref, short in names.items():
-        b.input(short, graph.types[ref])
+    b, rewrite, names = Builder(f"{selection.name}.forward"), selection.rewrite, dict[str, str]()
+    for ref, name, type in selection.inputs:
+        names[ref] = b.input(name, type)
     linear = {node.name for node in rewrite.nodes if accumulates(node.op)}
     for node in rewrite.nodes:
         inputs = tuple(names.get(ref, ref) for ref in node.inputs)
@@ -189,7 +208,7 @@ def _forward(
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]
         b.nodes.append(replace(node, op=op, inputs=inputs, types=tuple(types)))
         b.types |= zip(b.nodes[-1].outputs, types, strict=True)
-    return b.build(results)
+    return b.build(dict(selection.results))
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
