@@ -2,9 +2,10 @@
 `allocate` and `correct`, settings that apply after training."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 
+from specc.compiler.ir.graph import Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ops.experts.dispatch import GroupedLinear
 from specc.compiler.ops.linear import Linear
@@ -230,25 +231,31 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns two sets of parameters: the weights of matrix products and the embedding tables whose inputs calibration
-    observes. These are read in the program `score` of a text model. The sets are empty for other models. `programs`
-    must not be rewritten yet."""
-    return frozenset(_calls(programs, Linear, GroupedLinear)), frozenset(_calls(programs, Embedding))
+    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
+    embedding tables, in the program `score` of a text model. Both are empty for other models. `programs` are the
+    programs before any pass that rewrites graphs."""
+    nodes = _scored(programs)
+    return frozenset(_reads(nodes, Linear, GroupedLinear)), frozenset(_reads(nodes, Embedding))
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters of a text model that `score` reads in several products or in a lookup. These are the
-    weights of blocks that run more than once, and the embedding tables. Matrices of experts are not included, because
-    calibration sums X^T X of the experts' inputs over all calls."""
-    repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
-    return frozenset(_calls(programs, Embedding)).union(repeated)
+    """Returns the parameters of a text model that the program `score` reads in several products or in a lookup: the
+    weights of blocks that run more than once, and the embedding tables, including tied tables. The matrices of experts
+    are not included, because their X^T X is summed over all calls."""
+    nodes = _scored(programs)
+    repeated = (name for name, count in _reads(nodes, Linear).items() if count > 1)
+    return frozenset(_reads(nodes, Embedding)).union(repeated)
 
 
-def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
-    graph = flatten(programs, programs.program("score"))
-    if [name for name, _ in graph.inputs] != ["ids", "targets"]:
-        return Counter()
-    refs = (ref for node in graph.nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
+def _scored(programs: Programs) -> tuple[Node, ...]:
+    """Returns the nodes of the program `score`. Empty if the model does not read text."""
+    score = programs.program("score")
+    return flatten(programs, score).nodes if [name for name, _ in score.inputs] == ["ids", "targets"] else ()
+
+
+def _reads(nodes: Sequence[Node], *kinds: type[Op]) -> Counter[str]:
+    """Returns how many nodes with an op of `kinds` read each parameter."""
+    refs = (ref for node in nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
     return Counter(ref[1:] for ref in refs if ref.startswith("@"))
 
 
