@@ -1,6 +1,7 @@
 """Formats generated source as lines of at most `WIDTH` columns."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from textwrap import wrap
 
 from specc.compiler.expr.python_lines import WIDTH
@@ -14,6 +15,7 @@ def unbroken(text: str) -> str:
     return text.replace(" ", _GLUE)
 
 
+@lru_cache(maxsize=4096)  # cached, because kernels are rendered for each node
 def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> str:
     """Wraps text. Words are never broken, so a long word may exceed the width.
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -350,6 +351,9 @@ def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
     return None if tile is None else {k: v for k, v in asdict(tile).items() if v is not None}
 
 
+_tiles: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)  # the validator of a class of tiles
+
+
 def locked_kernel(entry: Entry) -> Kernel:
     """Returns the kernel of an entry, with the tile.
 
@@ -369,7 +373,7 @@ def locked_kernel(entry: Entry) -> Kernel:
         raise LockError(f"{node}: {unknown[0]} is not a valid key of a tile of {entry.kernel}", MEASURE_AGAIN)
     try:
         settings: dict[str, Any] = {
-            "tile": TypeAdapter(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
+            "tile": _tiles(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
         }
         return replace(kernel, **settings)
     except ValidationError as error:

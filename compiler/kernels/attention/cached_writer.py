@@ -65,9 +65,9 @@ class Writer:
         self.rest = self.channels - first
         self.padded = "" if self.width == first else f" & (c < {'D' if self.shared else 'C'})"
         self.element = TRITON_DTYPES[q.dtype]
-        shapes = {name: tuple(map(number_of, self.inputs[table_name(name)].shape)) for name in self.op.tables}
+        tables = tuple((name, tuple(map(number_of, self.inputs[table_name(name)].shape))) for name in self.op.tables)
         self.score, self.mask = self.op.parsed(self.heads)
-        self.lines = ScoreLines.of(self.score, self.mask, shapes)
+        self.lines = ScoreLines.of(self.score, self.mask, tables)
         self.further = [name for name in self.inputs if name in ("start", "sinks") or name.endswith("_table")]
         self.stored = [name for name in self.inputs if name in ("k", "v", "k_scale", "v_scale")]
         self.new = [name for name in self.inputs if name.startswith("new_")]

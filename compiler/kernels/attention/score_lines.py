@@ -14,7 +14,7 @@ Each position is converted to fp32 once. A conversion per score would take as lo
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 from specc.compiler.expr.interval import bounds, over_tile
@@ -249,8 +249,10 @@ class ScoreLines(NamedTuple):
     documents: bool
 
     @staticmethod
-    def of(score: Score, mask: Mask, shapes: Mapping[str, tuple[int, ...]]) -> "ScoreLines":
-        """Returns the Triton code of a score and a mask. `shapes` are the shapes of the tables."""
+    @lru_cache(maxsize=256)
+    def of(score: Score, mask: Mask, tables: tuple[tuple[str, tuple[int, ...]], ...]) -> "ScoreLines":
+        """Returns the Triton code of a score and a mask. `tables` are the names of the tables with their shapes."""
+        shapes = dict(tables)
         exprs = [score.value, score.slope, *score.slopes]
         relative = all(by_distance(expr) is not None for expr in exprs)
         calls: dict[Expr, str] = {}

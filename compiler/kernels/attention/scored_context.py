@@ -166,8 +166,8 @@ def op_of(site: Site) -> ScoredAttention | ScoredAttentionGrad:
 
 def lines_of(site: Site) -> ScoreLines:
     op, inputs = op_of(site), inputs_of(site)
-    shapes = {name: tuple(map(number_of, inputs[table_name(name)].shape)) for name in op.tables}
-    return ScoreLines.of(*op.parsed(inputs["q"].shape[-2]), shapes)
+    tables = tuple((name, tuple(map(number_of, inputs[table_name(name)].shape))) for name in op.tables)
+    return ScoreLines.of(*op.parsed(inputs["q"].shape[-2]), tables)
 
 
 def _deeper(*lines: str) -> tuple[str, ...]:
