@@ -90,6 +90,12 @@ class Graph:
         return {node.name: node for node in self.nodes}
 
     @cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """The proper prefixes of the names of all nodes, in order."""
+        names = (node.name.split(".") for node in self.nodes)
+        return tuple(dict.fromkeys(".".join(words[:end]) for words in names for end in range(1, len(words))))
+
+    @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
         """Maps each value to the nodes that read it, in order. A node that reads a value twice is listed twice."""
         readers: dict[str, list[Node]] = {ref: [] for ref in self.types}

@@ -50,19 +50,12 @@ def _unmatched(code: str, message: str, hint: str) -> LoweringError:
     return LoweringError((Problem((), code, message, hint),))
 
 
-def _scopes(graph: Graph) -> tuple[str, ...]:
-    """Returns all prefixes of node names, without the names themselves."""
-    prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
-    return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
-
-
 def _fuse_point(
     programs: Programs, pattern: str, members: tuple[str, ...], chunks: int, built: dict[Selection, Group]
 ) -> Programs:
     places: dict[tuple[str, str], dict[str, bool]] = {}
-    scopes = {graph.name: _scopes(graph) for graph in programs.graphs}
     for graph, at in whole_sequences(programs):
-        for scope in scopes[graph.name]:
+        for scope in graph.scopes:
             covered = places.setdefault((graph.name, scope), {})
             covered[at] = matches(pattern, f"{at}.{scope}" if at else scope)
     chosen = [key for key, covered in places.items() if any(covered.values())]
