@@ -181,6 +181,17 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+def test_validate_imports_only_the_kinds_of_the_spec() -> None:
+    """A kind that the spec does not name, and the ops that only this kind adds, cost nothing."""
+    result = modules_after("from specc.cli.app import run\nassert run(['validate', 'specs/gpt_mlp35.yaml']) == 0")
+    loaded = {module.removeprefix("specc.compiler.") for module in result}
+    assert loaded >= {"blocks.attention", "blocks.mlp", "architectures.decoder", "spec.optimizers.muon", "quant.gptq"}
+    others = {"blocks.lstm", "blocks.moe", "blocks.latent", "architectures.encoder_decoder", "losses.z", "ops.additive"}
+    others |= {"quant.int8", "spec.adapt.ttt", "spec.data.polynomial", "spec.optimizers.soap", "ops.experts.router"}
+    assert {module.removeprefix("specc.compiler.") for module in MODULES} >= others
+    assert loaded.isdisjoint(others)
+
+
 def test_importing_all_of_the_compiler_imports_nothing_heavy() -> None:
     names = sorted(module for module in MODULES if module.startswith("specc.compiler"))
     result = modules_after(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")

@@ -4,16 +4,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated, Any, Union
 
 import pytest
+from pydantic import Field, TypeAdapter, ValidationError
 
 from specc.compiler import blocks, kernels, losses, ops, quant
 from specc.compiler.blocks.parts import Embed, Layer
-from specc.compiler.catalog import catalog, classes, models
+from specc.compiler.catalog import Kinds, catalog, classes, models
 from specc.compiler.ir.op import Op
 from specc.compiler.kernels.kernel import Kernel
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.quant.scheme import Scheme
+from specc.compiler.strict import tag_of
 from specc.compiler.targets import Target
 
 
@@ -75,6 +78,44 @@ OP = "from specc.compiler.ir.graph import Op\nclass A(Op):\n    name = '{0}'\n"
 def test_two_models_of_one_word_are_refused(package: ModuleType) -> None:
     with pytest.raises(ValueError, match="two models are of kind 'p'"):
         models(package, Layer, "kind")
+
+
+KINDS = (
+    HEAD + LAYER.format("b") + "class B(Layer):\n    kind: Literal['second']\n",
+    HEAD + LAYER.format("other") + "    size: int\n",
+)
+
+
+@pytest.mark.parametrize("package", [KINDS], indirect=True)
+def test_a_kind_is_imported_when_data_name_it(package: ModuleType) -> None:
+    """`b` and `second` are in the module b, and `other` in a."""
+
+    def imported() -> set[str]:
+        return {name for name in ("a", "b") if f"{package.__name__}.{name}" in sys.modules}
+
+    kinds = Kinds(package, Layer)
+    adapter = TypeAdapter[Any](tuple[kinds, ...])  # type: ignore[valid-type]
+    assert imported() == set()
+    assert [layer.kind for layer in adapter.validate_python(({"kind": "b"}, {"kind": "second"}))] == ["b", "second"]
+    assert imported() == {"b"}
+    (layer,) = adapter.validate_json('[{"kind": "other", "size": 3}]')
+    assert adapter.validate_python((layer,)) == (layer,) and adapter.dump_python((layer,), mode="json")[0]["size"] == 3
+    assert imported() == {"a", "b"} and [tag_of(model, "kind") for model in kinds.models] == ["other", "b", "second"]
+
+
+@pytest.mark.parametrize("package", [KINDS], indirect=True)
+def test_errors_and_schema_of_kinds_are_those_of_the_union(package: ModuleType) -> None:
+    kinds = Kinds(package, Layer)
+    lazy = TypeAdapter[Any](tuple[kinds, ...])  # type: ignore[valid-type]
+    union = TypeAdapter[Any](tuple[Annotated[Union[kinds.models], Field(discriminator="kind")], ...])  # type: ignore[name-defined]  # noqa: UP007
+    for bad in ({"kind": "c"}, {"size": 1}, {"kind": "other", "size": "1"}, {"kind": "b", "size": 1}, {"kind": []}, 3):
+        errors = []
+        for adapter in (lazy, union):
+            with pytest.raises(ValidationError) as caught:
+                adapter.validate_python(({"kind": "b"}, bad))
+            errors.append(caught.value.errors(include_url=False))
+        assert errors[0] == errors[1] and errors[0][0]["loc"][0] == 1
+    assert lazy.json_schema() == union.json_schema()
 
 
 @pytest.mark.parametrize("package", [(OP.format("n"), OP.format("n"))], indirect=True)
