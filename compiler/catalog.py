@@ -11,8 +11,7 @@ from types import MappingProxyType, ModuleType
 from typing import Annotated, Any, Generic, Protocol, TypeVar, Union
 
 from pydantic import Field, TypeAdapter, ValidationError, ValidationInfo
-from pydantic_core import CoreSchema
-from pydantic_core.core_schema import with_info_plain_validator_function
+from pydantic_core import CoreSchema, core_schema
 
 from specc.compiler.strict import StrictModel, as_tuples, tag_of
 
@@ -143,7 +142,7 @@ class Kinds(Generic[M]):
         return self._union.validate_python(value)  # raises an error that names the tag and all models
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return with_info_plain_validator_function(self._validated)
+        return core_schema.with_info_plain_validator_function(self._validated)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Any) -> Any:
         return handler(self._union.core_schema)

@@ -236,11 +236,8 @@ class Run:
     def with_data(self, data: str) -> "Run":
         """Returns the run with the data location `data`, which the function `lasting` returned. Does not compare the
         data with those of the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
-        if (
-            data == lasting(self.data)
-            and data not in ("stdlib", *generated_data())
-            and not Path(data).expanduser().exists()
-        ):
+        built_in = data in ("stdlib", *generated_data())
+        if data == lasting(self.data) and not built_in and not Path(data).expanduser().exists():
             hint = f"state the new location: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, do not exist", hint)
         return replace(self, data=data)
