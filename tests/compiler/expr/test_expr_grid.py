@@ -1,7 +1,5 @@
 """Planned backwards against float64 autograd on inputs of every magnitude."""
 
-from dataclasses import replace
-
 import pytest
 
 from specc.compiler.expr import Expr, grid, parse, plan_backward
@@ -52,7 +50,7 @@ def test_an_overflow_and_a_wrong_slope_are_found(
     text: str, slope: str, value: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planned(expr: Expr, wrt: tuple[str, ...], keep: object) -> object:
-        return replace(plan_backward(expr, wrt), saves=(("slope", parse(slope)),), value=parse(value))
+        return plan_backward(expr, wrt)._replace(saves=(("slope", parse(slope)),), value=parse(value))
 
     monkeypatch.setattr(grid, "plan_backward", planned)
     assert str(next(deviations(parse(text), ("x",)))) == problem
