@@ -373,7 +373,7 @@ def locked_kernel(entry: Entry) -> Kernel:
         raise LockError(f"{node}: {unknown[0]} is not a valid key of a tile of {entry.kernel}", MEASURE_AGAIN)
     try:
         tile = _tiles(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
-        return replace(kernel, tile=tile)
+        return replace(kernel, tile=tile)  # type: ignore[call-arg]  # all kernels with tiles have it
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"{key}: " for key in first["loc"])
