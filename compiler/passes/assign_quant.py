@@ -231,17 +231,17 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
-    embedding tables, in the program `score` of a text model. Both are empty for other models. `programs` are the
-    programs before any pass that rewrites graphs."""
+    """Returns two sets of parameters: the weights of matrix products and the embedding tables whose inputs calibration
+    observes. These are read in the program `score` of a text model. The sets are empty for other models. `programs`
+    must not be rewritten yet."""
     nodes = _scored(programs)
     return frozenset(_reads(nodes, Linear, GroupedLinear)), frozenset(_reads(nodes, Embedding))
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters of a text model that the program `score` reads in several products or in a lookup: the
-    weights of blocks that run more than once, and the embedding tables, including tied tables. The matrices of experts
-    are not included, because their X^T X is summed over all calls."""
+    """Returns the parameters of a text model that `score` reads in several products or in a lookup. These are the
+    weights of blocks that run more than once, and the embedding tables. Matrices of experts are not included, because
+    calibration sums X^T X of the experts' inputs over all calls."""
     nodes = _scored(programs)
     repeated = (name for name, count in _reads(nodes, Linear).items() if count > 1)
     return frozenset(_reads(nodes, Embedding)).union(repeated)

@@ -117,8 +117,8 @@ def _short(names: Sequence[str]) -> str:
 def _fuse_graph(
     programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int, built: dict[Selection, Group]
 ) -> Programs:
-    """Replaces the members of one scope in one graph by a single fused node. Returns the new programs. The fused node
-    has the name of the last member."""
+    """Replaces the members of one scope in one graph by a fused node, named after the last member. Returns the new
+    programs."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = shared(programs, build_group(graph, scope, nodes, chunks, built))
