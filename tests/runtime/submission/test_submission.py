@@ -254,7 +254,7 @@ def test_the_code_for_a_gpu_is_small(tmp_path: Path) -> None:
     """The code of gpt_golf_sp8192 with its kernels, but with the table of a tokenizer of bytes."""
     spec = check.load(Path(__file__).parents[3] / "specs" / "gpt_golf_sp8192.yaml")[0]
     lock = Run(tmp_path, spec, "sm90", "").lock
-    assert len(bundle.train_gpt(spec, lock, ("sm90",), ByteTokenizer(), Codec.BROTLI)) < 58_200
+    assert len(bundle.train_gpt(spec, lock, ("sm90",), ByteTokenizer(), Codec.BROTLI)) < 60_000
 
 
 def test_gpu_sources_travel(tmp_path: Path) -> None:
