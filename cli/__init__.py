@@ -1,10 +1,10 @@
-"""The command line, which uses the compiler and the runtime. Each command has a module of the same name.
+"""The command line. Each command has a module of the same name.
 
-When the module of a command is imported, it imports only what its options need. All other imports take place when the
-command runs. `specc --help` imports no command, and only commands that need torch import it.
+`specc --help` imports no command. The module of a command imports only what its options need. It imports everything
+else, such as torch, when the command runs.
 """
 
-# Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
+# Folders and modules, lowest layer first. Each may import itself and the entries before it.
 LAYERS = (
     "output",
     "options",

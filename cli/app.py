@@ -1,5 +1,6 @@
-"""The `specc` command. The module of a subcommand is imported only when the subcommand runs. Errors become exit
-codes."""
+"""The `specc` command. It imports the module of a subcommand when the subcommand runs, and turns errors into exit
+codes.
+"""
 
 import gc
 import os
@@ -26,16 +27,16 @@ click.rich_click.STYLE_HELPTEXT = ""
 
 
 class LazyGroup(click.RichGroup):
-    """A group of commands. Each subcommand is the object `command` of a module, which is imported when the command
-    runs.
+    """A group of commands. Each subcommand is the object `command` of a module. The module is imported when the
+    subcommand runs.
 
-    A subcommand without an option `--format` receives one, which selects the format of errors and findings.
+    A subcommand without an option `--format` gets one. It selects the format of errors and findings.
 
     Args:
         name: the name of the group.
         package: the package of the modules. Each module has the name of its subcommand.
-        entries: a mapping from each subcommand to the first sentence of its help, or to a group, in the order of the
-            help listing.
+        entries: maps each subcommand to the first sentence of its help, or to a group. The help lists them in this
+            order.
         help: the help of the group.
     """
 
@@ -58,8 +59,7 @@ class LazyGroup(click.RichGroup):
         return name, entry and self.loaded(entry), rest
 
     def loaded(self, entry: click.Command) -> click.Command:
-        """Imports and returns the command that `entry`, a placeholder for the help listing, names. Returns a group
-        unchanged."""
+        """Imports and returns the command with the name of `entry`. Returns a group unchanged."""
         if isinstance(entry, click.Group):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
@@ -99,7 +99,7 @@ specc = click.option(
         {
             "build": "Write the generated code of a spec.",
             "validate": "Check specs and report all errors at once.",
-            "schema": "Print the JSON Schema of specs, which editors use for completion.",
+            "schema": "Print the JSON Schema of specs, for completion in editors.",
             "plan": "Summarize a spec: parameters, bytes, FLOPs, kernels and times.",
             "explain": "Explain an error code, or the kernel of each node of a spec.",
             "ir": "Print the graphs of a spec as text.",
@@ -133,7 +133,7 @@ specc = click.option(
 
 
 def main() -> NoReturn:
-    """The entry point, which exits with the exit code of the command. A traceback is shown only for bugs of specc."""
+    """The entry point. Exits with the exit code of the command. A traceback is shown only for bugs of specc."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_going()
@@ -143,22 +143,25 @@ def main() -> NoReturn:
     if "torch" not in sys.modules:
         gc.freeze()  # skips the last garbage collection, which would take up to a tenth of the run time
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # If one process of a distributed run fails, it skips its teardown, in which CUDA or NCCL could wait for ranks
-        # that have ended.
+        # A failed process of a distributed run skips its teardown. CUDA or NCCL could otherwise wait for ranks that
+        # have ended.
         os._exit(code)
     sys.exit(code)
 
 
 class Terminated(BaseException):
-    """Raised by a signal to end the process, unless a running function handles this signal itself."""
+    """Raised by a signal that no running function handles."""
 
     exit_code = EXIT_PREEMPTED
 
 
 @contextmanager
 def pre_emptible() -> Iterator[None]:
-    """A context manager in which SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted even before
-    it installs its own signal handlers. Signals that are already ignored, for example under nohup, stay ignored."""
+    """A context manager in which SIGTERM and SIGHUP raise Terminated.
+
+    A command then ends as pre-empted, even before it installs its own signal handlers. Ignored signals stay ignored,
+    for example under nohup.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(signal.Signals(number).name)
@@ -174,8 +177,9 @@ def pre_emptible() -> Iterator[None]:
 
 
 def _flushed(code: int) -> int:
-    """Flushes standard output. Returns `code`, or the exit code of a failed write if `code` is 0 and the flush
-    fails."""
+    """Flushes standard output. Returns `code`. If `code` is 0 and the flush fails, returns the exit code of that
+    failure.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -203,14 +207,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command ran. The command does not run if only its help is
-    shown."""
+    """Returns the exit code of a command, and whether the command ran. It does not run if only its help is shown."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True
     except Exit as end:
         return int(end.exit_code), False
-    # Click raises this after it has shown help for missing arguments, and if `stream` finds a closed pipe
+    # Click raises this after showing the help for missing arguments, or if the pipe for standard output is closed
     except SystemExit as end:
         left = isinstance(end.__context__, BrokenPipeError)
         return (end.code if isinstance(end.code, int) and not left else 0), False
@@ -228,8 +231,7 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
 
 
 def _misused(error: click.ClickException, output: Output) -> None:
-    """Shows a usage error, such as an unknown option. Click provides the message and, in the text format, the
-    layout."""
+    """Shows a usage error, such as an unknown option."""
     if output.form == "text":
         error.show()
         return
@@ -241,7 +243,6 @@ def _misused(error: click.ClickException, output: Output) -> None:
 
 
 def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
-    """Shows that a signal ended the command. Returns `exit_code`."""
     if output.form == "text":
         click.echo(message, err=True)
     else:
@@ -252,7 +253,7 @@ def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
 
 
 def failed(error: Exception, output: Output) -> int:
-    """Shows an error that is meant for users, or reports a bug. Returns the exit code."""
+    """Shows an error for the user, or reports a bug. Returns the exit code."""
     if (problem := _problem(error)) is not None:
         output.fail(problem)
         return int(problem.exit_code)
@@ -269,7 +270,7 @@ def failed(error: Exception, output: Output) -> int:
 
 
 def _problem(error: Exception) -> Any:
-    """Returns `error` in a form that states what the user can do. Returns None if `error` is a bug of specc."""
+    """Returns `error` in a form that states what the user can do, or None if `error` is a bug of specc."""
     from specc.compiler.errors import FULL, DiskProblem, MissingPackage
 
     if getattr(error, "exit_code", None) is not None:

@@ -1,4 +1,4 @@
-"""The `bench` command. Torch is imported only when the command runs."""
+"""The `bench` command. It imports Torch only when it runs."""
 
 import json
 import shlex
@@ -45,7 +45,7 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights, with which a model of lines rarely ends a line.",
+    help="Weights for `decode`. By default, initial weights, with which decoded lines are long.",
 )
 @click.option(
     "--batch",
@@ -87,23 +87,23 @@ def command(
 ) -> int:
     """Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.
 
-    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is the shortest possible time. It is
-    computed from the kernel's bytes and operations, and from the memory bandwidth and compute throughput that are
-    measured in the same run. If a kernel computes wrong values, the command fails and does not time the kernel.
+    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is the shortest possible time. It follows
+    from the bytes and operations of the kernel, and from the measured peak rates of the device. If a kernel computes
+    wrong values, the command fails and does not time the kernel.
 
     `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It also times
     Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
 
     `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It also
-    measures Transformers, if Transformers is installed and has the model. The floor of a decoding step is the time to
-    read the weights and the cache once. On a GPU, decoding steps whose matrix products are library calls are measured
-    too. All decoding steps are measured with and without torch.compile.
+    measures Transformers, if this package is installed and has the model. The floor of a decoding step is the time to
+    read the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps are
+    measured with and without torch.compile.
 
-    For a model of lines, there are more parts. `table` times training and validation on one and on several GPUs, with
-    and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix products of
-    the deployed model with torch._int_mm.
+    There are other parts for a model that maps lines to lines. `table` times training and validation on one and on
+    several GPUs, with and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8
+    matrix products of the quantized model with torch._int_mm.
 
-    If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
+    If SPEC is a report that --json wrote, its picture is drawn, and nothing is measured.
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched
@@ -111,16 +111,16 @@ def command(
 
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
-        raise click.UsageError("--picture draws kernels and groups, which --only excludes")
+        raise click.UsageError("--picture draws kernels and groups; with --only, name at least one of these")
     given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None, "--tokens": tokens}
     for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:
-            raise click.UsageError(f"{option} is for {part}, which --only excludes")
+            raise click.UsageError(f"{option} applies only to {part}; add {part} to --only")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
     if spec.suffix == ".json":
         if picture is None:
-            raise click.UsageError(f"{spec} is a report, which can only be drawn; add --picture FILE")
+            raise click.UsageError(f"{spec} is a report, not a spec; add --picture FILE to draw it")
         _draw(_read_report(spec), picture)
         return 0
     with joined_world() if is_launched() else nullcontext() as world:
@@ -150,8 +150,7 @@ def command(
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or has neither kernels nor
-    groups."""
+    """Reads a report that --json wrote. Raises SpeccError if the file is not a report of kernels or groups."""
     from specc.compiler.errors import SpeccError
 
     try:

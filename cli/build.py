@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
     """Write the generated code of a spec.
 
-    The code is written to generated/NAME/. With --check or --diff, SPEC may be `-`, which reads the spec from standard
-    input.
+    The code is written to generated/NAME/. With --check or --diff, SPEC may be `-` for standard input.
     """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import drift, unified, write

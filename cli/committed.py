@@ -1,7 +1,7 @@
 """Checks that committed generated code is up to date.
 
-Training, quantization and export run code that is newly generated from the spec. If the committed code differs from the
-new code, because the spec, the compiler or a file has changed, reviewers read code that is never run.
+Training, quantization and export generate the code again from the spec, and run that code. If the committed code
+differs from it, reviewers read code that is never run.
 """
 
 import json
@@ -14,10 +14,10 @@ from specc.cli.options import generated_beside
 
 
 def require_built(spec: Path, name: str, target: str) -> None:
-    """Raises StaleCode if the folder generated/NAME beside a spec file differs from a build of the spec for a target.
+    """Raises StaleCode if the folder generated/NAME beside a spec is outdated for a target.
 
-    If this folder does not exist, nothing is compared. Overrides are ignored, because the folder is built from the spec
-    file alone.
+    If this folder does not exist, nothing is compared. Overrides are ignored, because the folder is built from the file
+    alone.
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
@@ -31,11 +31,9 @@ def require_built(spec: Path, name: str, target: str) -> None:
 
 
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:
-    """Starts nvcc on the committed CUDA C++ of a spec, and initializes the CUDA driver, in the background, before Torch
-    is imported.
+    """Starts two background tasks before Torch is imported: nvcc on the committed CUDA C++ files, and the CUDA driver.
 
-    nvcc takes longer than the import of Torch and the tracing of the model, which run at the same time. Does nothing if
-    the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are possible.
+    Does nothing if the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are possible.
 
     Args:
         path: the file of the spec.
@@ -55,10 +53,9 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
 
 
 def require_built_run(directory: Path) -> None:
-    """Raises StaleCode if generated/NAME in the working directory is outdated: it was built from the spec and the lock
-    of a run, but a new build for the target of the run differs from it.
+    """Raises StaleCode if generated/NAME in the working directory is outdated for a run.
 
-    The folder of another spec or lock, for example after the spec was edited or with overrides, is not compared.
+    The folder is only compared if it was built from the same spec and lock as the run.
     """
     from specc.compiler.build import canonical, compiled
     from specc.compiler.generated_folder import digest, require_current
@@ -76,7 +73,7 @@ def require_built_run(directory: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a generated folder. None if there is none; empty if it cannot be read."""
+    """Returns the manifest of a generated folder. None if the file does not exist; empty if it cannot be read."""
     from specc.compiler.generated_folder import MANIFEST
 
     try:

@@ -63,12 +63,12 @@ def command(
 ) -> None:
     """Compare groups of runs: means over seeds, Welch's test, curves and texts.
 
-    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or several of these with commas between them.
-    NAME=RUNS makes all these runs one group. Without a name, runs that differ only in the seed are one group.
+    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or a comma-separated list of these. NAME=RUNS
+    makes all these runs one group. Without a name, runs that differ only in the seed are one group.
 
-    For each pair of groups, the output has Welch's t, its degrees of freedom and the two-sided p, and the values of the
-    specs that differ. Runs that were scored on different data are refused. Recorded results of `specc eval` are shown
-    as tables with one row per group.
+    For each pair of groups, the output shows Welch's t-test (t, degrees of freedom, two-sided p), and the settings that
+    differ. The command fails if runs were scored on different data. Recorded results of `specc eval` are shown as
+    tables with one row per group.
     """
     from specc.runtime.compare.comparison import compare
     from specc.runtime.compare.groups import groups_of
@@ -82,7 +82,7 @@ def command(
             raise click.UsageError(f"there is no folder {picture.parent} for the picture")
     comparison, groups = compare(groups_of(runs))
     if (calibration or prompt is not None) and any(g.first.run.spec.model.reads == "lines" for g in groups):
-        raise click.UsageError("--calibration and --prompt are for models of text")
+        raise click.UsageError("--calibration and --prompt are for text models")
     calibrations = _calibrations(groups, max_tokens, target, tokenizers) if calibration else {}
     texts = _texts(groups, prompt, length, temperature, seed, target, tokenizers) if prompt is not None else {}
     if as_json:
@@ -104,7 +104,6 @@ def command(
 def _calibrations(
     groups: "Sequence[Group]", max_tokens: int, target: str | None, tokenizers: tuple[Path, ...]
 ) -> "dict[str, list[Calibration]]":
-    """Returns the calibration of each run of each group."""
     from specc.runtime.compare.calibration import calibration_of
     from specc.runtime.open_model import open_model
 
@@ -143,8 +142,10 @@ def _texts(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> dict[str, str]:
-    """Returns one text per group, by group name. The first run of the group samples the text; all groups use the same
-    random numbers."""
+    """Returns one text per group, by group name. The first run of the group generates it.
+
+    All groups use the same random numbers.
+    """
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate
     from specc.runtime.open_model import open_model

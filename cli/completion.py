@@ -1,4 +1,4 @@
-"""The `completion` command, which prints the script that completes commands and options in a shell."""
+"""The `completion` command, which prints the script for completion in a shell."""
 
 import rich_click as click
 from click import get_current_context

@@ -21,8 +21,8 @@ from specc.cli.output import FORMATS, command_output
 def command(before: Path, after: Path, form: str) -> int:
     """Compare two specs and the code that is generated from them.
 
-    A summary comes first, then the changes of the spec, of model.py and of the kernels. The exit code is 1 if the specs
-    differ.
+    A summary comes first. The changes of the spec, of model.py and of the kernels follow. The exit code is 1 if the
+    specs differ.
     """
     from specc.compiler.compare.diff import Comparison
     from specc.compiler.errors import Diagnostic

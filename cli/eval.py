@@ -1,4 +1,4 @@
-"""The `eval` command, which scores a model. Torch is imported only when the command runs."""
+"""The `eval` command, which scores a model. It imports Torch only when it runs."""
 
 import json
 from contextlib import nullcontext
@@ -25,8 +25,9 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @click.option(
     "--data",
     callback=stated,
-    help="Data to score. For a model of text: a file or folder of text, jsonl, parquet or token shards, or `stdlib`. "
-    "For a model of lines: a file of lines, `polynomial` or `polynomial:SPLIT`. By default, the data of the run.",
+    help="Data to score. For a text model: a file or folder of text, jsonl, parquet or token shards, or `stdlib`. "
+    "For a model that maps lines to lines: a file of lines, `polynomial` or `polynomial:SPLIT`. "
+    "By default, the data of the run.",
 )
 @click.option(
     "--batch",
@@ -76,8 +77,8 @@ def command(
 ) -> int:
     """Score a run or an artifact on the validation split, or on tasks that files define.
 
-    A model of text is scored in bits per byte, and a model of lines by exact match. Results of tasks are recorded in
-    the run.
+    A text model is scored in bits per byte. A model that maps lines to lines is scored by exact match. Results of tasks
+    are recorded in the run.
     """
     from specc.runtime.distributed.launch import cpu_target, is_launched
     from specc.runtime.open_model import spec_at

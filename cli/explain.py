@@ -22,8 +22,8 @@ def command(
     For a CODE such as S104, the command shows its meaning, its exit code, and a bad and a good example. Without an
     argument, it lists all codes.
 
-    For a SPEC, it shows the kernel of each node, and why each other kernel was not chosen. NODE limits the output to
-    one node.
+    For a SPEC, it shows the kernel of each node, and why each other kernel was not chosen. With NODE, it shows one
+    node.
     """
     from specc.compiler.report.error_pages import CODE
 
@@ -36,7 +36,6 @@ def command(
 
 
 def _explain_codes(code: str | None, as_json: bool) -> None:
-    """Shows one code with its examples, or all codes with their meanings."""
     from dataclasses import asdict
 
     from specc.compiler.errors.codes import CODES
@@ -54,7 +53,6 @@ def _explain_codes(code: str | None, as_json: bool) -> None:
 
 
 def _explain_nodes(spec: Path, node: str | None, overrides: tuple[str, ...], target: str | None, as_json: bool) -> None:
-    """Shows the kernel of one node, or of all nodes."""
     from specc.compiler.build import DECODING, DEPLOYED, decoding_plans, plan_spec
     from specc.compiler.report.explain import explain as explained
     from specc.compiler.report.explain import text_of

@@ -1,4 +1,4 @@
-"""The `export` command, which writes a run as an artifact, as a submission, or in a format of other programs."""
+"""The `export` command, which writes a run as an artifact, as a submission, or in a format for other programs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The `generate` command, which decodes with a model. Torch is imported only when the command runs."""
+"""The `generate` command, which decodes with a model. It imports Torch only when it runs."""
 
 import json
 import os
@@ -22,8 +22,7 @@ OF_LINES = ("beam",)
 
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
-    """Raises UsageError if an option in `names` was given, because it has no effect together with the option
-    `beside`."""
+    """Raises UsageError if one of the options `names` was given, because `beside` makes it ineffective."""
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:
@@ -33,8 +32,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 
 
 def _utf8(prompt: str) -> bytes:
-    """Returns the bytes of a command-line argument, whatever the locale. Raises UsageError if they are not valid
-    UTF-8."""
+    """Returns a command-line argument as bytes. Raises UsageError if they are not valid UTF-8."""
     text = os.fsencode(prompt)
     try:
         text.decode()
@@ -52,8 +50,7 @@ def _write_many(
     batch: int,
     compiled: bool,
 ) -> None:
-    """Prints one JSON object with `prompt` and `text` per line of `prompts`, in order. An object is printed as soon as
-    its text and all earlier texts are complete.
+    """Prints a JSON object with `prompt` and `text` for each line of `prompts`, in order.
 
     Args:
         opened: the text model, with a paged cache.
@@ -65,13 +62,13 @@ def _write_many(
         compiled: whether to compile decoding steps with torch.compile.
 
     Raises:
-        UsageError: if the file has no prompt or is not valid UTF-8, or if the model is a model of lines.
+        UsageError: if the file has no prompt or is not valid UTF-8, or if the model maps lines to lines.
     """
     from specc.runtime.data.tokenizers.characters import lines_of
     from specc.runtime.generate import generate_many
 
     if opened.spec.model.reads == "lines":
-        raise click.UsageError(f"{opened.spec.name} transforms lines: use --lines FILE")
+        raise click.UsageError(f"{opened.spec.name} maps lines to lines: use --lines FILE")
     try:
         starts = lines_of(prompts.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -108,7 +105,7 @@ def _write_many(
 @click.option(
     "--lines",
     type=click.File("rb"),  # opened as binary, because in text mode a single carriage return would end a line
-    help="File of lines to transform, or `-` for standard input. For a model of lines.",
+    help="File of lines to transform, or `-` for standard input. For a model that maps lines to lines.",
 )
 @click.option(
     "--beam",
@@ -204,7 +201,7 @@ def command(
     _refuse_options("a prompt", ("batch",))
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
     if opened.spec.model.reads == "lines":
-        raise click.UsageError(f"{opened.spec.name} transforms lines: use --lines FILE")
+        raise click.UsageError(f"{opened.spec.name} maps lines to lines: use --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
         texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say, compiled=compile)

@@ -1,4 +1,4 @@
-"""The `import` command, which turns a folder of Transformers into a spec and a run."""
+"""The `import` command, which turns a folder of Hugging Face Transformers into a spec and a run."""
 
 import shlex
 from pathlib import Path
@@ -42,7 +42,8 @@ def command(
 ) -> None:
     """Turn a folder of Hugging Face Transformers into a spec and a run with its weights.
 
-    The folder has config.json, safetensors and the files of a tokenizer. No code is run, and nothing is downloaded.
+    The folder contains config.json, safetensors and tokenizer files. None of its code is run, and nothing is
+    downloaded.
     """
     from specc.runtime.hugging_face.importing import ImportOptions, import_folder
 

@@ -1,4 +1,4 @@
-"""The `inspect` command, which measures the weights of a run. Torch is imported only when the command runs."""
+"""The `inspect` command, which measures the weights of a run. It imports Torch only when it runs."""
 
 import json
 from pathlib import Path
@@ -90,10 +90,10 @@ def command(
 ) -> None:
     """Measure the final weights of a run: ranks, heads, units, norms, experts, sensitivity.
 
-    Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
-    the residual stream are measured on the validation split. The load of each expert is measured on each kind of
-    documents. The sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. The
-    estimate that bit allocation uses is shown beside the sensitivity.
+    Ranks are computed from the singular values of each matrix. Types of attention heads, dead units of MLPs and the
+    growth of the residual stream are measured on the validation split. The load of each expert is measured on each kind
+    of document. The sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. The
+    estimate from bit allocation is shown beside it.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure

@@ -32,7 +32,7 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
         if text is not None and not check:
             replace_file(path, text)
         if text is not None and check:
-            finding = Diagnostic("F003", "of an old version", f"specc migrate {path}", str(path))
+            finding = Diagnostic("F003", "the spec has an old version", f"specc migrate {path}", str(path))
             command_output().find(finding, f"{path}: {finding.message}")
         else:
             click.echo(f"{path}: {'current' if text is None else 'rewritten'}")

@@ -1,5 +1,4 @@
-"""Arguments, options and command classes that several commands share. Functions find the specs, targets and tokenizers
-that the options select."""
+"""Arguments, options and command classes that several commands share, and functions that read their values."""
 
 import gc
 from collections.abc import Callable
@@ -14,7 +13,7 @@ SPECS = Path("specs")
 
 
 def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
-    """Checks that a path exists before the command imports anything. Raises SpeccError if it does not."""
+    """Raises SpeccError if a path does not exist, before the command imports anything."""
     if path.exists() or ctx.resilient_parsing:
         return path
     from specc.compiler.errors import SpeccError
@@ -25,15 +24,16 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
 
 
 def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Raises BadParameter for an empty text, which a script passes if a variable is not set."""
+    """Raises BadParameter for an empty text. A script passes such a text if a variable is not set."""
     if value is not None and not value.strip():
-        raise click.BadParameter("it is empty", ctx, parameter)
+        raise click.BadParameter("the value is empty", ctx, parameter)
     return value
 
 
 class Compiling(click.RichCommand):
-    """A command that compiles and exits. Garbage collection is disabled, because nearly all objects live until the
-    command ends, and collection would take a quarter of the run time."""
+    """A command that compiles and exits. Garbage collection is disabled, because it would take a quarter of the run
+    time.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -83,10 +83,9 @@ def picture_option(text: str) -> Callable[[F], F]:
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
-    """Returns the tokenizer that `--tokenizer` names, in a form that `open_tokenizer` accepts, and the folders to
-    search for its file.
+    """Returns the tokenizer that `--tokenizer` names, for `open_tokenizer`, and the folders to search for its file.
 
-    If the option names a spec, the tokenizer is that of the spec, and the folder of the spec is searched too.
+    If the option names a spec, the spec's tokenizer is used, and the folder of the spec is searched too.
     """
     from specc.compiler.errors import SpeccError
     from specc.compiler.spec.check import load
@@ -101,8 +100,7 @@ def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, 
 
 
 def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
-    """Returns the folders to search for tokenizer files: the given folders and the folder of the data, because packed
-    data contains its tokenizer."""
+    """Returns the folders to search for tokenizer files: the given folders, and the data folder if there is one."""
     return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra
 
 
@@ -114,8 +112,9 @@ def all_specs() -> list[Path]:
 
 
 def generated_beside(spec: Path) -> Path:
-    """Returns the folder of the generated code of a spec's project: next to the spec, or next to the folder specs/ that
-    contains it."""
+    """Returns the folder `generated` of the project of a spec. It is beside the spec, or beside the folder specs/ that
+    contains it.
+    """
     folder = spec.parent
     if (folder.name or folder.absolute().name) == "specs":
         folder = folder.parent if folder.name else Path("..")
@@ -123,8 +122,7 @@ def generated_beside(spec: Path) -> Path:
 
 
 def only_spec() -> Path:
-    """Returns the only spec in specs/, for commands whose spec is optional. Raises UsageError, with the choices, if
-    there are several."""
+    """Returns the only spec in specs/. Raises UsageError, with the choices, if there are several."""
     specs = all_specs()
     if len(specs) > 1:
         raise click.UsageError(f"name a spec: {', '.join(map(str, specs))}")
@@ -132,7 +130,9 @@ def only_spec() -> Path:
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
-    """Returns the targets that an option selects. Raises UsageError if the spec does not list the target."""
+    """Returns the targets that an option selects; empty for all. Raises UsageError if the spec does not list the
+    target.
+    """
     if target is None:
         return ()
     from specc.compiler.spec.check import load

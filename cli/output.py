@@ -1,5 +1,6 @@
-"""The output of commands. Results go to stdout, and notes and progress go to stderr. Errors and findings have the
-format that the command line requests."""
+"""The output of commands. Results go to stdout. Notes and progress go to stderr. `--format` determines how errors
+appear.
+"""
 
 import codecs
 import io
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from specc.compiler.errors import Coded, Diagnostic
 
 FORMATS = ("text", "json", "github", "sarif")
-# Formats in which stdout is a single document with all errors and findings of the command
+# Formats in which stdout is one document with all errors and findings of the command
 DOCUMENTS = ("json", "sarif")
 format_option = click.Option(
     ["--format"],
@@ -31,10 +32,10 @@ format_option = click.Option(
 
 
 class _Stream(io.FileIO):
-    """Standard output or standard error, as a file that ignores write errors of one class.
+    """Standard output or standard error, as a file that ignores one class of write errors.
 
     Args:
-        descriptor: the number of the file.
+        descriptor: the file descriptor.
         ignored: the class of errors to ignore.
         prefix: the start of each line.
     """
@@ -61,12 +62,11 @@ class _Stream(io.FileIO):
 
 
 def keep_going() -> None:
-    """Makes this process continue if nobody reads its output, so that its exit code states the result of the command.
+    """Makes this process continue if nobody reads its output. The exit code then still states the result of the
+    command.
 
-    Standard output ignores a closed pipe. Standard error ignores all errors of writing, such as those of a closed
-    terminal or a full disk. If this process is one of several that train together and its rank is not 0, each line of
-    standard error begins with the rank. In an ASCII locale, both streams are encoded as UTF-8. Standard output writes
-    the original bytes of a path, even if they are not valid UTF-8.
+    Standard output ignores a closed pipe. Standard error ignores all write errors. On ranks other than 0, each line of
+    standard error begins with the rank. In an ASCII locale, both streams use UTF-8.
     """
     if sys.stdout is not None:
         results = _Stream(sys.stdout.fileno(), BrokenPipeError)
@@ -79,13 +79,13 @@ def keep_going() -> None:
 
 
 def _text(stream: _Stream, encoding: str, errors: str | None, line_buffering: bool) -> io.TextIOWrapper:
-    # Click writes a stream of ASCII as UTF-8 with question marks
+    # Click would replace other characters in an ASCII stream by question marks
     encoding = "utf-8" if codecs.lookup(encoding).name == "ascii" else encoding
     return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, line_buffering=line_buffering)
 
 
 def stream(text: str) -> None:
-    """Prints a part of a long result. Raises BrokenPipeError if nobody reads it."""
+    """Prints a part of a long result. Raises BrokenPipeError if the reader has closed the pipe."""
     click.echo(text, nl=False)
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stream) and raw.failed:
@@ -95,13 +95,13 @@ def stream(text: str) -> None:
 class Output:
     """The errors and findings of one command.
 
-    In the text format, errors go to stderr, and findings, which are results, go to stdout. In the format of GitHub
-    annotations, errors and findings go to stdout. With a format in DOCUMENTS, stdout is one document with the errors
-    and findings, and other results go to stderr. With `--json`, stdout is the JSON result of the command, which
-    contains its findings. If a command with `--json` fails, stdout is a JSON document of its errors.
+    A finding is a problem that the command was asked to look for. In the text format, errors go to stderr and findings
+    go to stdout. As GitHub annotations, both go to stdout. With a format in DOCUMENTS, stdout is one document with
+    both, and other results go to stderr. With `--json`, stdout is the JSON result, which includes the findings. If the
+    command fails, stdout is a JSON document of its errors.
 
     Args:
-        arguments: the command line, which may be invalid.
+        arguments: the command line. It may be invalid.
     """
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
@@ -124,8 +124,9 @@ class Output:
             yield
 
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
-        """Shows or collects a finding. `text` is its line in the text format; None if the printed result already
-        contains it."""
+        """Shows or collects a finding. `text` is the line to print in the text format. It is None if the result shows
+        the finding.
+        """
         if self.form == "text":
             if text is not None:
                 click.echo(text)
@@ -156,7 +157,7 @@ class Output:
 
 
 def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
-    """Returns whether a file or folder is larger than its budget. If so, also reports a finding."""
+    """Returns whether a file or folder is larger than its budget. If it is, also reports a finding."""
     over = budget is not None and total > budget
     if over:
         from specc.compiler.errors import Diagnostic
@@ -167,7 +168,6 @@ def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
 
 
 def _leads() -> bool:
-    """Returns whether this process has rank 0 or is the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -194,8 +194,9 @@ def say(line: str) -> None:
 
 
 class Stages:
-    """Shows the progress of a long task. A terminal shows a percentage. Other outputs get one line per stage,
-    and another line whenever `every` seconds have passed."""
+    """Shows the progress of a long task. A terminal shows a percentage. Other outputs get a line for each stage, and
+    another line every `every` seconds.
+    """
 
     def __init__(self, every: float = 30.0) -> None:
         self.stage, self._every, self._last = "", every, 0.0

@@ -47,8 +47,9 @@ def _by_state(files: tuple[tuple[str, str], ...]) -> dict[str, list[str]]:
 
 
 def _files_line(folder: Path, files: tuple[tuple[str, str], ...]) -> str:
-    """Returns one line with the numbers and the first few names of the new, changed and removed files. `files` contains
-    pairs (state, name)."""
+    """Returns a line about new, changed and removed files: their numbers and first names. `files` has pairs (state,
+    name).
+    """
     parts = []
     for state, names in _by_state(files).items():
         if names:

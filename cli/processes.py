@@ -11,8 +11,9 @@ from specc.cli.output import say
 
 
 class Repeatable(click.RichCommand):
-    """A command that stores its arguments, so that they can be passed to other processes. Options after `--` are those
-    of torchrun."""
+    """A command that stores its arguments, so that other processes can be started with them. torchrun gets options
+    after `--`.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -23,12 +24,12 @@ class Repeatable(click.RichCommand):
 
 
 def given_arguments() -> list[str]:
-    """Returns the name of the running command, whose class must be Repeatable, and its arguments as given."""
+    """Returns the name and the arguments of the running command. The class of the command must be Repeatable."""
     return list(get_current_context().meta["arguments"])
 
 
 def torchrun_options() -> list[str]:
-    """Returns the words after `--` of the running command, whose class must be Repeatable."""
+    """Returns the words after `--` in the running command. The class of the command must be Repeatable."""
     return list(get_current_context().meta["torchrun"])
 
 
@@ -37,16 +38,15 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
     Args:
         gpus: the number of processes, or None.
-        spec: the spec to run, which determines the devices.
+        spec: the spec to run. It determines the devices.
         target: the target to run, or None for the default.
         world: the processes that already run this command, or None.
 
     Returns:
-        The exit code of the processes; None if this process runs the command itself, because `gpus` is None or 1, or
-        because it is one of `world`.
+        The exit code of the processes. None if this process must run the command.
 
     Raises:
-        UsageError: if `world` does not have `gpus` processes, or there are options of torchrun without `gpus`.
+        UsageError: if `world` does not have `gpus` processes, or if there are torchrun options without `gpus`.
         EnvironmentFailure: if this machine does not have enough GPUs.
     """
     from specc.runtime.distributed.launch import launch, launch_with_torchrun, require_devices, started_here
@@ -65,7 +65,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
 
 def end_with_parent() -> None:
-    """Arranges that this process ends when the sweep that started it is killed. Does nothing if no sweep started it."""
+    """Makes this process end if the sweep that started it is killed. Does nothing outside of a sweep."""
     if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:
         from specc.runtime.distributed.launch import end_with_launcher
 

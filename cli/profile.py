@@ -1,4 +1,4 @@
-"""The `profile` command. Torch is imported only when the command runs."""
+"""The `profile` command. It imports Torch only when it runs."""
 
 import json
 import os
@@ -39,9 +39,9 @@ def command(
 ) -> None:
     """Record a trace of training steps, and list the kernels that take most of the time.
 
-    The steps run in the trainer, on random data. On a GPU, kernels are listed. On a CPU, operators are listed, and the
-    time of an operator excludes the operators that it calls. A trace has at most 50 MB. A trace that would be larger
-    contains only the events of the GPU.
+    The steps run in the trainer, on random data. On a CPU, operators are listed instead of kernels. The time of an
+    operator excludes the operators that it calls. A trace has at most 50 MB. If it would be larger, it contains only
+    the events of the GPU.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Torch's profiler would print messages to stderr
     from specc.compiler.build import plan_spec

@@ -1,4 +1,4 @@
-"""The `report` command, which writes the page of a run. Torch is imported only when the command runs."""
+"""The `report` command, which writes the page of a run. It imports Torch only when it runs."""
 
 from pathlib import Path
 
@@ -49,9 +49,8 @@ def command(
 ) -> None:
     """Write a report of a run: a self-contained HTML page, or a model card.
 
-    The page shows the model and its training, the curves, the quality, the error of each quantized parameter, the load
-    of experts, and samples. It is written from the files of the run alone. Samples are generated once and stored in the
-    run.
+    The page shows the model, the training curves, the validation scores, the error of each quantized parameter, the
+    load of experts, and samples. Only the files of the run are read. Samples are generated once and stored in the run.
     """
     from specc.runtime.report.sampling import SampleOptions
     from specc.runtime.report.write import write_card, write_report

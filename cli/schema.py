@@ -11,7 +11,7 @@ from specc.cli.output import command_output
 @click.option("--write", is_flag=True, help="Write specs/schema.json instead of printing the schema.")
 @click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if specs/schema.json is out of date.")
 def command(of: str, write: bool, check: bool) -> int:
-    """Print the JSON Schema of specs, which editors use for completion.
+    """Print the JSON Schema of specs, for completion in editors.
 
     `specc schema findings` prints the schema of the output of every command with `--format json`.
     """
@@ -32,7 +32,7 @@ def command(of: str, write: bool, check: bool) -> int:
         click.echo(f"wrote {path}")
     elif check:
         if not path.is_file() or path.read_bytes() != text.encode():
-            finding = Diagnostic("F002", "stale", "specc schema --write", str(path))
+            finding = Diagnostic("F002", "the schema is outdated", "specc schema --write", str(path))
             command_output().find(finding, f"{path}: {finding.message}; run {finding.hint}")
             return 1
         click.echo(f"{path}: as generated")

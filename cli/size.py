@@ -25,8 +25,8 @@ from specc.cli.output import find_over_budget, say
 def command(model: Path, budget: int | None, plain: bool, layers: bool, as_json: bool) -> int:
     """Count the bytes of an artifact or a submission exactly.
 
-    The exit code is 1 if the size exceeds the budget. The size of a submission is the total size of its code file and
-    its weights file.
+    The exit code is 1 if the size exceeds the budget. The size of a submission is the size of its code file plus the
+    size of its weights file.
     """
     from specc.runtime.submission.count import is_submission, submission_size
 

@@ -1,4 +1,4 @@
-"""The `train` command. Torch is imported only when the command runs."""
+"""The `train` command. It imports Torch only when it runs."""
 
 import shlex
 import time
@@ -31,8 +31,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--data",
     callback=stated,
-    help="Training data. For a model of text: a file or folder of text, jsonl, parquet or token shards, or `stdlib` "
-    "(the default). For a model of lines: a file of lines, or `polynomial` (the default).",
+    help="Training data. For a text model: a file or folder of text, jsonl, parquet or token shards, or `stdlib` "
+    "(the default). For a model that maps lines to lines: a file of lines, or `polynomial` (the default).",
 )
 @device_option
 @click.option(
@@ -90,7 +90,7 @@ def command(
 
     If generated code is committed beside the spec, it must be up to date.
 
-    To train on several machines, start this command on each, with options of torchrun after `--`: for example
+    To train on several machines, start this command on each machine, with options of torchrun after `--`, such as
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
     """
     from specc.compiler.build import plan_spec
@@ -109,7 +109,7 @@ def command(
         data, target = data or (known and known.data), target or (known and known.target)
         if known is not None and directory is not None and spec is None:
             if overrides:
-                raise click.UsageError("--set has no effect on a resumed run, whose spec is fixed")
+                raise click.UsageError("--set has no effect on a resumed run, because the spec of a run is fixed")
             beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
             built = None
         else:
@@ -159,7 +159,8 @@ def command(
 
 def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
     """Returns the position of `train.micro_batch` in a spec. If the spec does not set this field, returns the position
-    of `train`."""
+    of `train`.
+    """
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read
 
@@ -168,7 +169,9 @@ def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
 
 
 def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
-    """Prints the requirements of a run of a spec on a target. By default, the target is the last target of the spec."""
+    """Checks the inputs of a run without training, and prints what the run needs. The default is the last target of the
+    spec.
+    """
     from platformdirs import user_cache_path
 
     from specc.runtime.bench.dry_run import dry_run
@@ -189,7 +192,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
         data: the value of `--data`.
 
     Raises:
-        RunDirectoryError: if `directory` is not a run and no spec is given to start a run from.
+        RunDirectoryError: if `directory` is not a run, and `spec` is None.
     """
     from specc.compiler.spec.check import load
     from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, newest_run
@@ -204,8 +207,10 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that selects the kind of data that `--data` names. Returns no override if the spec with
-    `overrides` already states this kind. Only kinds that need no files can be selected in this way."""
+    """Returns the override that selects the kind of data named by `--data`.
+
+    Returns no override if the spec already has this kind. Only generated data can be selected in this way.
+    """
     from specc.compiler.spec.train import generated_data
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read

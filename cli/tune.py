@@ -1,4 +1,4 @@
-"""The `tune` command. Torch is imported only when the command runs."""
+"""The `tune` command. It imports Torch only when it runs."""
 
 import json
 import shlex
@@ -33,16 +33,17 @@ def command(
 ) -> None:
     """Search for the fastest kernel and tile size of each node, at the sizes of the spec.
 
-    The results are written to NAME.lock.json next to the spec after each node. `specc build` reads this lock. An
-    interrupted search resumes where it stopped. Candidates that do not compile, spill registers or are less accurate
-    than plain Torch are listed with the reason.
+    After each node, the results are written to the lock file NAME.lock.json next to the spec. `specc build` reads this
+    file. An interrupted search resumes where it stopped. Rejected candidates are listed with the reason: they do not
+    compile, spill registers, or are less accurate than plain Torch.
 
-    With --set, the results are added to the same lock. An entry applies only to the node that was measured.
+    With --set, the results are added to the same lock file. They apply only to nodes of the same kind and sizes.
 
-    Library matrix products are measured too, and, without --only, also whole training steps. PLAN.md shows these times.
+    Library matrix products are measured too. Without --only, whole training steps are measured as well. PLAN.md shows
+    these times.
     """
     if rest and (only or compile_only or fresh):
-        raise click.UsageError("--rest searches no tiles: use it without --only, --compile-only and --fresh")
+        raise click.UsageError("--rest does not search tile sizes: use it without --only, --compile-only and --fresh")
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
     from specc.compiler.targets import TARGETS

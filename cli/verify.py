@@ -1,4 +1,4 @@
-"""The `verify` command, which checks generated code against its plan. Torch is imported only when the command runs."""
+"""The `verify` command, which checks generated code against its plan. It imports Torch only when it runs."""
 
 import json
 from itertools import chain
@@ -17,10 +17,9 @@ from specc.cli.output import command_output
 def command(spec: Path, target: str | None, as_json: bool) -> int:
     """Compare generated code with its plan and with float64 references.
 
-    torch.fx traces the code, and the trace must equal the plan. Causality and the deployed int8 programs are checked
-    too. A spec of more than 200 million parameters is built and loaded at its full size, but its values are checked on
-    a smaller model. The smaller model has one layer per distinct block, at least two layers, and at most 1,024 token
-    ids.
+    torch.fx traces the code, and the trace must equal the plan. Causality and the int8 programs for artifacts are
+    checked too. Values of a model with more than 200 million parameters are checked on a smaller model. The smaller
+    model has one layer per distinct block, at least two layers, and at most 1,024 token ids.
 
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYERS", "build_model", "load"]
 
-# Folders and modules, from the lowest layer to the highest. Each may import only itself and the layers before it.
+# Folders and modules, lowest layer first. Each may import only itself and the entries before it.
 LAYERS = (
     "errors",
     "dtypes",
@@ -59,15 +59,14 @@ def build_model(
     device: str | None = None,
     seed: int | None = None,
 ) -> "nn.Module":
-    """Builds the model of a spec with initial weights. The module is in eval mode and has the dtypes of the target.
+    """Builds the model of a spec with initial weights, in eval mode.
 
-    The module runs the code that `specc build` generates, with the tiles of the lock next to the spec. Parameters have
-    the names of the spec, which `specc ir` prints, so that `load_state_dict` accepts other weights. The module has the
-    same methods as the result of `load`, except `translate`.
+    The module runs the code that `specc build` generates. `load_state_dict` accepts other weights; `specc ir` prints
+    the parameter names. The module has the same methods as the result of `load`, except `translate`.
 
     Args:
         spec: the spec file.
-        overrides: texts `path=value` that replace values of the spec.
+        overrides: texts `path=value`, which replace values of the spec.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         seed: the seed of the initial weights. None selects `train.seed` of the spec.
@@ -76,7 +75,7 @@ def build_model(
         The module.
 
     Raises:
-        SpecError: the spec or its lock is invalid.
+        SpecError: the spec or its lock file is invalid.
         TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
         RunFailure: no target of the spec runs on this machine.
         EnvironmentFailure: the GPU does not exist.
@@ -94,24 +93,23 @@ def build_model(
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
-    """Loads the model of a run directory or a `.specc` artifact. The module is in eval mode and has the dtypes of the
-    target.
+    """Loads the model of a run directory or a `.specc` artifact, in eval mode.
 
     Code that is stored in a file is never executed.
 
-    A text model has `model(ids, targets)`, which returns the mean loss in nats, f32 []; `model.score(ids, targets)`,
-    which returns the loss of each target in nats, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation.
-    ids and targets are i64 [B, T] on the target's device.
+    For a text model, `model(ids, targets)` returns the mean loss in nats, f32 []. `model.score(ids, targets)` returns
+    the loss of each target in nats, f32 [B, T]. `prefill`, `decode` and `new_cache` are for generation. ids and targets
+    are i64 [B, T] on the device of the model.
 
-    A model of lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode`, `extend`, and
-    `model.translate(lines)`, which returns one target line per source line.
+    A model that maps lines to lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode`,
+    `extend`, and `translate`. `model.translate(lines)` returns one target line per source line.
 
-    An artifact with int8 products runs directly from its int8 codes. It lacks `model(...)`, which is for training.
-    On a GPU it requires a CUDA toolkit, and its kernels are compiled once, in about a minute.
+    An artifact with int8 products runs directly from its int8 codes, and has no `model(...)`. On a GPU, such an
+    artifact requires a CUDA toolkit. The first load compiles kernels for about a minute.
 
-    Every method except `model(...)` checks its inputs. It raises ValueError if an input is not an i64 tensor of ids in
-    the vocabulary, is empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and
-    `decode`, which run once per token, do not check the values of ids, because that would synchronize with the device.
+    Every method except `model(...)` checks its inputs. It raises ValueError if an input is not an i64 tensor of valid
+    ids, is empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not
+    check the values of ids, because this would synchronize with the device.
 
     Args:
         path: the run directory or the artifact.
@@ -122,7 +120,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
         The module.
 
     Raises:
-        The errors of `specc.runtime.open_model.open_model`.
+        RuntimeFailure: as raised by `specc.runtime.open_model.open_model`.
     """
     from specc.runtime.decode.lines import translator_of
     from specc.runtime.model.guards import check_programs

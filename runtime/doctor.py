@@ -26,7 +26,7 @@ LEAST_DISK = 2 * 10**9  # in bytes; enough for a compile cache and the checkpoin
 TORCH = ("2.11", "2.14")  # the first supported version, and the first later version that is not supported
 TRITON = ("3.6", "3.8")
 PYTHON = ("3.11", "3.13")
-# Optional packages, what each is for, and the extra that installs it.
+# Optional packages: the purpose of each, and the extra that installs it.
 OPTIONAL = {
     "sentencepiece": ("tokenizers *.model", "train"),
     "tiktoken": ("tokenizers *.tiktoken", "train"),
@@ -44,8 +44,7 @@ class Check:
 
     Attributes:
         name: what was checked.
-        state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should support
-            cannot run.
+        state: `ok`, `note` if something optional is missing, or `failed` if commands cannot run.
         detail: a description of the result.
         fix: what the user can do; empty if the state is `ok`.
     """
@@ -60,8 +59,8 @@ def checks(import_torch: bool = False) -> Iterator[Check]:
     """Yields the checks of this machine, in order.
 
     Args:
-        import_torch: whether to import torch and list the GPUs that it can use, which takes a few seconds. Otherwise,
-            versions are read from the metadata of the installed packages, and GPUs from the driver.
+        import_torch: whether to import torch, and list the GPUs that it can use. Otherwise, versions are read from
+            package metadata, and GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")
@@ -113,8 +112,7 @@ def _package(name: str, supported: tuple[str, str], missing: State, fix: str) ->
 
 
 def _cuda_of_torch() -> Check:
-    """Checks the CUDA version for which torch was built. The version is read from a file of torch, without importing
-    it."""
+    """Checks the CUDA version of the torch package, without importing torch."""
     package = importlib.util.find_spec("torch")
     folder = Path(package.origin).parent if package is not None and package.origin else None
     text = (folder / "version.py").read_text(encoding="utf-8") if folder and (folder / "version.py").exists() else ""
@@ -125,7 +123,6 @@ def _cuda_of_torch() -> Check:
 
 
 def _gpus() -> Iterator[Check]:
-    """Yields one check per GPU that the driver lists, or one note if it lists none."""
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20)
         lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
@@ -201,11 +198,11 @@ def cache_check(name: str, folder: Path, variable: str) -> Check:
 
     Args:
         name: the name of the check.
-        folder: the folder, which need not exist yet.
+        folder: the folder. It need not exist yet.
         variable: the environment variable that selects another folder.
 
     Returns:
-        The check, which is `failed` if the folder is a link, belongs to another user, or others can write to it.
+        The check. It is `failed` if the folder is a link, belongs to another user, or is writable by others.
     """
     fix = f"set {variable} to a folder of your own"
     try:

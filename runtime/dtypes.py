@@ -1,4 +1,4 @@
-"""Torch dtypes, keyed by the names that the compiler uses for them."""
+"""Torch dtypes, by the names that the compiler uses."""
 
 import torch
 

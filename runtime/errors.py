@@ -9,10 +9,10 @@ class RuntimeFailure(Exception):
     """The base class of errors that the user can fix.
 
     Attributes:
-        message: a sentence that states the problem and its location.
+        message: the problem and its location.
         hint: a suggested remedy; empty if there is none.
         exit_code: the exit code of a command that ends with this error.
-        code: the code of the error, a key of `specc.compiler.errors.codes.CODES`.
+        code: the code of the error: a key of `specc.compiler.errors.codes.CODES`.
     """
 
     exit_code = 4
@@ -25,8 +25,9 @@ class RuntimeFailure(Exception):
 
 
 class EnvironmentFailure(RuntimeFailure):
-    """Raised if the machine lacks a requirement: a GPU, a compiler, a package, disk space, or write access to a
-    file."""
+    """Raised if the machine lacks something, such as a GPU, a compiler, a package, disk space, or write access to a
+    file.
+    """
 
     code = "E001"
     exit_code = 3
@@ -37,28 +38,26 @@ class RunFailure(RuntimeFailure):
 
 
 class ExportError(RuntimeFailure):
-    """Raised if the path of an exported file already exists or cannot be used, or the run cannot be exported in this
-    format."""
+    """Raised if the path of an export exists or cannot be used, or if the run cannot be exported in this format."""
 
     code = "U012"
     exit_code = 2
 
 
 class QuantizeError(RunFailure):
-    """Raised if a parameter cannot be quantized as requested, or no allocation of bits fits the budget."""
+    """Raised if a parameter cannot be quantized as requested, or if no allocation of bits fits the budget."""
 
     code = "R002"
 
 
 class IntegrityError(RuntimeFailure):
-    """Raised if a file is damaged, truncated, or does not match its header. No part of its content has been
-    returned."""
+    """Raised if a file is damaged, truncated, or does not match its header. No part of its content was returned."""
 
     code = "I001"
     exit_code = 5
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "name another path") -> EnvironmentFailure:
-    """Returns the error for a failed write to `path`. If the disk is full, the hint begins with "free some space"."""
+    """Returns the error for a failed write to `path`. If the disk is full, the hint suggests to free some space."""
     hint = f"free some space, or {hint}" if error.errno in FULL else hint
     return EnvironmentFailure(f"cannot write {path}: {error.strerror or error}", hint)

@@ -1,4 +1,4 @@
-"""Reports of a run: log.jsonl for programs, and a progress bar or plain lines for people."""
+"""The reports of a run: log.jsonl for programs, a progress bar or plain lines for people."""
 
 import json
 import math
@@ -29,13 +29,12 @@ class Step:
         loss: the mean loss over the tokens of the step, in nats per token.
         lr: the learning-rate multiplier of the schedule.
         grad_norm: the norm of the gradient before clipping.
-        tokens_per_second: the throughput in tokens. For line pairs, the tokens of sources and targets are counted,
-            without padding.
+        tokens_per_second: the throughput in tokens without padding. For line pairs, sources and targets count.
         seconds: the training time so far.
-        samples_per_second: the throughput in samples; None if steps are not counted in samples.
+        samples_per_second: the throughput in samples; None if the data have no samples.
         tokens: the number of tokens of the step, counted as in `tokens_per_second`.
         loss_scale: the factor by which the loss is multiplied for the backward pass; None if it does not change.
-        skipped: True if a gradient was not finite, so that the step changed no weights.
+        skipped: whether a gradient was not finite, so that the step changed no weights.
     """
 
     step: int
@@ -50,27 +49,26 @@ class Step:
     skipped: bool | None = None
 
 
-# A function that shows a step, given the completed fraction of the run (0 to 1)
+# Shows a step. The float is the completed fraction of the run, 0 to 1.
 Progress = Callable[[Step, float], None]
 
 
 class Follower(Protocol):
-    """A receiver of the records of a log. It must not raise."""
+    """A receiver of log records. It must not raise errors."""
 
     def write(self, event: str, values: Mapping[str, Value]) -> None: ...
 
 
 class RunLog:
-    """A log file with one JSON object per line, written without buffering.
+    """A log file with one JSON object per line. It is written without buffering.
 
     The field `event` of an object is one of: machine, start, start_up, step, validation, losses, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
 
     Args:
         path: the file. If it exists, records are appended to it.
-        memory: a function that returns the peak memory of the process in bytes, for the records of steps. None omits
-            this field.
-        followers: functions that are called with the event and the values of each record, after the record is written.
+        memory: returns the peak memory of the process in bytes, for records of steps. None omits this field.
+        followers: are called with the event and the values of each record after writing.
     """
 
     def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:
@@ -96,7 +94,7 @@ class RunLog:
             raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
-        """Writes a step, without the fields that have no value. The numbers of a skipped step need not be finite."""
+        """Writes a step, without fields that have no value or are not finite."""
         values = {name: value for name, value in asdict(step).items() if value is not None and math.isfinite(value)}
         self.write("step", **values, **({"memory_bytes": self._memory()} if self._memory else {}))
 
@@ -129,7 +127,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def lines(say: Say) -> Progress:
-    """Returns a display that calls `say` with one line for every 5 % of the run."""
+    """Returns a display that calls `say` with a line for every 5 % of the run."""
     shown = -1
 
     def show(step: Step, done: float) -> None:
@@ -144,7 +142,7 @@ def lines(say: Say) -> Progress:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """Opens a progress bar if standard error is a terminal. Otherwise, progress is printed as `lines` does.
+    """Opens a progress bar if standard error is a terminal. Otherwise, progress is printed in lines.
 
     Errors of the terminal are ignored, so a closed terminal does not stop the run.
     """
@@ -169,7 +167,7 @@ def open_progress(say: Say) -> Iterator[Progress]:
 
 
 def unfailing(say: Say) -> Say:
-    """Wraps `say`. If a line cannot be written, the wrapper drops it, and the run continues."""
+    """Wraps `say`. A line that cannot be written is dropped, so that the run continues."""
 
     def report(line: str) -> None:
         try:
@@ -181,9 +179,9 @@ def unfailing(say: Say) -> Say:
 
 
 def _silence_broken_streams() -> None:
-    """Redirects the standard streams that cannot be flushed to the null device.
+    """Redirects standard streams that cannot be flushed to the null device.
 
-    Otherwise, flushing the buffers of these streams would fail again when the process exits.
+    Otherwise, Python would flush them again at exit, and fail.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

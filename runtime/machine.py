@@ -1,4 +1,4 @@
-"""The machine of a run: the name of its device, and the memory that a process has used."""
+"""The machine of a run: the name of the device, and the memory that a process uses."""
 
 import platform
 import resource
@@ -9,8 +9,7 @@ import torch
 
 
 def processor() -> str:
-    """Returns the name of the CPU. It is read from /proc/cpuinfo, because Python's `platform` provides it on few
-    systems."""
+    """Returns the name of the CPU. It is read from /proc/cpuinfo if possible, because Python rarely knows it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -24,8 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes. On a GPU, only tensors are counted; on the CPU, the whole
-    process."""
+    """Returns the peak memory of this process in bytes: of all tensors on a GPU, or of the whole process on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux states this value in KiB

@@ -1,7 +1,6 @@
-"""The model card of a run in the format of the Hugging Face hub: YAML front matter and Markdown.
+"""The model card of a run, in the format of the Hugging Face hub: YAML front matter and Markdown.
 
-Every number is read from the files of the run. Strings in the front matter are written as JSON strings, which are valid
-YAML.
+All numbers are read from the files of the run. Strings in the front matter are JSON, which is valid YAML.
 """
 
 import json
@@ -20,14 +19,13 @@ def model_card(facts: RunFacts, library: str = "specc", files: Sequence[tuple[st
     Args:
         facts: the facts of the run.
         library: the library that loads the files: `transformers`, or `specc`.
-        files: the files beside the card with their sizes in bytes. If there are none, the card states the artifact of
-            the run.
+        files: the files in the folder of the card, with their sizes in bytes. If there are none, the card lists the
+            artifact of the run.
     """
     return "\n".join([*_front(facts, library), "", *_body(facts, library, files)]) + "\n"
 
 
 def _front(facts: RunFacts, library: str) -> Iterator[str]:
-    """Yields the lines of the front matter, with the results in the form of `model-index`."""
     task = "text-generation" if facts.run.spec.model.reads == "text" else "text2text-generation"
     yield "---"
     yield f"library_name: {library}"
@@ -124,7 +122,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _fenced(language: str, text: str) -> Iterator[str]:
-    """Yields the lines of a code block. Its fence is longer than any fence in the text."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -134,7 +131,6 @@ def _fenced(language: str, text: str) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Returns a string as one line of Markdown, in which characters with a special meaning are escaped."""
     line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return "".join(f"\\{letter}" if letter in "\\`*_[]|" else letter for letter in line)
 

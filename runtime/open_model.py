@@ -45,21 +45,19 @@ Prepare = Callable[[Spec], Spec]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is ready to run: in eval mode, on `device`, and with its parameters in the compute dtypes of its
-    target.
+    """A model that is ready to run: in eval mode, on `device`, with parameters in their compute dtypes.
 
     Attributes:
-        spec: the spec of the run, or the resolved spec of the artifact.
-        loaded: the module, with the spec, target and programs from which it was generated.
+        spec: the spec of the run or artifact.
+        loaded: the module, with its spec, target and programs.
         source: whether the model was opened from a run or from an artifact.
         path: the run or the artifact.
         device: the device of the parameters.
-        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
-            artifact. None for a run. Different code computes the same function, but results may differ in the last
-            bits.
+        same_code: whether this compiler generates the same code as the compiler that wrote the artifact. If not,
+            results may differ in the last bits. None for a run.
         data: the training data, in the format of `--data`; None for an artifact outside its run.
         search: folders to search for the tokenizer.
-        trained_on: the digests of the training data; None if neither the run nor the artifact states them.
+        trained_on: the digests of the training data; None if unknown.
         step: the step of the checkpoint of a run; None for an artifact.
     """
 
@@ -85,17 +83,17 @@ class OpenedModel:
 
     @property
     def line_model(self) -> GeneratedLines:
-        """The model, typed as a model of lines."""
+        """The model, typed as a model that maps lines to lines."""
         return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the spec. Raises DataError as `tokenizer_of` does."""
+        """The tokenizer of the spec. Raises the errors of `tokenizer_of`."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The character tokenizer of a model of lines. Raises DataError for a model of text."""
+        """The character tokenizer. Raises DataError for a text model."""
         return characters_of(self.spec)
 
 
@@ -109,7 +107,7 @@ def open_model(
     say: Say | None = None,
     prepared: Prepare = lambda spec: spec,
 ) -> OpenedModel:
-    """Opens the model of an artifact, or the model of a run with the weights of its newest valid checkpoint.
+    """Opens the model of an artifact, or of a run at its newest valid checkpoint.
 
     Args:
         path: the run directory or the artifact.
@@ -117,17 +115,15 @@ def open_model(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         quantized: whether to open the quantized model of a run.
         search: additional folders to search for the tokenizer.
-        say: a function that is called with a message if a damaged checkpoint is skipped, if the artifact was written by
-            a compiler that generates other code, or if the run has newer weights than its quantized artifact.
-        prepared: a function that receives the stored spec and returns the spec from which code is generated. It must
-            not change the parameters.
+        say: is called with messages about damaged checkpoints, outdated artifacts, and artifacts of other versions.
+        prepared: maps the stored spec to the spec for code generation. It must not change the parameters.
 
     Returns:
         The opened model.
 
     Raises:
         RunDirectoryError: `path` is neither a run nor an artifact.
-        IntegrityError: a file is damaged or inconsistent; no part of its content is returned.
+        IntegrityError: a file is damaged or inconsistent.
         RunFailure: the run has no checkpoint, or no target of the spec runs on this machine.
         TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
         EnvironmentFailure: the GPU does not exist.
@@ -142,7 +138,7 @@ def open_model(
         run = replace(run, spec=prepared(run.spec))
         return replace(opened_run(run, weights, target, device, search), step=step)
     require_path(path)
-    # The first path exists if the artifact is still in its run
+    # The first path exists if the artifact is still in the directory of its run
     places = (path.parent.parent / FILES, *search, path.parent)
     return _open_artifact(path, target, device, places, say, None, prepared)
 
@@ -163,7 +159,7 @@ def opened_run(
         The opened model.
 
     Raises:
-        The errors of `realize`.
+        TargetError, RunFailure, EnvironmentFailure, IntegrityError: as raised by `realize`.
     """
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = device_asked_for(loaded.target, device), _places(run, search)
@@ -179,10 +175,10 @@ def realize(
     lock: Lock = NO_LOCK,
     constants: Mapping[str, Tensor] | None = None,
 ) -> Loaded:
-    """Generates the module of `spec`, fills in its parameters, and moves it to its device in eval mode.
+    """Generates the module of a spec, fills its parameters, and moves it to the device, in eval mode.
 
-    The generated code is written to a temporary folder that only this user can read. The folder is deleted when the
-    module is.
+    The generated code is in a temporary folder that only this user can read. The folder is deleted together with the
+    module.
 
     Args:
         spec: the spec.
@@ -190,8 +186,8 @@ def realize(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         weights: f32 parameters by name, or the seed of initial weights.
         fuse: whether to apply the fusion points of the spec.
-        lock: the tile sizes that `specc tune` selected.
-        constants: the constants of the deployed programs, by name. If they are given, the deployed module is generated.
+        lock: the kernels that were fastest in measurements.
+        constants: the constants of int8 programs, by name. If they are given, the module has int8 products.
 
     Returns:
         The module with its spec, target and programs.
@@ -214,7 +210,7 @@ def realize(
             fill(loaded, constants)
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            # Kernels are compiled in parallel, because compiling each at its first call would take minutes
+            # Kernels are compiled in parallel. Compiling each at its first call would take minutes.
             compile_ahead(loaded.directory)
         dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
         place(loaded.model, dtypes, where)
@@ -226,8 +222,9 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights of the model that is scored. Weights that only training uses, such as the modules of an
-    auxiliary loss, are left out."""
+    """Returns the weights that scoring needs. Weights that only training uses, such as those of an auxiliary loss, are
+    omitted.
+    """
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
     trained, deployed = ({param.name for param in lower(form, target).params} for form in (spec, spec.at_rest))
@@ -237,10 +234,10 @@ def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[
 def realize_stored(
     spec: Spec, target: str | None, device: str | None, stored: QuantizedModel, weights: Mapping[str, Tensor]
 ) -> Loaded:
-    """Generates the module that runs from stored arrays.
+    """Generates the module of a quantized model.
 
-    Matrix products run in integers if the storage schemes of their weights allow it; all other parameters are
-    dequantized. If no product runs in integers, the module keeps the stored arrays, which decoding steps read.
+    Matrix products are computed in int8 if the storage schemes of their weights allow it. All other parameters are
+    dequantized. If there is no int8 product, the stored arrays are retained for decoding steps.
 
     Args:
         spec: the spec.
@@ -254,7 +251,7 @@ def realize_stored(
 
     Raises:
         IntegrityError: the stored arrays are inconsistent.
-        Others: the errors of `realize`.
+        TargetError, RunFailure, EnvironmentFailure: as raised by `realize`.
     """
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
     if not sources:
@@ -264,7 +261,7 @@ def realize_stored(
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """Returns the weights of the newest valid checkpoint of the run (f32, by parameter name) and its step.
+    """Returns the weights of the newest valid checkpoint of a run (f32, by parameter name), and the step.
 
     Raises RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
     """
@@ -273,10 +270,9 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 
 
 def _newest(run: Run, say: Say) -> tuple[Path, checkpoint.State]:
-    """Returns the newest valid checkpoint of the run, and its state."""
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no valid checkpoint", f"train it: {run.resume_command}")
+        raise RunFailure(f"{run.directory} has no valid checkpoint", f"train the run: {run.resume_command}")
     state = checkpoint.read_state(newest)
     if state.spec_digest != run.spec_digest:
         message = f"{run.directory}: its spec.json is not the spec that {newest.name} was trained with"
@@ -285,11 +281,10 @@ def _newest(run: Run, say: Say) -> tuple[Path, checkpoint.State]:
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
-    """Returns the run with the model of its current phase, the weights of this model, and their step.
+    """Returns a run with the model of its current phase, the f32 weights of this model by name, and their step.
 
     The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
-    The spec of the returned run then contains the model of that phase. Weights are f32, by parameter name. Raises
-    RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
+    Raises RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)
@@ -303,7 +298,7 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
 
 
 def spec_at(path: Path) -> Spec:
-    """Returns the spec of a run or of an artifact. Raises RunDirectoryError and IntegrityError as `open_model` does."""
+    """Returns the spec of a run or an artifact. Raises RunDirectoryError and IntegrityError as `open_model` does."""
     if path.is_dir():
         return Run.open(path).spec
     require_path(path)
@@ -316,7 +311,7 @@ def token_cache() -> Path:
 
 
 class DataChoice(Protocol):
-    """The data options of a command that reads the data of a run."""
+    """The data options of a command that uses the data of a run."""
 
     @property
     def data(self) -> str | None: ...
@@ -325,8 +320,10 @@ class DataChoice(Protocol):
 
 
 def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
-    """Returns the data, and the folder that caches tokenized text. If `options` does not state them, returns the data
-    of the run and the default cache folder of the user."""
+    """Returns the data, and the folder for tokenized text.
+
+    The defaults are the data of the run, and the cache folder of the user.
+    """
     return options.data or run.data, options.cache or token_cache()
 
 
@@ -335,12 +332,11 @@ class Verified:
     """The verified content of an artifact.
 
     Attributes:
-        spec: the resolved spec.
+        spec: the spec.
         stored: the arrays in their storage formats.
         weights: the dequantized parameters, f32, by name.
-        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
-            artifact.
-        trained_on: the digests of the training data; None if the artifact does not state them.
+        same_code: whether this compiler generates the same code as the compiler that wrote the artifact.
+        trained_on: the digests of the training data; None if unknown.
     """
 
     spec: Spec
@@ -351,7 +347,7 @@ class Verified:
 
 
 def read_verified(path: Path) -> Verified:
-    """Reads and verifies a whole artifact. Raises IntegrityError if any check fails."""
+    """Reads and verifies a whole artifact. Raises IntegrityError if a check fails."""
     resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
@@ -398,7 +394,5 @@ def _open_artifact(
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
-    """Returns the folders to search for the tokenizer: the folder of the run's files, `search`, and the folder of the
-    data."""
     data = Path(run.data)
     return (run.files, *search, data if data.is_dir() else data.parent)

@@ -1,4 +1,4 @@
-"""Draws pictures of measurements with matplotlib. The PNG files are readable without color."""
+"""Draws measurements with matplotlib. The pictures can be read without color."""
 
 from importlib.util import find_spec
 from io import BytesIO
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """The style of a line in a plot. Lines differ in their dashes and markers, and not only in color."""
+    """The style of a line in a plot. Lines differ in color, dashes and markers."""
 
     color: str
     dashes: str
@@ -30,13 +30,13 @@ def style_of(index: int) -> Style:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raises EnvironmentFailure if matplotlib is missing. `what` names the picture that needs it, for the message."""
+    """Raises EnvironmentFailure if matplotlib is missing. `what` is the picture that needs it, for the message."""
     if find_spec("matplotlib") is None:
         raise EnvironmentFailure(f"{what} needs matplotlib", "pip install 'specc[bench]'")
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of this size in inches. The figure is drawn in memory and needs no display."""
+    """Returns an empty figure of this size in inches. It needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

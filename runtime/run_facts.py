@@ -1,7 +1,6 @@
-"""The facts in the files of a run: its spec, its log, its checkpoints, and the results of quantization and evaluation.
+"""The facts in the files of a run: spec, log, checkpoints, and results of quantization and evaluation.
 
-Reports and model cards take every number from this module. A number that no file states is missing, and is never
-estimated.
+Reports and model cards take all numbers from this module. Missing numbers are never estimated.
 """
 
 import json
@@ -38,7 +37,7 @@ class Score:
         metric: the name of the metric.
         value: the value of the metric.
         error: the standard error of the value; None if it is not recorded.
-        over: a phrase that states the number and the kind of the items over which the value is a mean.
+        over: what the value is a mean of, for example `1,024 tokens`.
     """
 
     model: str
@@ -74,8 +73,11 @@ class RunFacts:
 
     @classmethod
     def read(cls, path: Path) -> "RunFacts":
-        """Reads the files of a run. Raises RunDirectoryError if it is not a run, and IntegrityError if its spec.json or
-        run.json is damaged."""
+        """Reads the files of a run.
+
+        Raises RunDirectoryError if the directory is not a run, and IntegrityError if its spec.json or run.json is
+        damaged.
+        """
         run = Run.open(path)
         problems: list[str] = []
         records = Records.read(run.log)
@@ -109,12 +111,12 @@ class RunFacts:
 
     @property
     def start(self) -> Record:
-        """The record that the training loop wrote when it last started."""
+        """The log record of the last start of training."""
         return self.records.last("start")
 
     @property
     def machine(self) -> str:
-        """A description of the device on which the run trained last."""
+        """A description of the device on which the run last trained."""
         name, processes = self.records.last("machine").get("name"), self.start.get("processes")
         if not isinstance(name, str):
             device = self.start.get("device")
@@ -122,7 +124,7 @@ class RunFacts:
         return f"{processes} x {name}" if is_number(processes) and processes > 1 else name
 
     def training(self) -> Iterator[tuple[str, str]]:
-        """Yields (label, value) pairs about the model and its training."""
+        """Yields pairs (label, value) about the model and its training."""
         run, train = self.run, self.run.spec.train
         start, end = self.start, self.records.last("end")
         yield "model", run.spec.model.title
@@ -156,15 +158,18 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the name of the final weights, and their last validation (an empty record if there is none)."""
+        """Returns the name of the final weights, and their last validation. The record is empty if there was no
+        validation.
+        """
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
         record = self.records.last("validation", weights=which)
         return (AVERAGED if which == "average" else RAW), record
 
     def scores(self) -> Iterator[Score]:
-        """Yields the measured scores: the last validation, the losses before and after quantization, and the results of
-        tasks."""
+        """Yields all scores: the last validation, the losses before and after quantization, and the results of
+        tasks.
+        """
         which, record = self.final_validation()
         step = record.get("step")
         yield from _scores(which, step if isinstance(step, int) else None, "validation split", record)
@@ -192,7 +197,7 @@ class RunFacts:
                     )
 
     def commands(self) -> Sequence[str]:
-        """Returns the commands that repeat the run from `spec.json`, the resolved spec with its overrides."""
+        """Returns the commands that repeat the run from its `spec.json`."""
         lines = [
             f"specc train spec.json --data {_quoted(Path(self.run.data).name)} --target {self.run.target} --run RUN"
         ]
@@ -204,7 +209,6 @@ class RunFacts:
 
 
 def _scores(model: str, step: int | None, data: str, record: Record) -> Iterator[Score]:
-    """Yields the metrics of a validation or of an evaluation."""
     tokens, pieces, size = (record.get(key) for key in ("tokens", "piece_bytes", "document_bytes"))
     counts = [f"{tokens:,} tokens"] if is_number(tokens) else []
     known = size if is_number(size) else pieces
@@ -221,7 +225,7 @@ def _scores(model: str, step: int | None, data: str, record: Record) -> Iterator
             yield Score(model, step, data, metric, scale * record[key], None, ", ".join(over))
     nats = record.get("nats")
     if is_number(nats) and is_number(tokens) and "event" not in record and "name" not in record:
-        # A result of `quantize` states the sum over tokens, and a record of the log states the mean
+        # A result of `quantize` has the sum over tokens, and a log record has the mean
         nats = nats / tokens
     if is_number(nats):
         yield Score(model, step, data, "nats per token", nats, None, ", ".join(counts))

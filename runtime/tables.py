@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table whose first row is the heading. The first column is left-aligned, and the
-    others are right-aligned."""
+    """Yields the lines of a Markdown table. The first row is the heading, and the first column is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]

@@ -28,15 +28,15 @@ from specc.cli.output import say
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:
     """Download token shards or a tokenizer from the Hugging Face hub.
 
-    NAME is a data set or the file of a tokenizer. The data sets fineweb-sp1024 and fineweb-sp8192 are shards of FineWeb
-    with their tokenizers. The files are those that specs name: gpt2.tiktoken, llama3.tiktoken, qwen3.json and
-    gemma3.model. The command states what it downloads, and asks for confirmation. No other command uses the network.
+    NAME is a data set or the file of a tokenizer. The data sets fineweb-sp1024 and fineweb-sp8192 are shards of
+    FineWeb, with their tokenizers. The tokenizer files are gpt2.tiktoken, llama3.tiktoken, qwen3.json and gemma3.model.
+    The command states what it downloads, and asks for confirmation. No other command uses the network.
     """
     from specc.runtime.data.shards.fetch import SETS, fetch
     from specc.runtime.data.shards.fetch_tokenizer import TOKENIZERS, fetch_tokenizer
 
     if name not in SETS and name not in TOKENIZERS:
-        raise click.UsageError(f"there is no download {name}; choose from {', '.join((*SETS, *TOKENIZERS))}")
+        raise click.UsageError(f"unknown name {name}; choose from {', '.join((*SETS, *TOKENIZERS))}")
     if name in TOKENIZERS:
         source, content = f"{repo or TOKENIZERS[name].repository}", f"the tokenizer {name}"
     else:

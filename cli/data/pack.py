@@ -61,9 +61,9 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
 def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
     """Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.
 
-    Text and jsonl may be compressed as .xz, .gz or .zst. By default, the text is split as `specc train` splits it:
-    files or folders named train* are for training, and files or folders named val* for validation. If no file or folder
-    has such a name, one document in ten is for validation.
+    Text and jsonl may be compressed as .xz, .gz or .zst. By default, files and folders named train* are for training,
+    and files and folders named val* are for validation. If no file or folder has such a name, one document in ten is
+    for validation.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make

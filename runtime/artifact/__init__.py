@@ -1,1 +1,1 @@
-"""The `.specc` artifact format: header, sections, codecs, the table of arrays and stored tensors."""
+"""The file format of artifacts, `.specc`: header, sections, codecs, the table of arrays, and stored tensors."""

@@ -1,9 +1,8 @@
-"""Reads and writes the `.specc` artifact: one file with the resolved spec and the arrays of every parameter.
+"""Reads and writes artifacts (`.specc`). An artifact is one file with a spec and the arrays of every parameter.
 
-The file stores no code. The compiler of the reader lowers the spec, which determines the names and shapes of the
-arrays. If arrays are multiplied in their stored form, the file also states their names and shapes (table.py), which
-must agree with the spec. The digest of every section is verified before the section is decompressed, and no section is
-decompressed beyond the size that the header declares and the spec expects.
+The file stores no code. The reader derives the names and shapes of all arrays from the spec. If there are int8
+products, the file also states names and shapes (table.py), and both must agree. The digest of a section is verified
+before decompression. The declared size limits the decompression of each section.
 """
 
 import contextlib
@@ -42,8 +41,7 @@ CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change bet
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """The size of all sections of one kind: their total bytes, `compressed` and `raw`, and the number of sections,
-    `pieces`."""
+    """The size of all sections of one kind: compressed bytes, raw bytes, and the number of sections (`pieces`)."""
 
     kind: str
     compressed: int
@@ -53,7 +51,7 @@ class SectionSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSize:
-    """The size of an artifact in bytes, by section. `total`, the size of the file, is `header` plus the sections."""
+    """The size of an artifact in bytes. `total` is the size of the file: `header` plus all sections."""
 
     total: int
     header: int
@@ -65,13 +63,13 @@ class ArtifactContents:
     """The uncompressed contents of an artifact, verified after reading or ready to be written.
 
     Attributes:
-        spec: the resolved spec as canonical JSON.
+        spec: the spec as canonical JSON.
         layout: the names, dtypes and shapes of the arrays, in file order.
         tensors: the arrays by parameter name and suffix; read-only after reading.
         interface: 32 bytes, the digest of parameter names, shapes and storage.
-        code: 32 bytes, the digest of the generated code at the time of writing.
-        table: the raw bytes of the table section (table.py); empty if no array is multiplied in its stored form.
-        trained_on: digests of the training data; None if they are not known.
+        code: 32 bytes, the digest of the generated code when the file was written.
+        table: the raw bytes of the table section (table.py); empty if there are no int8 products.
+        trained_on: the digests of the training data; None if unknown.
     """
 
     spec: bytes
@@ -86,7 +84,7 @@ class ArtifactContents:
 def write_artifact(
     path: Path, contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI
 ) -> ArtifactSize:
-    """Writes an artifact to `path` atomically: the temporary file is read back and verified before it is renamed.
+    """Writes an artifact atomically. The temporary file is read back and verified before it is renamed.
 
     The bytes of the file depend only on `contents`, `quality`, `codec` and the release of the codec's library.
 
@@ -101,13 +99,13 @@ def write_artifact(
 
     Raises:
         RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
-        IntegrityError: the data read back differs from `contents`.
+        IntegrityError: the file has other contents when it is read back.
         EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
 
     def check(temporary: Path) -> None:
-        unreadable = IntegrityError(f"{path}: the data read back differ from what was written", "check disk and memory")
+        unreadable = IntegrityError(f"{path}: the file does not contain what was written", "check disk and memory")
         try:
             back = read_artifact(temporary, lambda _: (contents.interface, contents.layout), limit=2**62)
         except IntegrityError as error:
@@ -144,18 +142,17 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: a function that returns the pair (interface digest, layout) that the local compiler derives from the
-            bytes of the spec.
+        layout_of: maps the bytes of the spec to the pair (interface digest, layout), as the local compiler derives
+            them.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
-        judge: a function that is called with the text of the table of arrays before any array is decompressed. The text
-            is empty if the file has no table. The function raises IntegrityError to reject the file.
+        judge: is called with the text of the table of arrays before any array is decompressed. The text is empty if
+            there is no table. May raise IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.
 
     Raises:
-        IntegrityError: the file cannot be read or is damaged, its interface digest or section sizes differ from
-            `layout_of`, its arrays need more than `limit` bytes, or `judge` rejects it.
+        IntegrityError: the file is damaged, does not match `layout_of`, exceeds `limit`, or is rejected by `judge`.
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
@@ -165,12 +162,12 @@ def read_artifact(
         except RuntimeFailure:
             raise
         except Exception as error:
-            raise IntegrityError(f"its spec is not valid for this version of specc: {error}") from error
+            raise IntegrityError(f"the stored spec is not valid for this version of specc: {error}") from error
         if interface != header.interface:
             message = "its parameters differ from those that this version of specc derives from its spec"
-            raise IntegrityError(message, "read it with the version of specc that wrote it")
+            raise IntegrityError(message, "read the file with the version of specc that wrote it")
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
-            raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
+            raise IntegrityError(f"the arrays take {needed:,} bytes, more than the limit of {limit:,}")
         table, digests = (
             b"".join(read_section(file, section, label, header.codec) for section in header.of(kind))
             for kind, label in ((Kind.TABLE, "the table of arrays"), (Kind.DATA_DIGESTS, "the digests of data"))
@@ -183,14 +180,13 @@ def read_artifact(
 
 
 def require_layout(path: Path, layout: Layout) -> None:
-    """Checks the section sizes of the artifact at `path`. Raises IntegrityError if the sizes differ from those of
-    `layout`."""
+    """Raises IntegrityError if the section sizes of an artifact differ from the sizes in `layout`."""
     with _opened(path) as (file, size):
         _plan(read_header(file, size), layout)
 
 
 def peek_spec(path: Path) -> bytes:
-    """Reads and verifies the resolved spec of the artifact at `path`, without the other sections.
+    """Reads and verifies the spec of the artifact at `path`, without the other sections.
 
     Raises IntegrityError if the file cannot be read, or if the header or the spec is damaged.
     """
@@ -200,7 +196,7 @@ def peek_spec(path: Path) -> bytes:
 
 
 def artifact_size(path: Path) -> ArtifactSize:
-    """Returns the size of the artifact at `path` by section and verifies the digests of all sections.
+    """Returns the size of an artifact by section, after verifying the digests of all sections.
 
     Raises IntegrityError if the file cannot be read or is damaged.
     """
@@ -213,16 +209,18 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields the open file and its size. An IntegrityError raised in the block is prefixed with the path.
+    """A context manager that yields the open file and its size. The message of an IntegrityError in the block gets the
+    path.
 
-    The file is not memory-mapped: if a mapped file is truncated, reading it kills the process instead of raising.
+    The file is not memory-mapped. If a mapped file were truncated, reading it would kill the process instead of raising
+    an error.
     """
     try:
         # With O_NONBLOCK, opening a named pipe does not block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise IntegrityError("it is not a regular file")
+                raise IntegrityError("not a regular file")
             yield file, status.st_size
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
@@ -231,7 +229,6 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[Header, list[bytes]]:
-    """Returns the header and the compressed sections of an artifact."""
     if len(contents.interface) != 32 or len(contents.code) != 32:
         raise ValueError("the interface and code digests are 32 bytes each")
     if len(contents.spec) > MAX_SPEC_BYTES:
@@ -247,7 +244,7 @@ def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[H
 
 
 def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes]]:
-    """Yields the kind, the items per row and the bytes of each section. Array sections hold whole rows of a stream."""
+    """Yields the kind, the items per row and the bytes of each section."""
     digests = b"" if contents.trained_on is None else contents.trained_on.packed()
     yield Kind.SPEC, 1, contents.spec
     yield from ((kind, 1, raw) for kind, raw in ((Kind.TABLE, contents.table), (Kind.DATA_DIGESTS, digests)) if raw)
@@ -263,8 +260,6 @@ def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes
 
 @lru_cache(CACHED_SECTIONS)
 def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
-    """Returns the header entry and the compressed bytes of a section. Array sections use the transform that `choose`
-    returns."""
     transform = Transform.PLAIN
     if kind not in TEXTS:
         stream = Stream(kind, columns, 0, ())
@@ -275,9 +270,9 @@ def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) 
 
 
 def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
-    """Returns the (stream, number of rows) of every array section.
+    """Returns a pair (stream, number of rows) for every array section.
 
-    Raises IntegrityError if the kinds or the raw sizes of the sections differ from those of the layout.
+    Raises IntegrityError if the kinds or the raw sizes of the sections differ from the layout.
     """
     if header.version == 1:
         plan = list(_plan_1(layout))
@@ -287,13 +282,12 @@ def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
         (section.kind, section.raw) != (stream.kind, raw_size(stream, rows, section.transform))
         for (stream, rows), section in zip(plan, header.data, strict=True)
     ):
-        raise IntegrityError("its sections do not have the sizes that its spec requires")
+        raise IntegrityError("the sections do not have the sizes that the spec requires")
     return plan
 
 
 def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
-    """Yields the pairs that `_plan` returns, for format version 1: one stream per kind, in layout order, cut into
-    pieces of CHUNK_BYTES."""
+    """Yields the pairs of `_plan` for format version 1: one stream per kind, cut into pieces of CHUNK_BYTES."""
     for kind in Kind:
         members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)
         items, step = sum(layout[i][1].bytes for i in members) // ITEM_BYTES[kind], CHUNK_BYTES // ITEM_BYTES[kind]
@@ -302,7 +296,7 @@ def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
-    """Raises RunFailure if the names, dtypes or shapes of `tensors` differ from those of `layout`."""
+    """Raises RunFailure if the names, dtypes or shapes of `tensors` differ from `layout`."""
     expected = {(name, stored.suffix): stored for name, stored in layout}
     if len(expected) != len(layout):
         raise RunFailure("the layout names an array twice")
@@ -319,7 +313,7 @@ def _check(layout: Layout, tensors: Tensors) -> None:
 def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:
     """Reads the array sections and returns the arrays of `layout`, by parameter name and suffix.
 
-    In version 1, a stream was transformed before it was cut into sections. Its sections are therefore joined first.
+    In version 1, a stream was transformed before it was cut into sections. These sections are therefore joined first.
     """
     pieces: dict[Stream, list[bytes]] = {}
     for i, ((stream, rows), section) in enumerate(zip(_plan(header, layout), header.data, strict=True), header.texts):

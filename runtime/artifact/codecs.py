@@ -1,4 +1,4 @@
-"""The two codecs of artifact sections, brotli and LZMA2, with decompression of bounded size."""
+"""The two codecs of artifact sections, brotli and LZMA2. Decompression has a maximum size."""
 
 import lzma
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from specc.runtime.errors import EnvironmentFailure, IntegrityError
 
 SLACK_BYTES = 64 * 2**10  # decompression stops if the output exceeds the declared size by more than this
 WINDOW_BITS = 24
-# A raw LZMA stream does not state its dictionary size, so this constant bounds the decoder's memory. lc, lp and pb are
-# 0 because quantization codes are not text: neither the previous byte nor the position predicts the next byte.
+# A raw LZMA stream does not state its dictionary size, so this constant limits the decoder's memory. lc, lp and pb are
+# 0 because neither the previous byte nor the position predicts the next quantization code.
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**20, "lc": 0, "lp": 0, "pb": 0}]
 
 
 class Codec(IntEnum):
-    """The compression of all sections of a file. LZMA needs only Python's standard library, unlike brotli."""
+    """The compression of all sections of a file. Unlike brotli, LZMA is in Python's standard library."""
 
     BROTLI = 0
     LZMA = 1
@@ -34,7 +34,7 @@ def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
 def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Codec.BROTLI) -> Iterator[bytes]:
     """Yields pieces of the decompressed bytes, at most `declared` + `SLACK_BYTES` in total.
 
-    The total is counted here because the decoders do not enforce their own output limits strictly.
+    The total is checked here, because the decoders do not enforce their limits strictly.
 
     Args:
         compressed: the compressed section.
@@ -43,11 +43,10 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
         codec: the compression of the section.
 
     Returns:
-        An iterator over the pieces; errors are raised while it is consumed.
+        An iterator over the pieces. Errors are raised during iteration.
 
     Raises:
-        IntegrityError: `compressed` is not a stream of `codec`, is truncated, has bytes after its end, or expands past
-            `declared` + `SLACK_BYTES`.
+        IntegrityError: `compressed` is not valid for `codec`, or expands to more than `declared` + `SLACK_BYTES` bytes.
         EnvironmentFailure: `codec` is brotli, and brotli is not installed.
     """
     if codec == Codec.LZMA:
@@ -71,7 +70,7 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
             position += len(step)
             piece = decode(step, SLACK_BYTES // 2)
             if hungry and not (step or piece or finished()):
-                raise IntegrityError(f"{label} ends before its compressed stream does")
+                raise IntegrityError(f"{label} is truncated: its compressed stream continues")
             produced += len(piece)
             if produced > declared + SLACK_BYTES:
                 raise IntegrityError(f"{label} expands to more than the {declared:,} bytes that the header declares")
@@ -79,7 +78,7 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
     except failure as error:
         raise IntegrityError(f"{label} is not a valid {codec.name.lower()} stream") from error
     if position != len(compressed) or (codec == Codec.LZMA and decoder.unused_data):
-        raise IntegrityError(f"{label} has bytes after its compressed stream")
+        raise IntegrityError(f"{label} has extra bytes after its compressed stream")
 
 
 def _brotli() -> Any:

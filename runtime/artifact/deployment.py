@@ -1,4 +1,4 @@
-"""`Deployment`: the stored arrays and digests that the local compiler derives from a resolved spec, without torch."""
+"""`Deployment`: the arrays and digests of an artifact that the local compiler derives from a spec, without torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from specc.runtime.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The contents of an artifact that follow from a resolved spec.
+    """The contents of an artifact that follow from its spec.
 
     Attributes:
         schemes: the quantization scheme of each parameter.
@@ -31,7 +31,7 @@ class Deployment:
 
     @classmethod
     def of(cls, spec: Spec) -> "Deployment":
-        """Lowers `spec` and returns its deployment. Raises LoweringError if the spec cannot be lowered."""
+        """Compiles `spec` and returns its deployment. Raises LoweringError if the spec cannot be compiled."""
         built = compiled(spec.at_rest)
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
@@ -52,17 +52,19 @@ class Deployment:
 
     @property
     def integer(self) -> bool:
-        """True if any array is multiplied in its stored form, so that the file has a table of arrays."""
+        """Whether there are int8 products. The file then has a table of arrays."""
         return any(scheme.integer for scheme in self.schemes.values())
 
 
 def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
-    """Returns the spec of an artifact, and its deployment. Raises IntegrityError if the spec is invalid or cannot be
-    lowered."""
+    """Returns the spec of an artifact, and its deployment.
+
+    Raises IntegrityError if the spec is invalid or cannot be compiled.
+    """
     try:
         spec = spec_of(text)
         if problem := next(iter(problems_of(spec)), None):
             raise ValueError(problem.message)
         return spec, Deployment.of(spec)
     except Exception as error:
-        raise IntegrityError(f"its spec is not valid for this version of specc: {error}") from error
+        raise IntegrityError(f"the stored spec is not valid for this version of specc: {error}") from error

@@ -1,6 +1,6 @@
-"""Checks the stored arrays of int8 products, and computes from them the tensors that the kernels read.
+"""Checks the stored arrays of int8 products, and computes the tensors that their kernels read.
 
-The checks need only the table of arrays, so they run before any array is decompressed.
+The checks need only the table of arrays. They run before any array is decompressed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +22,19 @@ Table = Mapping[tuple[str, str], Entry]
 def require_products(
     sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], layout: Layout, text: bytes
 ) -> None:
-    """Checks the table of arrays of a file against the int8 products of the model, and then against the layout.
+    """Checks the table of arrays in a file: first against the int8 products of the model, then against the layout.
 
     Args:
         sources: the int8 products of the model.
         shapes: the shapes [N, K] of the weights, by name.
         layout: the stored arrays of the artifact.
-        text: the table of arrays of the file; empty if it has none.
+        text: the table of arrays; empty if the file has none.
 
     Raises:
-        IntegrityError: the table is missing, or a dtype, shape or memory order differs. The message states the node or
-            array, the expected value and the stored value.
+        IntegrityError: the table is missing, or a dtype, shape or memory order differs.
     """
     if not text:
-        raise IntegrityError("it has int8 products but no table of arrays", AGAIN)
+        raise IntegrityError("the artifact has int8 products but no table of arrays", AGAIN)
     table = unpacked(text)
     for source in sources:
         n, k = shapes[source.weight]
@@ -44,17 +43,16 @@ def require_products(
 
 
 def require_product(source: Source, table: Table, extent: tuple[int, int]) -> None:
-    """Checks the arrays of one product of `extent` (N, K).
+    """Checks the arrays of one product with N outputs and K inputs; `extent` is (N, K).
 
-    Raises IntegrityError if an array is missing or its dtype, shape or memory order differs. The message states the
-    node, the expected value and the stored value.
+    Raises IntegrityError if an array is missing, or has another dtype, shape or memory order.
     """
     if problem := next(_mismatches(source, table, *extent), None):
         raise IntegrityError(f"{source.node}: {problem}", AGAIN)
 
 
 def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
-    """Yields the differences between the arrays of a product and its extent, in a fixed order."""
+    """Yields the differences between the stored arrays and the arrays that a product needs."""
     arrays = [(source.weight, suffix) for suffix in ("codes", "scale", "input_scale")]
     arrays += [(source.bias, suffix) for suffix in ("codes", "scale") if source.bias]
     yield from (f"{', '.join(array)} is not in the file" for array in arrays if array not in table)
@@ -85,18 +83,19 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
-    """Returns the constants of the deployed int8 programs, by name, on the CPU.
+    """Returns the constants of int8 programs by name, on the CPU.
 
-    For each product with a weight [N, K], where N and K are padded as its kernel requires:
+    For each product with a weight [N, K] (both padded as the kernel requires):
 
     - `WEIGHT_codes`, i8 [N, K], padded with zeros.
     - `WEIGHT_offset`, i32 [N]: the bias, or zeros without a bias.
     - `WEIGHT_scale`, f32 [N], padded with ones: the factor of the i32 sums.
-    - `WEIGHT_zeros`, i32 [N]: the offset of the second code, if the input is stored as two codes (16 bits).
+    - `WEIGHT_zeros`, i32 [N]: the offset of the second code, for inputs of two codes (16 bits).
 
-    For each input, under the name of its leader: `LEADER_inverse`, f32 [K] without padding, the inverse of its scale.
+    For each input, `LEADER_inverse`, f32 [K] without padding: the inverse of the input scale. The leader is the first
+    weight that reads the input.
 
-    Raises IntegrityError, which names the product, if arrays do not match the product or each other.
+    Raises IntegrityError, with the name of the product, if arrays do not match the product or each other.
     """
     tensors: dict[str, Tensor] = {}
     table = entries(stored.tensors)
@@ -129,7 +128,6 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
 
 def _first_difference(scale: Array, leader: Array) -> str:
-    """Describes the first difference between the input scales of a weight and of its leader."""
     if scale.shape != leader.shape:
         return f"{scale.size} and {leader.size} numbers"
     at = int((scale != leader).argmax())

@@ -13,8 +13,7 @@ from specc.runtime.errors import IntegrityError, QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The stored arrays of a model, by parameter and suffix, and the schemes and shapes that are needed to dequantize
-    them."""
+    """The stored arrays of a model by parameter and suffix, with the schemes and shapes for dequantization."""
 
     schemes: Mapping[str, Scheme]
     shapes: Mapping[str, tuple[int, ...]]
@@ -36,7 +35,7 @@ def quantize_tensors(
     Args:
         params: the parameters to quantize, by name.
         schemes: the scheme of each parameter, by the same names.
-        hessians: X^T X [columns, columns] of the parameters whose scheme needs it.
+        hessians: X^T X [columns, columns], for parameters whose scheme needs it.
         seen: calibration statistics by parameter name. They replace the Hessian of the same parameter.
 
     Returns:
@@ -44,10 +43,10 @@ def quantize_tensors(
 
     Raises:
         QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme cannot store its
-            parameter. The message names the parameter.
+            parameter.
     """
     if unpaired := sorted(params.keys() ^ schemes.keys()):
-        raise QuantizeError(f"{len(unpaired)} names lack a parameter or a scheme: {', '.join(unpaired[:5])}")
+        raise QuantizeError(f"{len(unpaired)} names have no parameter or no scheme: {', '.join(unpaired[:5])}")
     tensors: dict[str, Mapping[str, Array]] = {}
     for name, scheme in schemes.items():
         try:
@@ -59,7 +58,7 @@ def quantize_tensors(
 
 
 def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
-    """Returns the dequantized f32 parameters on the CPU, by name, bit-identical in every process.
+    """Returns the dequantized f32 parameters by name, on the CPU. The result is bit-identical in every process.
 
     Raises IntegrityError if arrays are missing or are not valid for their scheme.
     """
@@ -75,12 +74,11 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
 
 
 def entropy_bytes(model: QuantizedModel) -> int:
-    """Returns a quick estimate, in bytes, of the compressed arrays, for the search over bit allocations.
+    """Estimates the compressed size of all arrays in bytes, for the search over bit allocations.
 
-    The estimate is the order-0 entropy of each parameter's codes, plus 0.5 %, plus all other arrays uncompressed. It
-    takes milliseconds, whereas brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of brotli 11
-    was 0.2 % above the entropy. Brotli qualities that are fast enough for the search were 4 to 12 % above it. An
-    artifact is always written, and its size checked, at full quality.
+    The estimate is the order-0 entropy of the codes of each parameter, plus 0.5 %, plus all other arrays uncompressed.
+    It takes milliseconds, and brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of brotli 11
+    was 0.2 % above the entropy. Faster qualities of brotli were 4 to 12 % above it.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

@@ -1,4 +1,4 @@
-"""The header and the sections of a `.specc` file: writes the header, and reads and verifies header and sections.
+"""The header and the sections of an artifact (`.specc`).
 
 Layout of version 2, little-endian:
 
@@ -10,22 +10,21 @@ Layout of version 2, little-endian:
     16      32    interface digest
     48      32    code digest
     80      44 n  per section: kind (1), transform (1), 0 (2), compressed size (4), raw size (4), SHA-256 of its
-                  compressed bytes
+        compressed bytes
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
 The sections are, in this order:
 
 - the spec;
-- the table of arrays (table.py), if any array is multiplied in its stored form;
+- the table of arrays (table.py), if there are int8 products;
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
 - the streams (streams.py), each cut between rows into sections of at most 512 KiB.
 
-Each stream section has the transform with the smallest measured size. Names, dtypes and shapes of arrays are stored
-only in the table of arrays. Because streams are cut, brotli adapts to each part, all cores compress in parallel, and
-the expanded size of a section is bounded.
+Each stream section has the transform with the smallest measured size. Only the table of arrays stores names, dtypes and
+shapes. Because streams are cut, all cores compress in parallel, and no section is large.
 
-Version 1, which is read but no longer written, has no codec and no transforms. The arrays of each kind are joined in
+Version 1 is still read, but no longer written. It has no codec and no transforms. The arrays of each kind are joined in
 layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
 """
 
@@ -50,7 +49,7 @@ _ENTRY = struct.Struct("<BBHII32s")  # in version 1 the kind has four bytes, of 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One section entry of the header.
+    """The header entry of one section.
 
     Attributes:
         kind: the kind of the section.
@@ -79,7 +78,7 @@ class Header:
 
     @property
     def texts(self) -> int:
-        """The number of sections that precede the array sections."""
+        """The number of sections before the array sections."""
         return sum(section.kind in TEXTS for section in self.sections)
 
     def of(self, kind: Kind) -> tuple[Section, ...]:
@@ -110,28 +109,28 @@ class Header:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Reads and verifies the header of an artifact of `size` bytes, and leaves `file` at the first section.
+    """Reads and verifies the header of an artifact of `size` bytes. `file` is then at the first section.
 
     Raises IntegrityError if the header is damaged or not supported, or if the sections do not exactly fill the file.
     """
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC:
-        raise IntegrityError("it is not a .specc artifact: its first bytes are wrong")
+        raise IntegrityError("not a .specc artifact: the first bytes are wrong")
     if len(prefix) < _PREFIX.size:
-        raise IntegrityError("its header is truncated")
+        raise IntegrityError("the header is truncated")
     _, version, codec, count, interface, code = _PREFIX.unpack(prefix)
     if version not in (1, VERSION):
-        raise IntegrityError(f"its format version is {version}; this version of specc reads 1 and {VERSION}")
+        raise IntegrityError(f"the format version is {version}; this version of specc reads 1 and {VERSION}")
     if codec not in ((0,) if version == 1 else tuple(Codec)):
-        raise IntegrityError(f"its codec is {codec}, which version {version} does not have")
+        raise IntegrityError(f"the codec is {codec}, which version {version} does not have")
     rest = _ENTRY.size * count + DIGEST_BYTES
-    # Checked before the read, so that a wrong count cannot cause a large allocation.
+    # The count is checked before the read. A wrong count could otherwise cause a large allocation.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
-        raise IntegrityError(f"it declares {count:,} sections, which its {size:,} bytes cannot hold")
+        raise IntegrityError(f"the header declares {count:,} sections, too many for {size:,} bytes")
     table = file.read(rest)
     body = prefix + table[:-DIGEST_BYTES]
     if len(table) != rest or hashlib.sha256(body).digest() != table[-DIGEST_BYTES:]:
-        raise IntegrityError("its header is damaged")
+        raise IntegrityError("the header is damaged")
     sections: list[Section] = []
     for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-DIGEST_BYTES]):
         if kind not in ITEM_BYTES:
@@ -142,7 +141,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
             raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes; the maximum is {largest:,}")
         sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
-        raise IntegrityError("its first section must be the spec, and no other section may be a spec")
+        raise IntegrityError("the first section must be the spec, and no other section may be a spec")
     texts = [section.kind for section in sections if section.kind in TEXTS]
     if texts != sorted(set(texts), key=TEXTS.index) or [section.kind for section in sections[: len(texts)]] != texts:
         message = "the table of arrays and the digests of data must follow the spec, in this order, at most once each"
@@ -150,17 +149,17 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if version == 1 and len(texts) > 1:
         raise IntegrityError("a file of version 1 has no table of arrays and no digests of data")
     if any(section.kind == Kind.DATA_DIGESTS and section.raw != DATA_DIGEST_BYTES for section in sections):
-        raise IntegrityError(f"its digests of data must have {DATA_DIGEST_BYTES} bytes")
+        raise IntegrityError(f"the digests of training data do not have {DATA_DIGEST_BYTES} bytes")
     header = Header(interface, code, tuple(sections), Codec(codec), version)
     if header.total != size:
-        raise IntegrityError(f"its sections end at byte {header.total:,}, and the file ends at byte {size:,}")
+        raise IntegrityError(f"the sections end at byte {header.total:,}, but the file ends at byte {size:,}")
     return header
 
 
 def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
     """Reads the compressed bytes of a section at the current position of `file`.
 
-    Raises IntegrityError if they do not match the digest of the section.
+    Raises IntegrityError if the bytes do not match the digest of the section.
     """
     compressed = file.read(section.compressed)
     if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:

@@ -1,7 +1,7 @@
-"""Reversible transforms between the rows of a stream and the raw bytes of a section, for better compression.
+"""Reversible transforms of the rows of a section, for better compression.
 
-Streams and cuts follow from the layout (`specc.compiler.quant.artifact_sections`). A file therefore only has to state
-the transform of each section.
+The cuts of streams into sections follow from the layout (`specc.compiler.quant.artifact_sections`). The file therefore
+states only the transform of each section.
 """
 
 from enum import IntFlag
@@ -17,8 +17,7 @@ from specc.runtime.errors import IntegrityError
 Matrix = npt.NDArray[Any]
 
 SAMPLE_BYTES = 128 * 2**10
-# This quality is twice as fast as 11 and ranks transforms in the same order. Qualities up to 9 split blocks
-# differently, which changes the order.
+# This quality is twice as fast as 11, and ranks transforms in the same order. Qualities up to 9 do not.
 MEASURE_QUALITY = 10
 MAX_ORDERED = 2**16  # the maximum number of rows, because row indices are u16
 _STRIDE = 2  # the stride of SHUFFLED for codes of one byte
@@ -27,11 +26,9 @@ _STRIDE = 2  # the stride of SHUFFLED for codes of one byte
 class Transform(IntFlag):
     """Transforms of the matrix of a section. Combined flags apply in the order below.
 
-    PLAIN: rows in their stored order.
-    ORDERED: rows sorted by rising mean magnitude, preceded by their original indices, one u16 per row.
-    TRANSPOSED: column by column.
-    SHUFFLED: for items wider than one byte, all first bytes, then all second bytes, and so on; for codes of one byte,
-    the bytes of even index, then those of odd index.
+    PLAIN: rows in their stored order. ORDERED: rows sorted by mean magnitude, after their original indices (one u16 per
+    row). TRANSPOSED: column by column. SHUFFLED: all first bytes of the items, then all second bytes, and so on. For
+    codes of one byte, bytes with even index, then bytes with odd index.
     """
 
     PLAIN = 0
@@ -49,18 +46,20 @@ _OF_ITEMS = (T.SHUFFLED, T.SHUFFLED | T.TRANSPOSED, T.PLAIN)
 def raw_size(stream: Stream, rows: int, transform: int) -> int:
     """Returns the raw size in bytes of a section of `rows` rows.
 
-    Raises IntegrityError if `transform` is unknown or not allowed for the stream and the number of rows.
+    Raises IntegrityError if `transform` is unknown, or not allowed for this stream and number of rows.
     """
     if transform & ~KNOWN:
         raise IntegrityError(f"a section has the unknown transform {transform}")
     ordered = bool(transform & T.ORDERED)
     if ordered and (rows > MAX_ORDERED or stream.kind != Kind.CODES):
-        raise IntegrityError(f"its {rows:,} rows of {stream.kind.name.lower()} cannot have the transform ORDERED")
+        raise IntegrityError(
+            f"a section with {rows:,} rows of {stream.kind.name.lower()} cannot have the transform ORDERED"
+        )
     return rows * stream.row_bytes + (2 * rows if ordered else 0)
 
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
-    """Returns the raw bytes of a section: `data` after the transform. `data` holds whole rows of `stream`."""
+    """Applies a transform to whole rows of `stream`, and returns the raw bytes of the section."""
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -106,17 +105,16 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
     """Returns the transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
 
-    The sample is a submatrix: the larger dim is halved until the sample is small enough. Because both dims are cut, the
-    sample preserves the gain from transposing, which depends on the shape.
+    The sample is a submatrix: the larger dimension is halved until the sample is small enough.
 
     Args:
         data: whole rows of `stream`.
         stream: the stream of the section.
-        quality: the brotli quality of the artifact, 0 to 11; the measurement uses at most `MEASURE_QUALITY`.
+        quality: the brotli quality of the artifact, 0 to 11. The measurement uses at most `MEASURE_QUALITY`.
         codec: the compression of the artifact.
 
     Returns:
-        The best transform that is allowed for the stream and the number of rows.
+        The best of the allowed transforms.
     """
     matrix = _matrix(data, stream)
     options: tuple[Transform, ...] = _OF_CODES if stream.kind == Kind.CODES else _OF_ITEMS

@@ -1,8 +1,7 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-An artifact's spec determines the shapes of its arrays. If an array that is multiplied in its stored form had been
-written with another shape, it would be read without an error. A file with such arrays therefore has an additional
-section, the table, with one JSON line per array.
+The spec determines the shapes of all arrays. Int8 products read stored codes, so a wrong shape would not cause an error
+there. A file with int8 products therefore has the table as an additional section, with one JSON line per array.
 """
 
 import json
@@ -26,12 +25,12 @@ ROWS, COLUMNS = "rows", "columns"  # the memory orders: either the last dim is c
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One array of the table.
+    """One array in the table.
 
     Attributes:
         name: the name of the parameter.
-        suffix: the suffix of the array.
-        dtype: the dtype, as `Stored` writes it, or numpy's name for a dtype that `Stored` does not have.
+        suffix: the suffix of the array, such as `codes`.
+        dtype: the dtype as in `Stored`, or numpy's name for other dtypes.
         shape: the shape of the array.
         order: the memory order, ROWS or COLUMNS.
         checksum: the CRC-32 of the items in row-major order.
@@ -55,7 +54,7 @@ class Entry:
 
 
 def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Returns the (name, stored array) pairs of parameters with these `shapes`, in the order of `schemes`."""
+    """Returns the pairs (name, stored array) of parameters with these `shapes`, in the order of `schemes`."""
     return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))
 
 
@@ -71,7 +70,7 @@ def entries(tensors: Tensors) -> dict[tuple[str, str], Entry]:
 
 
 def described(schemes: Mapping[str, Scheme], tensors: Tensors) -> bytes:
-    """Returns the raw table section of an artifact; empty if no array is multiplied in its stored form."""
+    """Returns the raw table section of an artifact; empty if there are no int8 products."""
     integer = any(scheme.integer for scheme in schemes.values())
     return packed(entries(tensors).values()) if integer else b""
 
@@ -96,15 +95,15 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
                 raise ValueError(f"the table lists the array {name}, {suffix} twice")
             table[entry.key] = entry
     except (ValueError, TypeError, RecursionError) as error:
-        raise IntegrityError("its table of arrays cannot be read", AGAIN) from error
+        raise IntegrityError("the table of arrays cannot be read", AGAIN) from error
     return table
 
 
 def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> None:
     """Checks a table against a layout.
 
-    Raises IntegrityError, which names the array, if an array is missing or unexpected, has another dtype or shape, or
-    is not stored in row-major order.
+    Raises IntegrityError, with the name of the array, if an array is missing or unexpected, has another dtype or shape,
+    or is not stored in row-major order.
     """
     expected = {(name, stored.suffix): stored for name, stored in layout}
     for key in [*expected, *table]:
@@ -112,7 +111,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
         if key not in table:
             raise IntegrityError(f"{array} is not in the file", AGAIN)
         if key not in expected:
-            raise IntegrityError(f"{array} is in the file, but its spec has no such array", AGAIN)
+            raise IntegrityError(f"{array} is in the file, but not in the spec", AGAIN)
         entry, stored = table[key], expected[key]
         form = f"{stored.dtype}[{','.join(map(str, stored.shape))}]"
         if entry.form != form:
@@ -124,9 +123,9 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:
     """Checks the values of arrays against their table.
 
-    Raises IntegrityError, which names the array, if a checksum differs.
+    Raises IntegrityError, with the name of the array, if a checksum differs.
     """
     for key, entry in entries(tensors).items():
         if entry.checksum != table[key].checksum:
             message = f"{', '.join(key)} {entry.form} does not have the checksum in its table of arrays"
-            raise IntegrityError(message, f"it was changed or transposed after it was written: {AGAIN}")
+            raise IntegrityError(message, f"the array was changed or transposed after it was written: {AGAIN}")

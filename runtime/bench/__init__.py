@@ -1,1 +1,3 @@
-"""Side-by-side measurements of one spec on this machine. Each file is one measurement; `suite` runs them in order."""
+"""Measurements of one spec on this machine, compared with baselines. Each file measures one thing. `suite` runs them
+all.
+"""

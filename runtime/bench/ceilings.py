@@ -1,5 +1,8 @@
-"""The peak rates with which every kernel is compared. They are measured in the same run, with a large GEMM and a large
-copy. For kernels that write very little, a large sum replaces the copy."""
+"""The peak rates of a device. Every kernel is compared with them.
+
+They are measured in the same run, with a large GEMM and a large copy. For kernels that write very little, a large sum
+replaces the copy.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +11,7 @@ import torch
 
 from specc.runtime.bench.timing import Measured, alternate
 
-# N of the N x N x N GEMM, and the bytes of the tensor to copy
+# N of the N x N x N GEMM, and the bytes of the tensor that is copied
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}
 NEXT_TO_NOTHING = (
     1 / 16
@@ -17,7 +20,9 @@ NEXT_TO_NOTHING = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum work of one call: the operations, the bytes moved, and the part of these bytes that is written."""
+    """The minimum work of one call: arithmetic operations, bytes moved, and bytes written. Written bytes also count as
+    moved.
+    """
 
     flops: int
     bytes: int
@@ -57,8 +62,9 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The bytes read per second. The result is at least the rate of the copy, because on a CPU the additions may
-        limit the speed of a sum."""
+        """The rate at which memory is read. It is at least the rate of the copy: on a CPU, additions may limit the
+        sum.
+        """
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
     def floor_ms(self, work: Work) -> float:
@@ -66,7 +72,7 @@ class Ceilings:
         return 1e3 * max(self._seconds(work))
 
     def bound(self, work: Work) -> Literal["FLOPs", "bytes"]:
-        """Returns whether operations or bytes determine the minimum time."""
+        """Returns whether arithmetic or memory traffic determines the minimum time."""
         flops, memory = self._seconds(work)
         return "FLOPs" if flops > memory else "bytes"
 
@@ -77,7 +83,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures all peak rates on normally distributed random data."""
+    """Measures the peak rates on normally distributed random data."""
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

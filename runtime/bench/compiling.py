@@ -10,8 +10,10 @@ from specc.runtime.support.native import compile_only
 
 
 class Compiler:
-    """Compiles all CUDA C++ of a generated folder in the background, so that nvcc and torch.compile run in parallel.
-    `seconds` is the time from the start until all files are compiled."""
+    """Compiles all CUDA C++ files of a generated folder in the background, while torch.compile runs.
+
+    `seconds` is the time until all files are compiled.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
@@ -25,13 +27,13 @@ class Compiler:
         self.seconds = max(self.seconds, time.perf_counter() - self._began)
 
     def ready(self, choice: Choice) -> None:
-        """Waits for the files of one kernel. Raises the same errors as `compile_only`."""
+        """Waits until the files of one kernel are compiled. Raises the same errors as `compile_only`."""
         for name in choice.rendered.files:
             if name in self._waiting:
                 self._waiting[name].result()
 
     def all(self) -> None:
-        """Waits for all files. Raises the same errors as `compile_only`."""
+        """Waits until all files are compiled. Raises the same errors as `compile_only`."""
         for future in self._waiting.values():
             future.result()
 

@@ -1,9 +1,9 @@
-"""Measures greedy decoding of held-out lines by a model of lines: with and without a cache, in each dtype, and in int8.
+"""Measures greedy decoding by a model that maps lines to lines: with and without a cache, in each dtype, and in int8.
 
-lines/s is the number of lines divided by the seconds from source text to target text in this process. A batch has
-`eval.batch` lines. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as
-int8 run in the deployed programs, and only with the cache. If the spec uses beam search for scoring, beam search is
-timed too.
+The decoded lines are held out from training. The rate lines/s includes all work from source text to target text. A
+batch has `eval.batch` lines. An untimed pass captures CUDA graphs. Two timed passes follow. Int8 weights are only
+decoded with the cache, by the int8 programs of an artifact. If the spec scores with beam search, beam search is timed
+too.
 """
 
 import time
@@ -55,7 +55,8 @@ class DecodeRow:
         building: the seconds from the spec to the module on its device, including kernel compilation.
         first: the seconds by which the untimed first pass exceeds the others.
         exact: the number of lines that equal their target.
-        agreeing: the share of lines that equal the lines of the decoder with a cache. None for that decoder.
+        agreeing: the share of lines that the decoder with a cache decodes to the same text. None for the decoder with a
+            cache.
     """
 
     name: str
@@ -82,15 +83,16 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, whether the weights are trained, and a mapping from the name of each missing row to the reason."""
+    """All rows, whether the weights are trained, and the reason for each missing row by name."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool
     missing: Mapping[str, str]
 
     def over_uncached(self, row: DecodeRow) -> float | None:
-        """Returns the ratio of a row's lines/s to the lines/s of the same decoding without a cache. None if decoding
-        without a cache was not measured."""
+        """Returns the lines/s of a row, divided by the lines/s without a cache. None if there is no measurement without
+        a cache.
+        """
         for other in self.rows:
             if (other.dtype, other.beam, other.cache) == (row.dtype, row.beam, False):
                 return row.lines_per_second / other.lines_per_second
@@ -99,7 +101,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights to decode with: f32 parameters by name. For an artifact, also the stored arrays and the spec."""
+    """The weights of the decoders: f32 parameters by name. For an artifact, also its spec and its stored arrays."""
 
     floats: Mapping[str, Tensor]
     stored: QuantizedModel | None
@@ -111,8 +113,8 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     """Measures every row that the spec and the target allow.
 
     Args:
-        setup: the setup of the benchmark. Its spec describes a model of lines.
-        weights: a run or an artifact. None for the initial weights of training.
+        setup: the setup of the benchmark. Its spec must have the architecture `encoder_decoder`.
+        weights: a run or an artifact. None selects initial weights.
 
     Returns:
         The rows, and the reason for each missing row.
@@ -120,7 +122,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     Raises:
         IntegrityError: if `weights` belong to another model.
         QuantizeError: if the weights cannot be stored in int8.
-        Others: the errors of reading `weights`.
+        RuntimeFailure: if `weights` cannot be read.
     """
     spec, device = setup.spec, setup.device
     rows: list[DecodeRow] = []
@@ -170,14 +172,16 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields (name, function that builds the model) for each dtype in which the model can compute on the target. The
-    dtype of the spec is first, and int8 is last."""
+    """Yields a dtype, and a function that builds the model in this dtype, for each dtype that the target supports.
+
+    The dtype of the spec comes first, and int8 comes last.
+    """
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
     programs = lower(spec, target)
     if not integer_products(programs, base_schemes(spec.quant, programs.params)):
-        missing[INT8] = "int8: the spec stores no product in int8"
+        missing[INT8] = "int8: the spec has no int8 products"
         return
     stored, final = weights.stored, weights.spec
     if stored is None or not integer_products(programs, stored.schemes):
@@ -193,8 +197,7 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns one spec for each dtype in which the model can compute on a target, by the name of the dtype. The
-    unchanged spec is first."""
+    """Returns a spec for each dtype that the target supports. The key is the dtype. The unchanged spec comes first."""
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})
@@ -204,7 +207,7 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
 
 
 def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: dict[str, str]) -> Iterator[DecodeRow]:
-    """Yields a row for each decoder of one module."""
+    """Yields a row for each decoder of one loaded model."""
     spec, match, epoch, device = loaded.spec, setup.spec.eval, opened.epoch, setup.device
     assert epoch is not None and isinstance(match, ExactMatchSpec)
     tokenizer = characters_of(spec)

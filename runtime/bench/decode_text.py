@@ -1,15 +1,14 @@
 """Measures greedy decoding of texts of equal length: with a contiguous cache, with a paged cache, and by Transformers.
 
-On a GPU, a step of up to 64 texts uses kernels for few rows. For comparison, a step that uses library products is also
-measured. Both run under torch.compile. If the weights are from an artifact, a step that reads its codes is measured
-too.
+On a GPU, a step of up to 64 texts uses kernels for few rows. A step with library products is measured too. Both run
+under torch.compile. An artifact stores quantized codes, so a step that reads these codes is measured too.
 
 A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
-a time, and only this decoding is timed. Each decoder has one untimed pass, which compiles and captures graphs, and two
-timed passes. Before a decoder is timed, its logits are compared with the logits of the contiguous cache after the same
-tokens. For Transformers, one text is compared; for other decoders, all texts.
+a time, and only this decoding is timed. Each decoder has an untimed pass, which compiles and captures graphs, and two
+timed passes. Before timing, the logits of a decoder are compared with the logits of the contiguous cache, after the
+same tokens.
 
-Transformers loads the same weights in the same dtype, from a folder in the format of `specc export --format hf`. Its
+Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. Its
 `generate` decodes with a dynamic cache, and with a compiled static cache.
 """
 
@@ -67,7 +66,7 @@ Pass = Callable[[Tensor, int], float]
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """The measurement of one decoder with one batch and one context.
+    """The measurement of one decoder with one batch size and one text length.
 
     Attributes:
         decoder: the name of the decoder.
@@ -77,8 +76,8 @@ class TextRow:
         token: the time of a step, which decodes one token for each text.
         first: the seconds by which the untimed pass exceeds a timed pass.
         floor_ms: the minimum time of a step at the peak rates.
-        error: the largest difference between the logits of the decoder and those of the contiguous cache, relative to
-            the largest logit. None for the contiguous cache.
+        error: the largest difference to the logits of the contiguous cache, divided by the largest logit. None for the
+            contiguous cache.
     """
 
     decoder: str
@@ -101,8 +100,9 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """All rows, the dtype of the weights, whether the weights are trained, and a mapping from the name of each missing
-    row to the reason."""
+    """All rows, the dtype of the weights, whether the weights are trained, and the reason for each missing row by
+    name.
+    """
 
     rows: tuple[TextRow, ...]
     dtype: str
@@ -112,7 +112,7 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The sizes, the tolerance and the peak rates for all rows with one batch and context."""
+    """The sizes, the tolerance and the peak rates of all rows with one batch size and one text length."""
 
     batch: int
     context: int
@@ -121,20 +121,19 @@ class _Cell:
     ceilings: Ceilings
 
     def floor_ms(self, programs: Programs) -> float:
-        """Returns the floor of a step of `programs`."""
+        """Returns the minimum time of a decoding step of `programs`, in ms."""
         flops, moved = decode_cost(programs, self.batch, self.context - self.tokens // 2)
         return self.ceilings.floor_ms(Work(flops, moved, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder. Its functions create new caches and graphs for each batch and context.
+    """A decoder. Its functions create new caches and graphs for each batch size and text length.
 
     Attributes:
-        logits: a function that returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are
-            prefilled, and the last is decoded.
-        passes: a function of the number of texts and the number of tokens of a completed text. It returns the function
-            to time.
+        logits: maps tokens, i64 [rows, T], to the logits after them. The last token is decoded, and all others are
+            prefilled.
+        passes: maps the number of texts, and the number of tokens of a completed text, to the function to time.
         programs: the programs whose parameters and cache a step reads.
         most: the largest number of texts for which a step runs these programs; None for no limit.
     """
@@ -153,12 +152,12 @@ def measure(
     contexts: Sequence[int],
     timed: int | None = None,
 ) -> TextDecoding:
-    """Measures each decoder that this machine has, with each batch and each context.
+    """Measures each decoder that this machine has, with each batch size and each text length.
 
     Args:
         setup: the setup of the benchmark. Its spec describes a text model.
-        ceilings: the peak rates that determine floors.
-        weights: a run or an artifact. None for the initial weights of training.
+        ceilings: the peak rates, from which minimum times are computed.
+        weights: a run or an artifact. None selects initial weights.
         batches: the numbers of texts; empty for BATCHES.
         contexts: the numbers of tokens of a completed text; empty for the entries of CONTEXTS that the model allows.
         timed: the number of timed tokens of each text; None for TIMED, or half of the text if that is less.
@@ -167,9 +166,9 @@ def measure(
         The rows, and the reason for each missing row.
 
     Raises:
-        RunFailure: if a context is longer than that of the model or too short for the timed tokens, or if the logits of
-            two decoders of this package differ.
-        Others: the errors of reading `weights`.
+        RunFailure: if a text length exceeds the model's context or is too short for the timed tokens, or if two
+            decoders of specc return different logits.
+        RuntimeFailure: if `weights` cannot be read.
     """
     spec, device = setup.spec, setup.device
     window = spec.model.window
@@ -196,15 +195,14 @@ def measure(
 
 
 def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Verified | None, bool]:
-    """Returns the f32 parameters to decode with, by name; the artifact that contains them, or None; and whether they
-    are trained."""
+    """Returns the f32 parameters by name, the artifact that contains them or None, and whether they are trained."""
     if path is None:
         loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
         initialize(loaded, setup.spec.train.seed)
         torch.manual_seed(setup.spec.train.seed)
         floats = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         for tensor in floats.values():
-            # Blocks that are initialized to output zero would hide wrong values
+            # Some blocks initially output zero, which would hide wrong values
             if tensor.ndim > 1 and not tensor.any():
                 tensor.normal_(std=0.02)
         return floats, None, False
@@ -215,7 +213,6 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Ver
 
 
 def _contiguous(spec: Spec) -> Spec:
-    """Returns the spec with a contiguous cache instead of a paged one."""
     return with_cache(spec, page=None)
 
 
@@ -226,15 +223,14 @@ def _decoders(
     programs: Programs,
     missing: dict[str, str],
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields the decoders that this machine can run for the spec, with their names. The decoder with a contiguous cache
-    is first.
+    """Yields the name and the decoder, for each decoder that this machine can run. The contiguous cache comes first.
 
     Args:
         setup: the setup of the benchmark.
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: a mapping from names to reasons, to which all other decoders are added.
+        missing: receives the reason for each other decoder, by name.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
@@ -273,13 +269,13 @@ def _decoders(
 def _ours(
     loaded: Loaded, device: torch.device, programs: Programs, step_of_rows: Callable[[int], StepFunction]
 ) -> _Decoder:
-    """Returns a decoder of this package.
+    """Returns a decoder of specc.
 
     Args:
         loaded: the model.
-        device: its device.
+        device: the device of the model.
         programs: the programs whose parameters and cache a step reads.
-        step_of_rows: a function that returns the step for a number of texts.
+        step_of_rows: maps a number of texts to the function that decodes one token of each.
     """
     model: Any = loaded.model
 
@@ -298,7 +294,7 @@ def _ours(
 
 
 def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
-    """Decodes `count` tokens after the first token, in the same way as `specc generate`. Returns the ms per token."""
+    """Decodes `count` tokens after the first token, as `specc generate` does. Returns the ms per token."""
     unread = torch.zeros(
         count + 1, len(prompts), dtype=torch.float64, device=prompts.device
     )  # greedy decoding uses no random numbers
@@ -315,8 +311,10 @@ def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> f
 
 
 def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> Any:
-    """Returns the model of Transformers with these weights. Raises RuntimeFailure if Transformers is not installed or
-    does not have the model."""
+    """Returns the Transformers model with these weights.
+
+    Raises RuntimeFailure if Transformers is not installed or does not have the model.
+    """
     if find_spec("transformers") is None:
         raise RunFailure("is not installed: pip install transformers")
     folder = setup.folder / "transformers"
@@ -338,7 +336,7 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
     untyped: Any = transformers
 
     class Clock(transformers.StoppingCriteria):  # type: ignore[misc, unused-ignore]
-        """Records the time of the first token, and never stops the decoding."""
+        """Records the time of the first token. Never stops the decoding."""
 
         began: float | None = None
 
@@ -379,8 +377,7 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Yields the row of each decoder. If a decoder cannot run, or computes a different function, the reason is added to
-    `missing`.
+    """Yields the row of each decoder. If a decoder cannot run or returns other logits, adds the reason to `missing`.
 
     Raises RunFailure if the logits of the contiguous and the paged cache differ.
     """
@@ -415,7 +412,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
 
 
 def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
-    """Yields the seconds by which the untimed pass exceeds a timed pass, then the ms per token of two timed passes."""
+    """Yields the extra seconds of the untimed pass, then the ms per token of each timed pass."""
     decode = decoder.passes(cell.batch, cell.context)
     began = time.perf_counter()
     decode(ids, cell.tokens)
@@ -428,8 +425,10 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference between `logits` and the first rows of `others`, divided by the largest magnitude
-    in these rows."""
+    """Returns the largest difference between `logits` and `others`, divided by the largest magnitude in `others`.
+
+    Extra rows and columns of `others` are ignored.
+    """
     width = min(logits.shape[-1], others.shape[-1])
     exact = others[: len(logits), :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

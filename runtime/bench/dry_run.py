@@ -1,4 +1,4 @@
-"""`specc train --dry-run`: checks all inputs of a run without a GPU, and runs two steps on the CPU."""
+"""Checks all inputs of a run without a GPU, and trains two steps on the CPU, for `specc train --dry-run`."""
 
 import json
 import tempfile
@@ -38,17 +38,17 @@ class DryRun:
 
     Attributes:
         summary: the lines of `specc plan` for the target.
-        parts: the forecast bytes of tensors at the peak of a step on the target, by kind of tensor.
-        measured: whether `bytes` is a measurement from the lock. Otherwise, it is a forecast.
-        bytes: the peak memory of the tensors of a step on the target.
+        parts: the estimated bytes of each kind of tensor, at the peak of a step on the target.
+        measured: whether `bytes` was measured on a GPU earlier and stored in the lock file. Otherwise, it is an
+            estimate.
+        bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
         full: whether the steps on the CPU had their full size.
         size: a description of the steps on the CPU.
         loss: the loss of the last step on the CPU.
         seconds: the seconds of the last step on the CPU.
-        peak: the peak number of bytes of tensors on the CPU, from the creation of the model to the end of the last
-            step. Python, the libraries of Torch and mapped files are not included.
-        estimate: the forecast of `peak`.
+        peak: the peak memory of all tensors on the CPU in bytes, without Python, libraries and mapped files.
+        estimate: the estimate of `peak`, made before the steps.
     """
 
     summary: tuple[str, ...]
@@ -82,12 +82,12 @@ def dry_run(
 
     Args:
         spec: the spec.
-        target: the target that the run would train. No GPU is needed.
+        target: the target that the run would train on. This machine need not have it.
         data: the data of the run. The data are opened, and tokenized if they are text. None to skip them.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
-        say: a function that is called with lines of text that report the progress.
-        lock: the measured kernels.
+        say: is called with messages about the progress.
+        lock: the kernels that were fastest in measurements.
 
     Raises:
         LoweringError: the spec cannot be planned for the target.
@@ -131,8 +131,10 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step of a spec is small enough for the CPU, and the spec whose steps run on the CPU. If a step
-    is too large, the returned spec is a smaller spec with the same kinds of blocks and one row per step."""
+    """Returns whether a step is small enough for the CPU, and the spec that runs on the CPU.
+
+    If a step is too large, this spec is a smaller spec with the same kinds of blocks and one row per step.
+    """
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]
     local = load(json.dumps(data))[0]
@@ -148,8 +150,7 @@ def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
 
 
 def _peak(trace: Path) -> int:
-    """Returns the peak number of bytes that the CPU allocator provided for tensors, computed from a trace with memory
-    events."""
+    """Returns the peak memory of all CPU tensors in bytes. The trace must contain memory events."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     changes = sorted((event["ts"], int(event["args"]["Bytes"])) for event in events if event["name"] == "[memory]")
     return max(accumulate(size for _, size in changes))

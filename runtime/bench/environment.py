@@ -22,15 +22,15 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The setup that all parts of a benchmark share.
+    """What all parts of a benchmark share.
 
     Attributes:
         spec: the spec.
         target: the target to measure.
         device: the device to measure on.
         folder: a temporary folder for generated code and data.
-        say: a function that is called with lines of text that report the progress.
-        lock: the measured kernels.
+        say: is called with messages about the progress.
+        lock: the kernels that were fastest in measurements.
     """
 
     spec: Spec
@@ -42,16 +42,18 @@ class Setup:
 
 
 def device_for(target: str) -> torch.device:
-    """Returns the device of this machine that runs a target's code. Raises EnvironmentFailure if this machine has no
-    such device."""
+    """Returns the device of this machine that runs code for a target. Raises EnvironmentFailure if there is no such
+    device.
+    """
     if reason := unavailable(TARGETS[target]):
         raise EnvironmentFailure(f"{target} {reason}", "name another target")
     return torch.device(device_of(TARGETS[target]))
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns the machine in the form that locks and reports use. For a CPU, the GPU field contains the name of the CPU
-    and the number of threads."""
+    """Describes this machine for lock files and reports. For a CPU, the field `gpu` has the CPU name and the number of
+    threads.
+    """
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None
     if gpu:

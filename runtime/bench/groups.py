@@ -1,6 +1,6 @@
 """Measures every fused group as a whole, and the same function in plain Torch.
 
-Two things are timed: the forward pass as in training, and the forward pass followed by the backward pass.
+Two times are measured: the forward pass, and the forward pass followed by the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes of the original graph that a group replaces, and their inputs from other nodes, in order."""
+    """The nodes that a fused group replaces, in the unfused graph. `inputs` come from other nodes."""
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -44,16 +44,15 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The output of the group: the value of the last node. Nodes outside of the group read no other value of the
-        group."""
+        """The name of the last node. Its value is the only value of the group that other nodes read."""
         return self.nodes[-1].name
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """Returns the nodes that a group replaces, in the graph of the same spec without fusion points.
+    """Returns the nodes that a fused group replaces. They are nodes of the unfused graph.
 
     Args:
-        spec: the spec with fusion points.
+        spec: the spec, with its fusion points.
         programs: the programs of the spec on the target.
         target: the target.
         group: a group of `programs`.
@@ -68,16 +67,20 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
 
 
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
-    """Yields each group with its displayed path. If several groups have the same path, the displayed path includes the
-    graphs that run the group."""
+    """Yields each group with a path to display.
+
+    If several groups have the same path, the path to display also names the graphs that run the group.
+    """
     places = [place_pattern(programs, programs.callers[group.name], group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
         yield group, place if places.count(place) == 1 else f"{place} in {', '.join(programs.callers[group.name])}"
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Checks, before anything is measured, that `at` selects something. Raises RunFailure if `parts` contains only
-    `kernels` or `groups`, and no path of these kernels or groups contains `at`."""
+    """Raises RunFailure if `at` selects nothing, before anything is measured.
+
+    This applies only if all `parts` are `kernels` or `groups`.
+    """
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
         "groups": {place for _, place in labelled(plan.programs)},
@@ -86,16 +89,13 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
         return
     known = sorted(set().union(*(places[part] for part in parts)))
     if not any(at in place for place in known):
-        raise RunFailure(
-            f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(known) or 'none'}"
-        )
+        raise RunFailure(f"no kernel or group has {at} in its name", f"the names are: {', '.join(known) or 'none'}")
 
 
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
-    """Yields two rows for each group whose path contains `at`: one for the forward pass, and one for forward plus
-    backward.
+    """Yields two rows for each group whose path contains `at`: the forward pass, and forward plus backward.
 
-    A group without gradients has no rows, because it is measured as a kernel.
+    Groups without gradients are omitted, because they are measured as kernels.
 
     Args:
         setup: the setup of the benchmark.
@@ -139,21 +139,22 @@ def _rows(
 
 
 def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
-    """Returns the work of a graph. Each output tensor counts once."""
+    """Returns the minimum work of a graph. Each output tensor counts once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
     return Work(sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), written)
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns `inputs`, in which the tensors at the indices `leaves` require a gradient."""
+    """Returns `inputs`, where the tensors at the indices `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One implementation of a group, applied to its inputs. `leaves` are the indices of the inputs that require a
-    gradient."""
+    """One implementation of a group, with its inputs. `leaves` are the indices of the inputs that require a
+    gradient.
+    """
 
     call: Function
     inputs: Sequence[Any]
@@ -161,25 +162,24 @@ class Pass:
     gradient: Tensor
 
     def forward(self) -> Tensor:
-        """Returns the value, and saves the tensors for the backward pass."""
+        """Runs the forward pass, including the saving of tensors for the backward pass. Returns the result."""
         result: Tensor = self.call(*self.inputs)
         return result
 
     def both(self) -> tuple[Tensor, ...]:
-        """Returns the gradients of all leaves."""
+        """Runs both passes, and returns the gradients of all leaves."""
         return torch.autograd.grad(self.forward(), [self.inputs[i] for i in self.leaves], self.gradient)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Returns the value, followed by the gradients."""
+        """Returns the result of the forward pass, then the gradients."""
         return self.forward().detach(), *self.both()
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares value and gradients of the generated group with the references of the members under autograd.
+    """Compares results and gradients of a generated group with references, and returns the largest error.
 
-    First compares `run`, which is not compiled, while newly allocated memory is filled with NaN. Then compares the form
-    that is timed. The references are in float64, or in float32 if the device's memory is too small. Returns the largest
-    error. Raises RunFailure if a result is wrong.
+    First the eager form is compared, while newly allocated memory is filled with NaN. Then the timed form is compared.
+    References use float64, or float32 if memory is too small. Raises RunFailure if a result is wrong.
     """
     eager = passes[EAGER]
 

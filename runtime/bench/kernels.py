@@ -1,5 +1,4 @@
-"""Measures every kernel of a plan, and the same node in eager Torch, under torch.compile, and as a library product
-without its epilogue."""
+"""Measures every kernel of a plan, and the same node in eager Torch, under torch.compile, and by a library."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,17 +21,17 @@ from specc.runtime.verify.random_inputs import Operands, sizes_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table: the work of a node or group, and the time of each variant.
+    """One row of a table: a node or group, and the time of each implementation (variant) of it.
 
     Attributes:
         name: the path of the node or group.
         kernel: the name of the generated kernel or group, or "library" if the library computes the node.
-        work: the work of one call, as counted by the compiler.
+        work: the minimum work of one call.
         times: the time of each variant.
         language: the language of the kernel. None for a group.
-        tile: the tile of the kernel, if it has one. None for a group.
+        tile: the tile sizes of the kernel. None if it has no tile, or for a group.
         accuracy: the errors of the kernel or group. None if the library computes the node.
-        failed: the variants that torch.compile could not compile, each with the reason.
+        failed: the reason for each variant that torch.compile could not compile.
     """
 
     name: str
@@ -46,11 +45,11 @@ class Row:
 
     @property
     def time(self) -> Measured:
-        """The time of the code that the plan selects: the generated code, or the library."""
+        """The time of the implementation that the plan selects."""
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """Returns the ratio of the time of generated code to the time of a variant; None if either is missing."""
+        """Returns the time of generated code divided by the time of a variant. None if one of them was not measured."""
         if GENERATED not in self.times or variant not in self.times:
             return None
         return self.times[GENERATED].ms / self.times[variant].ms
@@ -59,15 +58,14 @@ class Row:
 def kernel_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[Row]:
-    """Yields a row for every choice of the plan whose path contains `at`, without duplicates. Kernels that need no nvcc
-    are first.
+    """Yields a row for every distinct kernel of the plan whose path contains `at`. Kernels that nvcc compiles come
+    last.
 
     Args:
         setup: the setup of the benchmark.
         plan: the plan.
         module: the generated model.py.
-        ready: a function that waits until the kernel of a choice can be called. This function is called after
-            torch.compile has finished.
+        ready: waits until the kernel of a choice is compiled.
         at: a substring of paths. Only kernels whose path contains it are measured.
 
     Raises:
@@ -112,7 +110,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum operations and bytes of a choice's node. Intermediate values of the kernel do not count."""
+    """Returns the minimum work of the node of a choice. Intermediate values are not counted as bytes."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved, written = node.op.moved(inputs, node.types, sizes), sum(type.bytes(sizes) for type in node.types)
@@ -120,7 +118,7 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """Returns the errors of one call on a sample of its rows. Raises RunFailure if they exceed the tolerance."""
+    """Returns the errors of one call, on a sample of the rows. Raises RunFailure if they exceed the tolerance."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):
@@ -130,5 +128,5 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, problem: str) -> RunFailure:
-    """Returns the exception for a kernel or a group that returns wrong values."""
+    """Returns the error for a kernel or group with wrong values."""
     return RunFailure(f"{name}: {problem}", "wrong code is not timed; `specc verify` reports more")

@@ -1,9 +1,8 @@
-"""Measures optimizer updates: the update of the trainer, the update by each single optimizer of the spec, and the
-update by Torch's AdamW.
+"""Measures the optimizer update of the trainer, the update by each optimizer of the spec, and updates by Torch's AdamW.
 
-Consecutive updates are timed together, and the time is divided by their number. Work that only some updates do is
-therefore averaged. Torch's AdamW updates all parameters of the model in f32, in three forms: fused, with multi-tensor
-kernels, and in a loop over the parameters. Its time also serves as a reference for other kinds of optimizers.
+Consecutive updates are timed together. The time is divided by their number. Work that only some updates do is thus
+averaged. Torch's AdamW updates all parameters in f32, in three forms: fused, with multi-tensor kernels, and in a loop
+over the parameters.
 """
 
 import time
@@ -43,11 +42,11 @@ class UpdateRow:
     """The measurement of one kind of update.
 
     Attributes:
-        name: the name of the update, or the kind and the pattern of an entry of `train.optimizers`.
+        name: the name of the update. For an entry of `train.optimizers`, its kind and its pattern of parameter names.
         tensors: the number of parameters.
-        numbers: the number of elements of all these parameters.
+        numbers: the number of elements of these parameters.
         update: the time of an update.
-        floor_ms: the minimum time to read weights, gradients and state once, and to write weights and state once.
+        floor_ms: the time for reading weights, gradients and state once, and writing weights and state once.
     """
 
     name: str
@@ -69,11 +68,11 @@ class Updates:
     step: Measured
 
     def of_step(self, row: UpdateRow) -> float:
-        """Returns the time of an update as a share of the step. The step includes the update of the row `TRAINED`."""
+        """Returns the time of an update as a share of the training step."""
         return row.update.ms / self.step.ms
 
     def over_fused(self, row: UpdateRow) -> float:
-        """Returns the time of an update divided by that of Torch's fused AdamW on the whole model."""
+        """Returns the time of an update divided by the time of an update by Torch's fused AdamW."""
         fused = next(row for row in self.rows if row.name in TORCH)
         return row.update.ms / fused.update.ms
 
@@ -83,7 +82,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
     Args:
         setup: the setup of the benchmark.
-        ceilings: the peak rates that determine floors.
+        ceilings: the peak rates, from which minimum times are computed.
         steps: the number of training steps to time.
 
     Returns:
@@ -109,10 +108,12 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
-    """Returns the row of the trainer's update, which also writes the copies in the compute dtype and the averaged
-    weights. The update uses the gradients of the last step."""
+    """Measures the update of the trainer, with the gradients of the last step.
+
+    This update also writes the averaged weights, and the copies of the weights in the compute dtype.
+    """
     masters, average = trainer.masters, trainer.average
-    # These are the f32 masters, or the bf16 parameters if they are themselves the masters.
+    # The f32 master weights. If there are none, the bf16 parameters.
     read = sum(weight.nbytes for weight in masters.model_parameters.values())
     copies = 0
     if trainer.train.precision.masters == "f32":
@@ -130,7 +131,7 @@ def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
 
 
 def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> Iterator[UpdateRow]:
-    """Yields one row per entry of `train.optimizers`, if there are several, and the rows of Torch's AdamW."""
+    """Yields a row per entry of `train.optimizers` if there are several entries, then the rows of Torch's AdamW."""
     specs = setup.spec.train.optimizers
     owner = owners(specs, {name: tuple(value.shape) for name, value in values.items()})
     for i, spec in enumerate(specs if len(specs) > 1 else ()):
@@ -150,7 +151,7 @@ def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> I
 
 
 def torch_adamw(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Returns Torch's AdamW in the form `name`, a key of TORCH."""
+    """Returns Torch's AdamW in the form `name`, a key of the table TORCH."""
     fused, foreach = TORCH[name]
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=fused, foreach=foreach)
 
@@ -160,7 +161,6 @@ def _step(adamw: torch.optim.Optimizer, step: int) -> None:
 
 
 def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Returns parameters with these values and random gradients, on the device of the benchmark."""
     generator = torch.Generator(setup.device).manual_seed(setup.spec.train.seed)
     masters = {name: nn.Parameter(value.to(setup.device, copy=True)) for name, value in values.items()}
     for master in masters.values():
@@ -169,8 +169,7 @@ def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Paramet
 
 
 def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None]:
-    """Returns a function that updates the parameters of one entry of `train.optimizers`. On a GPU, the function replays
-    CUDA graphs, as the trainer does."""
+    """Returns a function that performs the update with a given step number. On a GPU, it replays CUDA graphs."""
     functions: dict[tuple[str, ...], Callable[[], None]] = {}
 
     def update(step: int) -> None:
@@ -186,8 +185,9 @@ def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None
 
 
 def _work(masters: Mapping[str, nn.Parameter], state: Iterable[Tensor]) -> Work:
-    """Returns the minimum work of an update of f32 masters: weights, gradients and state are read once, and weights and
-    state are written once."""
+    """Returns the minimum work of an update: weights, gradients and state are read once, weights and state are written
+    once.
+    """
     weights, stored = (sum(tensor.nbytes for tensor in tensors) for tensors in (masters.values(), state))
     return Work(0, 3 * weights + 2 * stored, weights + stored)
 
@@ -200,24 +200,16 @@ def _row(
     work: Work,
     update: Callable[[int], None],
 ) -> UpdateRow:
-    """Times an update.
-
-    Args:
-        setup: the setup of the benchmark.
-        ceilings: the peak rates.
-        name: the name of the row.
-        parameters: the parameters.
-        work: the minimum work of an update.
-        update: a function that performs the update of the step with a given number.
-    """
     numbers = sum(parameter.numel() for parameter in parameters.values())
     measured = Measured.of(*_passes(setup.device, update))
     return UpdateRow(name, len(parameters), numbers, measured, ceilings.floor_ms(work))
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:
-    """Times updates in two passes, after a warm-up that captures CUDA graphs. Returns the ms per update of each sample
-    of the first and of the second pass."""
+    """Times updates in two passes. Returns the ms per update of each sample, for each pass.
+
+    A warm-up captures CUDA graphs.
+    """
     step = 0
 
     def sample() -> float:

@@ -1,4 +1,4 @@
-"""Plain Torch functions that compute the same as a kernel or a group."""
+"""Plain Torch functions with the same results as a kernel or a group."""
 
 import hashlib
 import sys
@@ -26,18 +26,17 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues. The code of each node is the same as in a build with
-    `fuse: []`.
+    """Returns a function that computes nodes without epilogues, with the code of a build with `fuse: []`.
 
     Args:
         nodes: the nodes, in order.
         types: the type of each value.
         inputs: the values that the function accepts, in order.
         output: the value that the function returns.
-        module: the model.py of a `fuse: []` build. The code of the nodes may call its functions.
+        module: the model.py of a build with `fuse: []`. The returned function may call its functions.
 
     Returns:
-        The function, from `inputs` to `output`.
+        A function that maps the values of `inputs` to the value of `output`.
     """
     names = {ref: f"v{i}" for i, ref in enumerate(inputs)}
     lines = [f"def plain({', '.join(names.values())}):"]
@@ -50,9 +49,11 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is the
-    first of these that exists: Torch's call for the node on the target, the Torch kernel of the CPU target, the Torch
-    functions that the op calls, the reference of the op."""
+    """Returns a Torch function for a node with its epilogue. It maps all inputs to all outputs, in order.
+
+    Torch's call for the node on the target is preferred. Next come the Torch kernel for CPUs, the Torch code of the op,
+    and the reference of the op.
+    """
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is not None:
         (text,) = kernel_files(rendered, "", "").values()
@@ -64,9 +65,10 @@ def plain_site(site: Site) -> Function:
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
-    """Returns the function for the node that the first suitable Torch kernel renders; None if no kernel is suitable.
-    Kernels are tried in the order of their rank. With `elsewhere`, only kernels that also run on other targets are
-    tried."""
+    """Returns the function from the first suitable Torch kernel; None if there is none.
+
+    With `elsewhere`, only kernels that also run on other targets are considered.
+    """
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]
@@ -75,8 +77,10 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function that computes only the matrix products of the node, with library calls. It accepts all inputs
-    of the node. None if the op is not a product."""
+    """Returns a function for the matrix products of the node alone, by library calls. None if the op is not a product.
+
+    The function accepts all inputs of the node.
+    """
     op = site.node.op
     if not isinstance(op, Product):
         return None
@@ -89,8 +93,9 @@ def bare_product(site: Site) -> Function | None:
 
 
 def executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
-    """Executes generated text and returns the function `name`. The text runs in a new module that can be imported by
-    name, which Dynamo requires."""
+    """Executes generated text and returns its function `name`. The text becomes a new module, because Dynamo imports it
+    by name.
+    """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     module = ModuleType(f"specc_bench_{digest}_{id(namespace):x}")
     vars(module).update({key: value for key, value in namespace.items() if not key.startswith("__")})

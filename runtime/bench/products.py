@@ -1,8 +1,7 @@
-"""Measures the int8 products of deployed programs, and `torch._int_mm` with the compiled epilogue, for several numbers
-of rows.
+"""Measures int8 matrix products for several numbers of rows: the generated kernel, and `torch._int_mm` plus epilogue.
 
-On a GPU, calls are replayed as one CUDA graph, so that launches are not timed. Operands stay in the cache, as in a
-decoder.
+The epilogue of `torch._int_mm` is compiled. On a GPU, calls are replayed as one CUDA graph, so that launches are not
+timed. Operands stay in the L2 cache, as in a decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,7 @@ ROWS = (
     23040,
 )  # the values of M: one line, decoding steps, and a whole batch of 768 lines of 30 tokens
 CALLS = 20  # the number of calls in one CUDA graph
-# The stated number of moved bytes, so large that the cache is not cleared and the operands stay in it
+# A number of moved bytes for `alternate`. It is so large that `alternate` does not clear the cache.
 IN_CACHE = 1 << 62
 OURS, THEIRS = "generated", "int_mm"
 
@@ -51,7 +50,7 @@ class ProductRow:
         language: the language of the kernel.
         n: the number of output features, N.
         k: the number of input features, K.
-        makes: the dtype of the output.
+        makes: the output dtype.
         times: the times of the generated kernel and of the library, by M.
         refused: the reason why the library did not run, by M.
     """
@@ -67,20 +66,20 @@ class ProductRow:
 
     @property
     def ratio(self) -> Mapping[int, float | None]:
-        """The ratio of the kernel's time to the library's time, by M; None if the library did not run."""
+        """The time of the kernel divided by the time of the library, for each M. None if the library did not run."""
         return {m: x[OURS].ms / x[THEIRS].ms if THEIRS in x else None for m, x in self.times.items()}
 
 
 def product_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[ProductRow]:
-    """Yields a row for every int8 kernel of a deployed plan whose path contains `at`.
+    """Yields a row for every int8 kernel of the plan whose path contains `at`.
 
     Args:
         setup: the setup of the benchmark.
-        plan: the deployed plan.
+        plan: the plan of the int8 programs of an artifact.
         module: the generated model.py of the plan.
-        ready: a function that waits until a choice's kernel can be called.
+        ready: waits until the kernel of a choice is compiled.
         at: a substring of paths. Only kernels whose path contains it are measured.
 
     Raises:
@@ -125,7 +124,7 @@ def _row(name: str, choice: Choice, generated: Callable[..., Tensor], device: to
 
 
 def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
-    """Returns the epilogue in plain Torch. Its arguments are the sums, i32 [M, N], the offset and the operands."""
+    """Returns the epilogue as a Torch function. Its arguments are the sums, i32 [M, N], the offset and the operands."""
     names = [value.name for value in epilogue.operands]
     lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
     lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]
@@ -136,8 +135,7 @@ def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
 
 
 def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
-    """Raises RunFailure if the values differ by more than rounding. An int8 code may differ by 1 if the exact value is
-    about half-way between two codes."""
+    """Raises RunFailure if the values differ by more than rounding. An int8 result may differ by 1."""
     tolerance = 1.0
     if expected.dtype != torch.int8:
         tolerance = (1e-4 if expected.dtype == torch.float32 else 1e-2) * max(1.0, float(expected.abs().max()))
@@ -147,7 +145,7 @@ def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
-    """Times the calls. On a GPU, replays of a CUDA graph of `CALLS` calls are timed."""
+    """Times the calls. On a GPU, a CUDA graph of `CALLS` calls is replayed."""
     if device.type != "cuda":
         return alternate(calls, device, IN_CACHE)
     graphs = {name: captured(partial(_repeat, call))[0] for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""The profile of a step: classifies the kernels in a profiler's trace by name, and computes the idle time."""
+"""The profile of a training step. It classifies the kernels in a trace by name, and computes the idle time."""
 
 import ast
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 from specc.compiler.plan.plan import Plan
 
-# The first pattern that matches a kernel's name determines its class. Inductor names its kernels after the ops that
-# they compute, including attention and products, so its patterns come first. The plan's Triton kernels are matched
-# by their exact names before these patterns.
+# The first pattern that matches the name of a kernel determines its class. Patterns for Inductor come first, because
+# names of its kernels contain the names of ops, such as attention. Triton kernels of the plan are matched by their
+# exact names before these patterns.
 # The class `recurrent` is the library's LSTM without its matrix products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
@@ -43,8 +43,9 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel by its name. `generated` contains the names of the plan's kernels, except CUTLASS
-    kernels."""
+    """Returns the class of a kernel, given its name. `generated` has the names of all kernels of the plan except
+    CUTLASS kernels.
+    """
     match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
         return "fused"
@@ -52,8 +53,10 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """Returns the names of a plan's kernels at run time, except those of CUTLASS: the functions that are marked
-    `@triton.jit` or `__global__` in the kernel files."""
+    """Returns the names of the kernels of a plan in a trace, except CUTLASS kernels.
+
+    These are the functions with `@triton.jit` or `__global__` in the kernel files.
+    """
     names: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
         source = (directory / file).read_text(encoding="utf-8")
@@ -62,7 +65,7 @@ def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
 
 
 def jitted(source: str) -> Iterator[str]:
-    """Yields the names of the functions of a file that are marked `@triton.jit`."""
+    """Yields the names of the functions in a file with the decorator `@triton.jit`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
@@ -72,7 +75,7 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The calls of one kernel: their class, the name of the kernel, and their ms and number per step."""
+    """All calls of one kernel: its class and name, the ms per step, and the calls per step."""
 
     kind: str
     name: str
@@ -82,10 +85,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A step by class of kernel, averaged over `steps` steps.
+    """The kernels of a step, averaged over `steps` steps.
 
     `wall_ms` is the time per step from the start of the first kernel to the end of the last. `idle_ms` is the part of
-    this time in which no kernel ran. Concurrent kernels are each counted in full.
+    this time in which no kernel ran. Concurrent kernels each count in full.
     """
 
     steps: int
@@ -95,7 +98,7 @@ class Profile:
 
     @property
     def classes(self) -> Mapping[str, Mapping[str, float]]:
-        """The ms and the calls per step of each class that is present."""
+        """The ms and the calls per step of each class that has kernels."""
         kinds = {kind: [kernel for kernel in self.kernels if kernel.kind == kind] for kind in ORDER}
         totals = {k: {"ms": sum(x.ms for x in v), "calls": sum(x.calls for x in v)} for k, v in kinds.items()}
         return {kind: total for kind, total in totals.items() if total["ms"]}
@@ -153,7 +156,6 @@ def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[s
 
 
 def _correlation(event: Mapping[str, Any]) -> object:
-    """Returns the number that links a launch and its kernels, or None."""
     return event.get("args", {}).get("correlation")
 
 

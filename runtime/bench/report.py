@@ -1,4 +1,4 @@
-"""The report of a benchmark as a table, 120 columns wide, and as JSON data."""
+"""The report of a benchmark, as text tables and as JSON data."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ NONE = "-"
 
 
 def library_name(report: Report) -> str:
-    """Returns the name of the library that Torch's matrix products use."""
+    """Returns the name of the library that computes Torch's matrix products."""
     return "cuBLAS" if report.machine.cuda != "none" else "torch"
 
 
@@ -94,7 +94,7 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Joins the words into as few lines as possible."""
+    """Joins the words into lines of at most WIDTH columns."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > WIDTH:
@@ -231,12 +231,12 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def _data(value: Any) -> Any:
-    """Returns a value as JSON data. A dataclass becomes an object of its fields and its properties."""
+    """Returns a value as JSON data. A dataclass becomes an object with its fields and properties."""
     if is_dataclass(value):
         properties = (name for name, member in vars(type(value)).items() if isinstance(member, property))
         names = (*(field.name for field in fields(value)), *properties)
         data = {name: _data(getattr(value, name)) for name in names}
-        # only the largest kernels are listed; the sums of classes include all kernels
+        # only the largest kernels are listed; the sums per class include all kernels
         return {**data, "kernels": data["kernels"][:TOP]} if isinstance(value, Profile) else data
     if isinstance(value, Mapping):
         return {key: _data(entry) for key, entry in value.items()}

@@ -1,4 +1,4 @@
-"""The parts of a report for models of lines, as tables and as data: the training table, decoding, and int8 products."""
+"""Report tables for models that map lines to lines: training, decoding, and int8 products."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,8 +76,9 @@ def decode_lines(decoding: Decoding) -> list[str]:
 
 
 def product_lines(rows: Sequence[ProductRow]) -> list[str]:
-    """Returns three lines per product: the time of the generated kernel, the time of the library, and the ratio, for
-    each number of rows."""
+    """Returns three lines per product: the times of the generated kernel, the times of the library, and their
+    ratios.
+    """
     lines = [f"{'int8 products, us; rows M':<50}" + "".join(f"{m:>10,}" for m in ROWS)]
     for row in rows:
         lines.append(f"{row.name} ({row.language})")

@@ -1,5 +1,4 @@
-"""Decoding without a cache: for each token, the decoder runs again over all previous tokens. Decoding with a cache is
-compared with this baseline."""
+"""Decoding without a cache, as a baseline: for each token, the decoder runs again over all previous tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ TOKENS = "tokens"  # the key of the decoded tokens in the state
 
 
 def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batch: int, beam: int = 1) -> Translator:
-    """Returns a decoder without a cache for a loaded model of lines.
+    """Returns a decoder without a cache, for a loaded model that maps lines to lines.
 
     Args:
         loaded: the model.
@@ -40,7 +39,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
-    """Returns a module that decodes without a cache and shares the current weights of a loaded model of lines.
+    """Returns a module that decodes without a cache. It shares the current weights of a loaded model.
 
     The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
@@ -48,10 +47,10 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 
 
 class Rerun:
-    """The decoding steps of a `rerun_model` module.
+    """The decoding steps of a module from `rerun_model`.
 
-    With `graphs`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. As in a decoder with a
-    cache, the numbers of rows are the powers of two and the size of the whole batch.
+    With `graphs`, a CUDA graph is replayed for each number of rows and tokens. The numbers of rows are the powers of
+    two and the size of the whole batch.
     """
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:
@@ -90,13 +89,14 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows in the next steps, given that `going` of `now` rows are unfinished. The rule is
-        the same as for decoders with a cache."""
+        """Returns the number of rows in the next steps, if `going` of `now` rows are unfinished. Cached decoders do the
+        same.
+        """
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
         return going if going <= 0.75 * now else now
 
     def _logits(self, start: int, state: State) -> Tensor:
-        """Returns the logits, f32 [B, V], after the first `start` + 1 tokens of the state."""
+        """Returns the logits after the first `start` + 1 tokens of the state, f32 [B, V]."""
         logits: Tensor = self._model.logits(state[TOKENS][0][:, : start + 1], *state["encoder"])
         return logits[:, -1]

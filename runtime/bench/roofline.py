@@ -1,7 +1,6 @@
-"""The roofline picture: the performance of each kernel, and the two peak rates that were measured in the same run. It
-needs matplotlib.
+"""The roofline picture: the performance of each kernel, and the two measured peak rates. It needs matplotlib.
 
-The picture is drawn from the JSON data of a report, so that measuring does not require matplotlib.
+The picture is drawn from the JSON data of a report, so that measurements do not require matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
 
     Returns:
         A PNG of 1500 x 900 pixels, with a mark for each kernel and group. The coordinates of a mark are the operations
-        per byte, as the compiler counts them, and the measured operations per second.
+            per byte, and the measured operations per second.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
@@ -62,8 +61,9 @@ def _time(row: Row) -> float:
 
 
 def _position(row: Row, variant: str | None = None) -> tuple[float, float]:
-    """Returns the position of a row: operations per byte, and tera-operations per second of one variant. The default
-    variant is the code that the plan selects."""
+    """Returns operations per byte, and tera-operations per second of a variant. None selects the variant in the
+    plan.
+    """
     ms = _time(row) if variant is None else row["times"][variant]["ms"]
     return row["flops"] / row["bytes"], row["flops"] / (1e-3 * ms) / TERA
 
@@ -92,8 +92,9 @@ def _ceilings(axes: "Axes", ceilings: Mapping[str, Any], rows: Sequence[Row]) ->
 
 
 def _points(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draws generated kernels, whole groups and library products as filled marks, and the best times of torch.compile
-    as open marks."""
+    """Draws generated kernels, groups and library products as filled marks, and the best times of torch.compile as open
+    marks.
+    """
     kinds = (
         ("generated kernel", KERNEL_COLOR, "o", [row for row in rows if GENERATED in row["times"] and row["language"]]),
         ("fused group", GROUP_COLOR, "D", [row for row in rows if not row["language"]]),
@@ -114,8 +115,9 @@ def _points(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> None:
-    """Draws a column of labels next to the marks, in the order of the marks from top to bottom. Labels that would
-    overlap are moved apart."""
+    """Draws a column of labels next to the marks, in the order of the marks. Labels that would overlap are moved
+    apart.
+    """
     to_pixels, box = axes.transData, axes.bbox
     column, top = (
         box.x0 + (SHARE + 0.02) * box.width,
@@ -137,8 +139,7 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> N
 
 
 def _label(row: Row) -> str:
-    """Returns the label of a row: its name, time, share of the peak rate, and ratio to the best time of
-    torch.compile."""
+    """Returns the name, the time, the share of the peak rate, and the ratio to the best time of torch.compile."""
     label = f"{row['name']}\n{_time(row):.3g} ms, {row['share_of_floor']:.0%} of the roof"
     ratios = ((variant, row["ratio"][variant]) for variant in (MAX_AUTOTUNE, COMPILE))
     best = next(((variant, ratio) for variant, ratio in ratios if ratio is not None), None)

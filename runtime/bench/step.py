@@ -1,5 +1,4 @@
-"""Measures the whole training step of a spec, and of the same spec with `fuse: []`. Steps run in the real trainer on
-random data."""
+"""Measures the training step of a spec, and of the same spec with `fuse: []`, in the real trainer on random data."""
 
 import gc
 import time
@@ -30,15 +29,15 @@ BATCHES = 8  # the number of batches, which are created before the clock starts 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One build of the model in training.
+    """Training measurements of one build: fused or unfused.
 
     Attributes:
         step: the time of one step.
         steps: the number of timed steps.
         tokens: the mean number of tokens per step, without padding.
-        flops: the operations of the model per step: three times those of its forward pass, without recomputation.
+        flops: the operations per step: three times the operations of the forward pass.
         start_seconds: the seconds from the spec to the end of the warm-up.
-        compile_seconds: the seconds by which the warm-up steps exceed normal steps, because code is compiled.
+        compile_seconds: the extra seconds of the warm-up steps, in which code is compiled.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.
         profile: the profile of a step. None on the CPU.
@@ -64,8 +63,7 @@ class Build:
 
 
 def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool = True) -> dict[str, Build]:
-    """Measures at least `steps` steps of both builds. The builds run one after the other, because memory may be too
-    small for both.
+    """Measures at least `steps` steps of the fused build, then of the unfused build.
 
     A spec without fusion points has only one build.
 
@@ -94,15 +92,14 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
 
 
 def release(device: torch.device) -> None:
-    """Frees the memory of unreachable objects."""
+    """Returns cached GPU memory, after collecting unreachable objects."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def cold_caches(device: torch.device) -> AbstractContextManager[None]:
-    """Returns a context manager in which the compile caches of Inductor and Triton are empty, as in a first run on a
-    machine."""
+    """Returns a context manager with empty compile caches of Inductor and Triton, as on a new machine."""
     if device.type != "cuda":
         return nullcontext()
     from torch._inductor.utils import fresh_cache
@@ -111,7 +108,7 @@ def cold_caches(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], stack: ExitStack) -> Build:
-    """Trains one build: warm-up, timed groups of steps, and a profile."""
+    """Trains one build: warm-up steps, timed groups of steps, and a profiled step."""
     spec, device, gpu = setup.spec, setup.device, setup.device.type == "cuda"
     window = spec.model.window
     before = 0
@@ -148,8 +145,11 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer of a loaded spec with initial weights and random data. Schedules are ignored: windows have the
-    length of the context, and every step has the last batch size of its schedule. On a GPU, the trainer compiles."""
+    """Returns a trainer with initial weights and random data.
+
+    Schedules are ignored. Windows have the length of the context, and every step has the final batch size. On a GPU,
+    the trainer compiles the step.
+    """
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     torch.manual_seed(spec.train.seed)
@@ -165,7 +165,8 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
 
 def advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
     """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens without
-    padding."""
+    padding.
+    """
     wait(trainer.device)
     _, before = trainer.feed.counted()
     began = time.perf_counter()

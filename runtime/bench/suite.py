@@ -1,4 +1,4 @@
-"""Runs all parts of a benchmark in order: ceilings, kernels, groups, the step, and the parts for models of lines."""
+"""Runs all parts of a benchmark in order."""
 
 import sys
 import tempfile
@@ -42,16 +42,16 @@ class BenchOptions:
 
     Attributes:
         spec: the spec.
-        lock: the measured kernels of the spec.
+        lock: the kernels that were fastest in measurements.
         target: the target to measure.
         parts: the entries of PARTS to run; if empty, all parts that apply to the spec.
         steps: the number of training steps.
-        command: the command that a report states.
+        command: the command line that the report repeats.
         at: a substring of paths. Only the kernels, groups and int8 products whose path contains it are measured.
         weights: a run or an artifact whose weights are used for decoding.
-        batches: the numbers of texts in a decoding batch; empty for the default numbers.
-        contexts: the numbers of tokens of a completed text; empty for the default numbers.
-        tokens: the number of timed tokens of a decoded text; None for the default number.
+        batches: the batch sizes of text decoding; empty for the default sizes.
+        contexts: the lengths of completed texts in tokens; empty for the default lengths.
+        tokens: the number of timed tokens per text; None for the default.
     """
 
     spec: Spec
@@ -71,8 +71,8 @@ class BenchOptions:
 class Report:
     """All measurements of one benchmark. Parts that were not requested are empty.
 
-    `left_out` maps the parts that this machine does not support to the reasons. `nvcc_seconds` is the time in which all
-    CUDA C++ files are compiled in parallel.
+    `left_out` states the reason for each part that this machine does not support. `nvcc_seconds` is the time to compile
+    all CUDA C++ files in parallel.
     """
 
     options: BenchOptions
@@ -93,7 +93,7 @@ class Report:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The sizes of the symbolic dims."""
+        """The size of each symbolic dimension."""
         return sizes_of(self.options.spec)
 
 
@@ -101,22 +101,24 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     """Returns the parts to run, in order. Raises RunFailure if a requested part does not apply to the spec."""
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
-        "table": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
+        "table": None if pairs else "needs a model that maps lines to lines, but this is a text model",
         "int8": None if integers else "needs int8 products, but this spec has none",
     }
     for part in options.parts:
         if reason := refused.get(part):
             raise RunFailure(f"{options.spec.name}: {part} {reason}", "name other parts with --only")
     if pairs and (options.batches or options.contexts or options.tokens):
-        words = "--batch, --context and --tokens are for models of text, but this model translates lines"
+        words = "--batch, --context and --tokens are for text models, but this model maps lines to lines"
         message = f"{options.spec.name}: {words}"
         raise RunFailure(message, "set eval.batch: --set eval.batch=N")
     return tuple(part for part in PARTS if part in options.parts or not (options.parts or refused.get(part)))
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs in every process except the first. It takes part in the measurement of the training table, and does nothing
-    if the table is not requested. Raises the same errors as `bench`."""
+    """Runs in every process except the first, which runs `bench`.
+
+    Takes part in the measurement of the training table, if the options request it. Raises the same errors as `bench`.
+    """
     built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -125,12 +127,12 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts, and reports each figure as soon as it is known. In a `world` of several processes, all other
-    processes call `follow`.
+    """Runs the parts, and reports each figure as soon as it is known. If `world` has several processes, the first calls
+    `bench`, and the others call `follow`.
 
     Args:
         options: the options of the benchmark.
-        say: a function that is called with lines of text that report the progress.
+        say: is called with messages about the progress.
         world: the processes. None for only this process.
 
     Returns:
@@ -138,8 +140,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
 
     Raises:
         EnvironmentFailure: if this machine cannot run the target.
-        RunFailure: if a part does not apply to the spec, a kernel is wrong, a loss is not finite, memory is too small,
-            or no path contains `options.at`.
+        RunFailure: if a part does not apply to the spec, or fails.
     """
     began = time.perf_counter()
     spec, target, at = options.spec, options.target, options.at
@@ -162,9 +163,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     others = (report.table, report.decoding)
     if at and not any((*measured, *others)):
         labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
-        raise RunFailure(
-            f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(sorted(labels))}"
-        )
+        raise RunFailure(f"no kernel or group has {at} in its name", f"the names are: {', '.join(sorted(labels))}")
     if {"kernels", "groups"} & set(parts):
         report.left_out = dict(left_out(device))
     if "step" in parts and device.type == "cpu":
@@ -175,7 +174,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
 
 
 def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, world: World) -> None:
-    """Measures the parts in order, and adds them to the report."""
+    """Measures the parts in order, and stores them in the report."""
     options, plan, folder = report.options, built.plans[setup.target], setup.folder
     if {"kernels", "groups", "step"} & set(parts):
         fused = instantiate(setup.spec, setup.target, folder / "fused", lock=setup.lock)
@@ -214,7 +213,7 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
 
 
 def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
-    """Collects the rows, and reports each as soon as it is measured."""
+    """Collects the rows, and reports each row as soon as it is measured."""
     collected = []
     for row in rows:
         ratios = ((row.ratio(name), name) for name in AGAINST)
@@ -225,5 +224,5 @@ def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...
 
 
 def source_of(loaded: Loaded) -> ModuleType:
-    """Returns the generated model.py module of a model."""
+    """Returns the generated module `model.py` of a loaded model."""
     return sys.modules[type(loaded.model).__module__]

@@ -1,17 +1,16 @@
-"""The training table of a model of lines: training on one or several GPUs, and decoding with or without a cache.
+"""The training table of a model that maps lines to lines: training on one or several GPUs, decoding with or without
+cache.
 
 A rate is total work divided by total time. Terms of the table:
 
-- A training step is one update on `train.batch` samples of all processes together, as in `specc train`. The spec sets
-  teacher forcing. On a GPU, the step is compiled and captured as a CUDA graph, and batches are transferred during
-  computation.
-- A validation step decodes `train.batch` lines of the held-out split greedily, from source text to target text, and
-  compares each with its target. Several processes share the lines. The ratio of validation steps to training steps is
-  the ratio of `eval.lines` to the lines of an epoch. There is at least one validation step.
-- The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding. `overall` is the
-  work of all training and validation steps, divided by their seconds.
-- `compile` is the number of seconds before the clock starts. Code is rendered and compiled, graphs are captured, and
-  the validation lines are decoded once.
+- A training step is one update on `train.batch` samples of all processes together. On a GPU, the step is compiled and
+  captured as a CUDA graph.
+- A validation step decodes `train.batch` held-out lines greedily, from text to text, and compares each with its target.
+  The ratio of validation steps to training steps is the ratio of `eval.lines` to the lines of an epoch.
+- The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding.
+- `overall` is the work of all training and validation steps, divided by their seconds.
+- `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and
+  decoding the validation lines once.
 - With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
   all previous tokens for each token. The encoder runs once per line in both cases.
 """
@@ -102,24 +101,25 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows, and a mapping from the name of each missing row to the reason."""
+    """The measured rows, and the reason for each missing row by name."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
 
     @property
     def cached_over_uncached(self) -> float | None:
-        """The ratio of the validation time without a cache to the time with a cache, on one GPU; None if either is
-        missing."""
+        """The validation time without a cache, divided by the time with a cache, on one GPU. None if one of them is
+        missing.
+        """
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
         return seconds[BASELINE] / seconds[CACHE] if {BASELINE, CACHE} <= seconds.keys() else None
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps. The ratio of validation steps to training
-    steps is the ratio of held-out lines to samples per epoch.
+    """Returns the number of validation steps for a number of training steps. Each has `rows` lines.
 
-    Each step has `rows` lines. Raises RunFailure if there are fewer than `rows` held-out lines.
+    The ratio of validation steps to training steps is the ratio of held-out lines to samples per epoch. Raises
+    RunFailure if there are fewer than `rows` held-out lines.
     """
     lines = len(epoch.held_out)
     if lines < rows:
@@ -129,11 +129,11 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 
 
 def measure(setup: Setup, steps: int, world: World) -> Table:
-    """Measures all rows that the processes of `world` can run. First, rank 0 measures the rows of one process while the
-    others wait.
+    """Measures all rows that the processes of `world` can run. Rank 0 first measures the rows for one process, while
+    the others wait.
 
     Args:
-        setup: the setup of the benchmark. Its spec describes a model of lines.
+        setup: the setup of the benchmark. Its spec must have the architecture `encoder_decoder`.
         steps: the number of training steps.
         world: the processes.
 
@@ -159,7 +159,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 
 
 def _why_alone(device: torch.device) -> str:
-    """Returns the reason why the table has no row for a run with several processes."""
+    """Returns why the table has no row for several processes."""
     if device.type != "cuda":
         return "one process ran on the CPU: --gpus 2 measures two"
     count = torch.cuda.device_count()
@@ -167,8 +167,7 @@ def _why_alone(device: torch.device) -> str:
 
 
 def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
-    """Yields the two rows for a number of processes: with and without a cache. Training is measured once for both rows,
-    because it does not depend on the cache."""
+    """Yields two rows for the processes of `world`: with and without a cache. Training is measured once for both."""
     spec, say = setup.spec, setup.say
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     say(f"table, {processes}: compiles, then trains {steps} steps")
@@ -211,7 +210,7 @@ def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
 
 
 def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
-    """Returns a trainer after its warm-up, which compiles the step and, on a GPU, captures it as a CUDA graph."""
+    """Returns a trainer after its warm-up. The warm-up compiles the step, and captures it as a CUDA graph on a GPU."""
     window, programs = loaded.spec.model.window, loaded.programs
     model = TrainableModel(loaded.model, programs.params, window, "bench", derived=programs.derived_weights)
     trainer = Trainer(model, loaded.spec.train, supply.feed, world, world.device.type == "cuda")
@@ -252,8 +251,10 @@ class _Scored:
         return cls(sources, targets, Totals(steps, len(lines), tokens, 0.0), world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
-        """Decodes the lines, one step at a time. Returns the totals, with the seconds of the slowest process, and the
-        number of exact matches over all processes."""
+        """Decodes the lines. Returns the totals, and the number of exact matches over all processes.
+
+        The time is the time of the slowest process.
+        """
         each = len(self.sources) // self.totals.steps
         self.world.wait()
         began, exact = time.perf_counter(), 0

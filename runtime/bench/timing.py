@@ -1,4 +1,4 @@
-"""Times calls. After a warm-up, each call is sampled many times, in two passes over all calls."""
+"""Times calls. After a warm-up, all calls are sampled many times in a first pass, and again in a second pass."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ HOST_CACHE = 32 << 20  # in bytes; Torch does not report the size of a CPU's cac
 class Measured:
     """The time of a call: the median of all samples, in ms per call.
 
-    `spread` is the difference between the medians of the two passes, divided by the smaller median. A difference
-    between two calls below `spread` is noise.
+    `spread` is the difference between the medians of the two passes, divided by the smaller median. If two calls differ
+    by less than `spread`, the difference is noise.
     """
 
     ms: float
@@ -29,16 +29,17 @@ class Measured:
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> "Measured":
-        """Computes the statistics from the samples of two passes, in ms."""
+        """Computes median and spread from the samples of two passes, in ms."""
         a, b = sorted((median(first), median(second)))
         return cls(median((*first, *second)), b / a - 1)
 
 
 def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> dict[str, Measured]:
-    """Times every call in two passes over all calls, with CUDA events on a GPU and with `perf_counter` on the CPU.
+    """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `perf_counter` on the
+    CPU.
 
-    If a call moves fewer bytes than four times the last-level cache, the cache is filled with other data before each
-    call. This data is read and not written, because written cache lines would be written back during the timed call.
+    If a call moves little data, the last-level cache is filled with other data before each call. This data is only
+    read, because written cache lines would be written back during the timed call.
 
     Args:
         calls: the calls, by name.
@@ -59,8 +60,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
 
 def _prepare(call: Call, device: torch.device) -> tuple[int, float]:
-    """Warms up a call. Returns the number of samples per pass, and the seconds that the host takes to enqueue a
-    call."""
+    """Warms up a call. Returns the number of samples per pass, and the host seconds to enqueue a call."""
     fewest, most = SAMPLES[device.type]
     began = time.perf_counter()
     call()
@@ -83,11 +83,11 @@ def wait(device: torch.device) -> None:
 
 
 def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list[float]:
-    """Returns the ms of each of `count` calls. The host runs ahead of the device, so that host time is not measured."""
+    """Returns the ms of each of `count` calls on the device."""
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]
-        # the device waits in a busy loop until the host has enqueued all calls
+        # a busy loop occupies the device until the host has enqueued all calls, so that host time is not measured
         cycles = int(min(len(events) * enqueue, LONGEST_HEAD_START) * CYCLES)
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         for start, end in events:

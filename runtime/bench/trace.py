@@ -1,4 +1,4 @@
-"""A trace of training steps for a viewer such as Perfetto, and the times of its kernels or operators."""
+"""Records a trace of training steps for a viewer such as Perfetto, and lists the times of its kernels or operators."""
 
 import gzip
 import json
@@ -38,12 +38,12 @@ class Trace:
     Attributes:
         path: the file.
         bytes: the size of the file.
-        whole: whether it contains all events. Otherwise, operators of the host are omitted.
+        whole: whether the file contains all events. Otherwise, host operators are omitted.
         steps: the recorded steps.
         target: the target.
-        ms: the sum of the entries, in ms per step. Concurrent kernels count in full.
-        entries: kernels on a GPU, or operators on a CPU; the longest first. The time of an operator does not include
-            the operators that it calls.
+        ms: the sum over all entries, in ms per step. Concurrent kernels each count in full.
+        entries: kernels on a GPU, or operators on a CPU; the longest first. The time of an operator excludes the
+            operators that it calls.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class Trace:
     entries: tuple[Kernel, ...]
 
     def lines(self, top: int) -> list[str]:
-        """Returns the first `top` entries as a table, and a line about the file."""
+        """Returns a table of the first `top` entries, and a line about the file."""
         rows = [f"{'ms/step':>10} {'share':>6} {'calls':>8}  {'class':<13}  name"]
         for entry in self.entries[:top]:
             share = f"{entry.ms / self.ms:.1%}" if self.ms else "-"
@@ -82,16 +82,16 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    Torch's profiler records the trace. This requires no permission to read the hardware counters of a GPU.
+    Torch's profiler records the trace. It does not need permission to read GPU hardware counters.
 
     Args:
         spec: the spec.
         target: a target of the spec; None for the best target that this machine can run.
         steps: the number of steps.
         out: the file for the trace, a gzipped Chrome trace.
-        lock: the measured tiles.
+        lock: the kernels that were fastest in measurements.
         force: whether to replace an existing file.
-        say: a function that is called with lines of text that report the progress.
+        say: is called with messages about the progress.
         limit: the largest size of the file in bytes.
 
     Returns:
@@ -99,7 +99,7 @@ def record_trace(
 
     Raises:
         ExportError: the file exists, or its folder does not.
-        RunFailure: the trace exceeds the limit even without the operators of the host; record fewer steps.
+        RunFailure: the trace exceeds the limit, even without host operators.
         EnvironmentFailure: the file cannot be written.
     """
     if not out.parent.is_dir():
@@ -144,7 +144,7 @@ def record_trace(
 
 
 def _packed(data: dict[str, Any], limit: int) -> tuple[bytes, bool]:
-    """Returns a trace as a gzipped file, and whether it has all events. Raises RunFailure if it exceeds the limit."""
+    """Returns a gzipped trace, and whether it has all events. Raises RunFailure if the file exceeds `limit` bytes."""
     events = data["traceEvents"]
     for whole in (True, False):
         shown = events if whole else [event for event in events if event.get("cat") not in HOST]

@@ -8,24 +8,21 @@ from torch._inductor import config as inductor
 
 Function = Callable[..., Any]
 GENERATED, EAGER, COMPILE, MAX_AUTOTUNE, LIBRARY = "generated", "eager", "compile", "max_autotune", "library"
-# No mode uses CUDA graphs, because their copies of the inputs would be timed. A training step does not need these
-# copies.
+# No mode uses CUDA graphs. Copies of inputs to a graph would be timed, but a training step does not need them.
 MODES: Mapping[str, str | None] = {COMPILE: None, MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)  # the variants that ratios refer to; the first that was measured is used
 LEFT_OUT = {"cpu": {MAX_AUTOTUNE: "max-autotune searches GEMM templates for GPUs, so it is not measured on the CPU"}}
 
 
 def left_out(device: torch.device) -> Mapping[str, str]:
-    """Returns the variants that a device does not support, each with the reason."""
+    """Returns the reason for each variant that the device does not support."""
     return LEFT_OUT.get(device.type, {})
 
 
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
-    """Returns `plain` itself, and `plain` under torch.compile in each mode, with fullgraph and fixed shapes. The first
-    call of each compiled function compiles it.
+    """Returns `plain`, and `plain` under each mode of torch.compile, with fixed shapes.
 
-    The compiler is reset first. The modes share no cache entries: Dynamo's key is the backend, and Inductor's key is
-    its whole configuration.
+    The first call of each function compiles it. The compiler is reset first. The modes share no cache entries.
     """
     torch.compiler.reset()
     inductor.autotune_num_choices_displayed = 0  # the tables that max-autotune prints would hide the output of specc
@@ -37,8 +34,10 @@ def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
 
 
 def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """Calls every function once, which compiles it if necessary. Returns the errors that torch.compile variants raised,
-    by the name of the variant. Errors of other variants and out-of-memory errors propagate."""
+    """Calls every function once to compile it. Returns the errors of torch.compile variants by name.
+
+    Errors of other variants and out-of-memory errors propagate.
+    """
     failed: dict[str, str] = {}
     for name, call in calls.items():
         try:
@@ -53,6 +52,5 @@ def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def as_trained(function: Function, device: torch.device) -> Function:
-    """Returns a generated function in the form in which the trainer runs it: compiled on a GPU, unchanged on the
-    CPU."""
+    """Returns a generated function as the trainer runs it: compiled on a GPU, unchanged on the CPU."""
     return torch.compile(function, fullgraph=True, dynamic=False) if device.type == "cuda" else function

@@ -1,5 +1,4 @@
-"""Estimates, to second order, how much the loss rises through errors of parameters. Bit allocation minimizes the sum of
-these rises."""
+"""Estimates, to second order, how much errors of parameters increase the loss. Bit allocation minimizes the sum."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from specc.runtime.calibration.uses import signed_sum
 from specc.runtime.errors import QuantizeError
 
-# The number of backward passes; the relative standard error of an estimate is about sqrt(2 / PASSES), 4 %
+# The number of backward passes. The relative standard error of an estimate is about sqrt(2 / PASSES), 4 %.
 PASSES = 1024
 
 
@@ -20,26 +19,23 @@ def added_nats(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, tuple[float, ...]]:
-    """Returns the rise of the loss through each error of a parameter, in nats per token.
+    """Returns the increase of the loss for each error of a parameter, in nats per token.
 
-    The rise is 1/2 E[(d . g)^2] for an error d and the gradient g of the loss of one token (empirical Fisher). g
-    includes all uses of the parameter. The estimate does not assume that inputs, outputs or positions are independent.
-    A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2 estimates
-    sum_n (d . g_n)^2.
+    For an error d, the increase is 1/2 E[(d . g)^2], where g is the gradient of the loss of one token (empirical
+    Fisher). A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2
+    estimates sum_n (d . g_n)^2.
 
-    The first-order term E[d . g] is omitted, because it is 0 at a minimum. Measuring it would need as many tokens
-    as measuring the loss, because the standard deviation of d . g is sqrt(2 rise) per token.
+    The first-order term E[d . g] is omitted, because it is 0 at a minimum.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: a function that returns batches of (ids, targets), i64 [rows, window]. It is called until `PASSES` rows
-            are read.
+        windows: returns batches (ids, targets), i64 [rows, window] each. It is called until `PASSES` rows are read.
         errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
-        progress: a function that is called as `progress(done, total)` with numbers of backward passes.
+        progress: is called as `progress(done, total)`, with numbers of backward passes.
 
     Returns:
-        The rises of each parameter, by name, in the order of its errors.
+        The increases for each parameter by name, in the order of its errors.
 
     Raises:
         QuantizeError: a gradient contains NaN or infinity, or the loss does not depend on a parameter.
@@ -65,7 +61,7 @@ def added_nats(
             if progress is not None:
                 progress(min(done, PASSES), PASSES)
         if not done:
-            raise QuantizeError("there is no text to calibrate on")
+            raise QuantizeError("the calibration text is empty")
     results = {name: tuple((total / (2 * tokens)).tolist()) for name, total in zip(errors, sums, strict=True)}
     for name, total in zip(errors, sums, strict=True):
         if not bool(total.isfinite().all()):

@@ -1,8 +1,7 @@
-"""Captures calibration statistics of a model: its products and lookups, and the GPTQ Hessians of linear inputs.
+"""Captures calibration statistics of a model, such as the GPTQ Hessians of linear inputs.
 
-The unfused model is traced by torch.fx. Its `score` program becomes a flat list of calls, which names each parameter.
-An interpreter of this list observes the inputs and outputs of every `F.linear`, every grouped product of experts and
-every `F.embedding`.
+torch.fx traces the program `score` of the unfused model into a flat list of calls. An interpreter runs this list. It
+observes the inputs and outputs of every `F.linear`, every grouped product of experts and every `F.embedding`.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ Looked = Callable[[str, Tensor, Tensor], None]
 class ScoreTracer(fx.Tracer):
     """Traces `score` of `model` instead of `forward`. Blocks are inlined, and loops are unrolled.
 
-    Calls of the functions of the generated code are single nodes.
+    A call of a generated function is a single node.
     """
 
     traced_func_name = "score"
@@ -42,12 +41,13 @@ class ScoreTracer(fx.Tracer):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product of rows with a parameter, in a traced program.
+    """A matrix product with a parameter, in a traced program.
 
     Attributes:
         weight: the name of the parameter.
         input: the node of the rows [..., features].
-        ends: for the matrices of experts, the node of `ends` i32 [experts], the cumulative number of rows per expert.
+        ends: the node with the cumulative number of rows per expert, i32 [experts]. None if the parameter does not
+            belong to experts.
     """
 
     weight: str
@@ -56,15 +56,15 @@ class Product:
 
 
 class Capture(fx.Interpreter):
-    """An interpreter of the `score` program that reports the inputs and outputs of linears and lookups.
+    """An interpreter of the program `score`. It reports the inputs and outputs of linear layers and embedding lookups.
 
     Args:
         model: the model, generated without fusions.
-        observe: a function that is called with the name of the weight and the input [..., features] of each linear. The
-            third argument is `Product.ends` for matrices of experts, and None for other weights.
-        results: a function that is called like `observe`, but with the output [..., features] of each linear.
-        looked: a function that is called with the name of the table, the ids [...] and the output [..., features] of
-            each lookup.
+        observe: is called for each linear layer with the name of the weight, the input [..., features], and
+            `Product.ends`.
+        results: is called for each linear layer with the name of the weight, the output [..., features], and
+            `Product.ends`.
+        looked: is called for each lookup with the name of the table, the ids [...] and the output [..., features].
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Capture(fx.Interpreter):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights of linears, in the order of their first use."""
+        """The names of the weights of linear layers, in the order of first use."""
         products = (product for node in self.graph.nodes if (product := _product(node)) is not None)
         return tuple(dict.fromkeys(product.weight for product in products))
 
@@ -94,8 +94,9 @@ class Capture(fx.Interpreter):
 
 
 def _product(node: fx.Node) -> Product | None:
-    """Returns the matrix product that a node computes. None for other nodes, and for weights that are not
-    parameters."""
+    """Returns the matrix product that a node computes; None for other nodes, and for weights that are not
+    parameters.
+    """
     grouped = getattr(node.target, "__name__", "") == GROUPED_LINEAR
     operands = _of(node.target if grouped else F.linear, node)  # type: ignore[arg-type]
     if operands is None:
@@ -105,8 +106,7 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
-    """If a node calls `function`, returns the name of the parameter that is the second argument, and the node that is
-    the first argument.
+    """Returns the parameter that is the second argument of a call of `function`, and the node of the first argument.
 
     Returns None for other nodes, and if the second argument is not a parameter.
     """
@@ -121,15 +121,14 @@ def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] |
 def calibration_windows(
     stream: TokenStream, calibrate: Calibrate, window: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches of (ids, targets), i64 [rows, window]: `calibrate.sequences` rows in batches of `calibrate.batch`.
+    """Yields `calibrate.sequences` rows in batches (ids, targets) of `calibrate.batch` rows, i64 [rows, window] each.
 
-    The windows start at equal distances over the whole stream, offset by a phase that depends on `seed`, so that every
-    seed samples all parts of the stream equally. The windows depend only on the stream, the sizes and `seed`. Windows
-    overlap if the stream is too short for all of them.
+    The windows start at equal distances over the whole stream. `seed` determines the offset of all windows. Windows
+    overlap if the stream is short.
 
     Args:
         stream: the training text.
-        calibrate: the settings. Only `sequences` and `batch` are used, which are numbers of rows.
+        calibrate: the settings. Only `sequences` and `batch` are used.
         window: the length of a row in tokens.
         seed: the seed of the run.
 
@@ -143,8 +142,7 @@ def calibration_windows(
     if places < 1:
         message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
         raise DataError(message, "give more data, or a shorter length")
-    # The phase is computed with SHA-256, because the numbers of a random generator may change between versions of its
-    # library.
+    # SHA-256 is used because the numbers of a random generator may change between versions of a library.
     phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
     for first in range(0, count, calibrate.batch):
         starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
@@ -160,14 +158,14 @@ def capture_hessians(
 ) -> Mapping[str, Tensor]:
     """Returns the Hessian X^T X of each weight, averaged over all tokens.
 
-    A weight has several calls per token if its block runs more than once; its Hessian is the sum over these calls. Each
-    expert has a Hessian of the rows that are routed to it, also averaged over all tokens.
+    If a block runs more than once per token, the Hessian is the sum over all calls. Each expert has a separate Hessian
+    of the rows that it receives. This Hessian is also averaged over all tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: batches of (ids, targets), i64 [rows, window].
+        windows: batches (ids, targets), i64 [rows, window] each.
         device: the device of the model and of the result.
-        progress: a function that is called with the number of processed rows after each batch.
+        progress: is called with the number of processed rows after each batch.
 
     Returns:
         The Hessians by parameter name, f64 [features, features] or [experts, features, features] on `device`.
@@ -185,4 +183,4 @@ def capture_hessians(
             tokens += ids.numel()
             if progress is not None:
                 progress(done)
-    return hessians.a_token(tokens)
+    return hessians.per_token(tokens)

@@ -7,17 +7,17 @@ from torch import Tensor
 
 from specc.runtime.errors import QuantizeError
 
-# The number of rows that are converted to the accumulation dtype at once: with 1,024 features, 64 MiB of f64.
+# The number of rows that are converted to the accumulation dtype at once. With 1,024 features, this is 64 MiB of f64.
 CHUNK_ROWS = 8192
 
 
 class Hessians:
-    """Sums of X^T X by name. Each name takes the memory of features^2 numbers.
+    """Sums of X^T X by name. Each sum has features^2 elements.
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
-        device: the device of the sums. Each product is computed on the device of its input and then moved, so that a
-            GPU stores only one product at a time. If None, each sum is on the device of its inputs.
+        device: the device of the sums. Products are computed on the device of their inputs and then moved, so that a
+            GPU stores only one product at a time. None selects the device of the inputs.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> None:
@@ -27,12 +27,12 @@ class Hessians:
         self._rows: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, ends: Tensor | None = None) -> None:
-        """Adds the rows of `x` [..., features], any float dtype. `x` is detached, so no gradient is recorded.
+        """Adds the rows of `x` [..., features], of any float dtype. No gradient is recorded.
 
-        With `ends` i32 [experts], the rows are sorted by expert, and each expert has a separate sum, [experts,
-        features, features]. `ends` is the cumulative number of rows per expert.
+        With `ends` i32 [experts], each expert has a separate sum, [experts, features, features]. The rows must be
+        sorted by expert, and `ends` is the cumulative number of rows per expert.
 
-        Raises QuantizeError if the number of features differs from that of earlier calls with this name.
+        Raises QuantizeError if an earlier call with this name had another number of features.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
@@ -60,19 +60,19 @@ class Hessians:
             else:
                 total.add_((exact.T @ exact).to(total.device))
 
-    def a_token(self, tokens: int) -> dict[str, Tensor]:
+    def per_token(self, tokens: int) -> dict[str, Tensor]:
         """Returns X^T X / tokens by name, in the accumulation dtype: [features, features], or one such matrix per
         expert.
 
         `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
-        Hessian is the sum over the calls, because the effects of its error on the loss add up.
+        Hessian is the sum over the calls.
 
-        Raises QuantizeError if a name has no rows, or if its sum is NaN or infinite.
+        Raises QuantizeError if a name has no rows, or a sum that is not finite.
         """
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
             if self._rows[name] == 0:
-                raise QuantizeError(f"{name}: the calibration text gave it no input")
+                raise QuantizeError(f"{name}: no calibration text reached this parameter")
             if not bool(total.isfinite().all()):
                 message = f"{name}: the input contains NaN or infinity"
                 raise QuantizeError(message, "calibrate from an earlier checkpoint")
@@ -81,8 +81,10 @@ class Hessians:
 
 
 def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Splits rows [N, ...], which are sorted by expert, into the rows of each expert. `ends` i32 [experts] is the
-    cumulative number of rows per expert."""
+    """Splits rows [N, ...] into the rows of each expert.
+
+    The rows are sorted by expert. `ends` i32 [experts] is the cumulative number of rows per expert.
+    """
     return torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 

@@ -1,4 +1,4 @@
-"""The inputs of int8 products: measures their ranges per feature and computes scales that fit the ranges."""
+"""The inputs of int8 products: measures their ranges per feature, and computes scales for them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -28,17 +28,18 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Returns the input range of each int8 product in the program `score`, by weight.
 
-    Products with the same input have the same range. If one tensor contains the features of several products, as in a
-    bidirectional layer, each product has the range of its part of the features. The reference implementations of the
-    ops compute all values, in the precision of `weights`.
+    Products with the same input have the same range. If a tensor contains the features of several products, as in a
+    bidirectional layer, each product has the range of its own features. Values are computed by the reference
+    implementations, in the precision of `weights`.
 
     Args:
         programs: the lowered programs, before any pass.
         sources: the int8 products.
         batches: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
-        progress: a function that is called with the number of processed rows after each batch.
-        scales: the existing scales of inputs, f32 [1] or [K] by leader. For these inputs, clipping is also measured.
+        progress: is called with the number of processed rows after each batch.
+        scales: existing scales of inputs, f32 [1] or [K] each, by the first weight that reads the input. Clipping by
+            these scales is measured.
 
     Returns:
         The ranges by weight name, in f64.
@@ -69,13 +70,14 @@ def input_ranges(
             if progress is not None:
                 progress(done)
     if missing := [source.node for source in sources if source.leader not in measured]:
-        raise QuantizeError(f"{missing[0]}: the calibration data gave it no input")
+        raise QuantizeError(f"{missing[0]}: no calibration data reached this weight")
     return {source.weight: measured[source.leader].range for source in sources}
 
 
 class _InputRange:
-    """Accumulates the range of one input over rows, f64 [.., K]. If `scale` is given, also accumulates the clipping
-    that this scale causes."""
+    """Accumulates the range of one input over rows, f64 [.., K]. With `scale`, also accumulates the clipping by this
+    scale.
+    """
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]
@@ -109,14 +111,14 @@ def input_scales(
         programs: the lowered programs, before any pass.
         sources: the int8 products.
         schemes: the scheme of each parameter.
-        rows: a function that returns the batches to measure, as inputs of `score` by name.
+        rows: returns the batches to measure, as inputs of `score` by name.
         weights: the parameters by name, f32, all on one device.
 
     Returns:
         The scales, f32 [1] or [K], by the first weight that reads the input.
 
     Raises:
-        QuantizeError: under the conditions of `input_ranges`.
+        QuantizeError: as raised by `input_ranges`.
     """
     device = next(iter(weights.values())).device
     batches = ({name: ids.to(device) for name, ids in batch.items()} for batch in rows())

@@ -1,4 +1,4 @@
-"""The input scales of int8 products during quantization-aware training."""
+"""The input scales of int8 products in quantization-aware training."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,20 +11,20 @@ SLOT = "rounding.input_scale"  # the key prefix in the optimizer state of a chec
 
 
 class InputScales:
-    """The scales of the inputs of int8 products, f32 [K] each, by leader: the first weight that reads the input.
+    """The input scales of int8 products, f32 [K] each. The key is the leader: the first weight that reads the input.
 
-    If the programs of the model round these inputs, they read the inverse scales from buffers of the model. Scales are
-    measured once and saved in checkpoints. A resumed run therefore rounds with the same scales.
+    The programs of the model read the inverse scales from buffers. Scales are measured once and saved in checkpoints,
+    so a resumed run rounds with the same scales.
 
     Args:
-        model: the model that trains, on its device.
+        model: the model in training, on its device.
         leaders: the leader of each weight, by weight name.
-        measure: a function that returns the scales, f32 [1] or [K] by leader, for weights (f32, by parameter name).
-            Only rank 0 calls it, so that all ranks have the same scales.
+        measure: maps weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only rank 0 calls it, so
+            that all ranks have the same scales.
         world: the ranks of the run.
 
     Attributes:
-        measured: False while all scales are 1, their value before `measure`.
+        measured: whether `measure` was called. Before `measure`, all scales are 1.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class InputScales:
         self._write(self._scale)
 
     def measure(self, weights: Mapping[str, Tensor]) -> None:
-        """Measures the scales for `weights` (f32, by parameter name) on rank 0 and sets them on all ranks."""
+        """Measures the scales on rank 0, and sets them on all ranks. `weights` are f32 by parameter name."""
 
         def scales() -> dict[str, Tensor]:
             with torch.no_grad():
@@ -52,18 +52,18 @@ class InputScales:
         self._write(self._world.first(scales))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the scales for a checkpoint; ones if they have not been measured."""
+        """Returns the scales for a checkpoint. They are 1 before `measure`."""
         return {f"{SLOT}/{leader}": scale for leader, scale in self._scale.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Sets the scales from the result of `state`."""
+        """Sets the scales from a result of `state`."""
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
-        """Returns f32 [K] for each weight [N, K], by weight name: the scales of its input features, divided by the
-        largest of these scales.
+        """Returns factors f32 [K] for each weight [N, K]: the scales of the input features, divided by the largest
+        scale.
 
-        The deployed model rounds the weight multiplied by these shares.
+        The deployed int8 model rounds the weight multiplied by these factors.
         """
         return {weight: self._share[leader] for weight, leader in self._leader.items()}
 

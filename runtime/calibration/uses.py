@@ -1,24 +1,21 @@
-"""The uses of a parameter in a model: matrix products with it, and lookups of its rows.
+"""The uses of a parameter in a model: matrix products, and lookups of rows.
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
-rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model
-that fits its data. g is a sum over the uses of W. Every use adds rank-one matrices l r^T to g, where l [N] has one
-entry per row of W:
+increases by 1/2 E[(d . g)^2] per token. F = E[g g^T] is the Fisher information. g is a sum over the uses of W. Every
+use adds rank-one matrices l r^T to g, where l [N] has one entry per row of W:
 
-- a product y = W x adds l = dl/dy, r = x for each row of x. If a block runs several times per token, each call adds one
-  term.
-- a lookup y = W[v] is the product of W^T with the one-hot vector of v. The lookup adds l = one-hot(v), r = dl/dy.
+- a product y = W x adds l = dl/dy, r = x for each row of x;
+- a lookup y = W[v] adds l = one-hot(v), r = dl/dy.
 
-Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. As in K-FAC (Martens and Grosse 2015), the
-terms of different uses, calls and positions are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated
-by the Kronecker product of its partial traces, A_u B_u^T / tr F_u:
+Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015),
+terms are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated by the Kronecker product of its partial
+traces, A_u B_u^T / tr F_u:
 
     A_u = diag(sum |r|^2 l_i^2) [N],  B_u = sum |l|^2 r r^T [K, K],  sum_i A_ui = tr B_u = tr F_u
 
-Then the loss rises by 1/2 sum_i d_i M_i d_i^T. The metric of row i is M_i = sum_u A_ui / tr(B_u) B_u [K, K]. For a
-weight of a single product, the metric is E[x x^T] up to a factor per row. GPTQ does not need this factor, because it
-treats rows independently. For a tied embedding table, the head is a product with M_i ~ E[h h^T] of hidden states h. The
-lookups add the second moment of their gradients, in proportion to the frequency of token i.
+The loss then increases by 1/2 sum_i d_i M_i d_i^T. The metric of row i is M_i = sum_u A_ui / tr(B_u) B_u [K, K]. For a
+single product, the metric is E[x x^T] up to a factor per row, which GPTQ does not need. A tied embedding table has two
+uses: the product of the head with hidden states, and the lookups.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,11 +32,10 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 
 def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the sum of `nats` [rows, window], in which each token has a random sign.
+    """Returns the sum of `nats` [rows, window], with a random sign for each token.
 
-    Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n. The square of the
-    gradient of this sum has the expectation sum_n g_n^2, because the signs make the products g_n g_m, n != m, vanish in
-    expectation.
+    Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n. The squared gradient of
+    this sum has the expectation sum_n g_n^2, because products of different g_n have random signs.
     """
     signs = torch.randint(0, 2, nats.shape, generator=generator, dtype=torch.int8).to(nats.device)
     return (nats * (2 * signs - 1)).sum()
@@ -52,17 +48,18 @@ def capture_uses(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, tuple[Use, ...]]:
-    """Returns the uses of parameters, averaged over tokens: the factors A / tr(B) and B of the module's docstring.
+    """Returns the uses of parameters, averaged over tokens: the factors A / tr(B) and B in the docstring of this
+    module.
 
     Args:
         model: the model, generated without fusions, on `device`.
         names: the parameters [N, K].
-        windows: batches of (ids, targets), i64 [rows, window].
+        windows: batches (ids, targets), i64 [rows, window] each.
         device: the device of the model and of the result.
-        progress: a function that is called with the number of processed rows after each batch.
+        progress: is called with the number of processed rows after each batch.
 
     Returns:
-        For each name, at most two uses: one use combines all products, and one use combines all lookups.
+        For each name, at most two uses: all products together, and all lookups together.
 
     Raises:
         QuantizeError: a gradient or an input contains NaN or infinity.
@@ -98,7 +95,7 @@ def capture_uses(
         tokens += ids.numel()
         if progress is not None:
             progress(done)
-    kinds = (products.a_token(tokens), lookups.a_token(tokens))
+    kinds = (products.per_token(tokens), lookups.per_token(tokens))
     return {name: tuple(kind[name] for kind in kinds if name in kind) for name in names}
 
 
@@ -120,8 +117,8 @@ class _Terms:
     def look_up(self, name: str, rows: int, ids: Tensor, gradient: Tensor) -> None:
         """Adds lookups of the rows `ids` [...] of a table of `rows` rows, with the gradients [..., K] of the results.
 
-        Sums by row are computed on the CPU, where index_add_ has a fixed order. On a GPU its order varies, so that
-        repeated runs would not be byte-identical.
+        Sums by row are computed on the CPU. On a GPU, the order of index_add_ varies, and results would not be
+        reproducible.
         """
         places, right = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).double()
         self._columns.add(name, right)
@@ -130,10 +127,10 @@ class _Terms:
         reads = self._reads.setdefault(name, torch.zeros(rows, dtype=torch.int64))
         reads += places.bincount(minlength=rows)
 
-    def a_token(self, tokens: int) -> Mapping[str, Use]:
+    def per_token(self, tokens: int) -> Mapping[str, Use]:
         """Returns the uses by name, averaged over `tokens`."""
         uses = {}
-        for name, columns in self._columns.a_token(tokens).items():
+        for name, columns in self._columns.per_token(tokens).items():
             rows = self._rows[name]
             rows = with_unread(rows, self._reads[name]) if name in self._reads else rows
             if not bool(rows.isfinite().all()):
@@ -147,17 +144,13 @@ class _Terms:
 def with_unread(total: Tensor, reads: Tensor) -> Tensor:
     """Returns the sums `total` [rows] over lookups, with an estimate for the rows that were never read.
 
-    Later text reads rows that the calibration text does not read, and errors of these rows add to the loss. The
-    Good-Turing estimate predicts the frequency of these reads. If one lookup is removed, its row becomes unread exactly
-    if the row was read once. The total of the rows read once therefore estimates the total of all unread rows.
+    Later text may read rows that the calibration text does not read. The Good-Turing estimate predicts how often: the
+    total of all rows that were read once estimates the total of all unread rows.
 
-    Unread rows share this total evenly. The share of a row is at most the mean of the rows read once. If no row was
-    read once, the unread rows share the mean over lookups, because an estimate of 0 would permit any error. The common
-    prior of half a read per row would overestimate rows that a language does not use. In a vocabulary of 257 bytes, the
-    150 bytes that never occur in text would get 75 reads.
+    Unread rows share this total evenly. The share of a row is at most the mean of the rows that were read once. If no
+    row was read once, the unread rows share the mean over lookups, because an estimate of 0 would permit any error.
 
-    The rows that were read are scaled down so that the sum is unchanged. The factor is at least one half: if a text is
-    so short that it reads nearly every row once, it is weak evidence about read and unread rows alike.
+    The rows that were read are scaled down, by at most one half, so that the sum is unchanged.
 
     Args:
         total: the sums over lookups, f64 [rows].

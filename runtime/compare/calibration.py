@@ -1,11 +1,10 @@
-"""Calibration: the agreement between the probabilities of a model and the frequencies with which its predictions are
-right.
+"""Calibration: whether the probabilities of a model agree with the frequencies of correct predictions.
 
 The measure is the expected calibration error of the most probable token (ECE; Guo et al., 2017, "On Calibration of
-Modern Neural Networks"). The targets of the validation split are divided into 15 bins of equal width by the probability
-p of the most probable token. In each bin, the mean of p is compared with the share of targets that are this token:
+Modern Neural Networks"). Let p be the probability of the most probable token. The validation targets are divided into
+15 bins of p. In each bin, the mean of p is compared with the share of correct predictions:
 
-    ECE = sum over bins of (targets in the bin / all targets) * |share that is right - mean p|
+    ECE = sum over bins of (targets in the bin / all targets) * |share of correct predictions - mean p|
 """
 
 from collections.abc import Callable
@@ -73,12 +72,12 @@ class Tally:
     """Counts targets by the probability of the most probable token."""
 
     def __init__(self) -> None:
-        # For each bin: the number of targets, the sum of probabilities, and the number of right predictions
+        # For each bin: the number of targets, the sum of probabilities, and the number of correct predictions
         self._sums = np.zeros((BINS, 3))
         self._nats = 0.0
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
-        """Adds predictions.
+        """Adds the predictions of a batch.
 
         Args:
             logits: [B, vocabulary].
@@ -110,13 +109,12 @@ def calibration_of(
 ) -> Calibration:
     """Measures the calibration of a text model on the validation split of its data.
 
-    The logits are computed by cached decoding. The windows have the length of the model's context, as in `specc eval`
-    without a stride.
+    The logits are computed by cached decoding. Windows have the length of the model's context and do not overlap.
 
     Args:
         opened: the model.
         max_tokens: the number of targets from the start of the split. None for all.
-        progress: a function that is called with the number of targets so far and the total.
+        progress: is called with the number of targets so far, and the total.
 
     Returns:
         The calibration.
@@ -127,7 +125,7 @@ def calibration_of(
         DataError: if the data cannot be read.
     """
     if opened.data is None:
-        raise EvaluateError(f"{opened.path} does not state its data", "name a run")
+        raise EvaluateError(f"{opened.path} does not record its data", "name a run")
     plan = windows_of(opened.spec, EvaluateOptions(stride=opened.spec.model.window), str(opened.path))
     tally, first = Tally(), opened.spec.model.unscored + 1
     stream = open_stream(opened.data, "val", opened.tokenizer, token_cache())
@@ -151,8 +149,10 @@ def calibration_of(
 
 
 def _add(decoder: Any, batch: Batch, first: int, tally: Tally, device: torch.device) -> None:
-    """Adds the targets of a batch of windows. The first `first` tokens of each window are prefilled, and the others are
-    decoded one at a time."""
+    """Adds the targets of a batch of windows.
+
+    The first `first` tokens of each window are prefilled. The others are decoded one at a time.
+    """
     ids, targets, new = (torch.from_numpy(array.copy()).to(device) for array in (batch.ids, batch.targets, batch.new))
     logits = decoder.prefill(ids[:, :first])
     for place in range(first - 1, ids.shape[1]):

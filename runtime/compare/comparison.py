@@ -1,5 +1,4 @@
-"""Compares groups of runs on the basis of their logs: the final metric, Welch's test of each pair, time and
-throughput."""
+"""Compares groups of runs by their logs: the final metric, Welch's test of each pair, time and throughput."""
 
 import math
 from collections import Counter
@@ -25,7 +24,7 @@ SHOWN = 12  # the most differences between specs that are listed per pair
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The values of a group.
+    """The results of a group.
 
     Attributes:
         name: the name of the group.
@@ -33,8 +32,7 @@ class GroupResult:
         seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the number, mean and sample standard deviation of the final loss in nats per token; None if this loss is
-            not comparable.
+        nats: the same statistics of the final loss in nats per token; None if this loss is not comparable.
         seconds, tokens_per_second: means over the runs; None if a log lacks them.
     """
 
@@ -50,16 +48,16 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """A pair of groups.
+    """The comparison of two groups.
 
     Attributes:
         first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
-        reason: if `test` is None, the reason.
+        reason: why `test` is None.
         nats: Welch's test of the final loss in nats per token.
-        improves_by_threshold: the one-sided p-value of the measured improvement. The null hypothesis is that the second
-            group is better than the first by only THRESHOLD nats. None without a test in nats.
-        spec: for each path at which the specs differ, the two values. The seed is not included.
+        improves_by_threshold: the one-sided p-value of the null hypothesis that the second group is better by only
+            THRESHOLD nats. None without a test in nats.
+        spec: the two values of each path in which the specs differ, except the seed.
     """
 
     first: str
@@ -73,7 +71,7 @@ class PairResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups of runs. `notes` state which results are not comparable or were left out."""
+    """The comparison of groups of runs. `notes` state which results are omitted or not comparable."""
 
     metric: Metric
     groups: tuple[GroupResult, ...]
@@ -100,11 +98,10 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
         groups: the groups.
 
     Returns:
-        The comparison, and the groups without their incomplete runs. The comparison leaves these runs out.
+        The comparison, and the groups without their incomplete runs.
 
     Raises:
-        CompareError: if the runs have different metrics or data, or if a named group or all groups have no complete
-            run.
+        CompareError: if the runs have different metrics or data, or if too few runs are complete.
     """
     notes: list[str] = []
     groups = tuple(group for group in (_complete(group, notes) for group in groups) if group.members)
@@ -128,7 +125,6 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
 
 
 def _complete(group: Group, notes: list[str]) -> Group:
-    """Returns the group without its incomplete runs."""
     complete = tuple(member for member in group.members if member.history.final is not None)
     for member in group.members:
         if member not in complete:
@@ -146,7 +142,6 @@ def _why_unfinished(member: Member) -> str:
 
 
 def _require_equal_metric(groups: Sequence[Group]) -> None:
-    """Raises CompareError if the specs have different metrics."""
     first = groups[0].first
     for group in groups:
         for member in group.members:
@@ -159,7 +154,7 @@ def _require_equal_metric(groups: Sequence[Group]) -> None:
 def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> tuple[Metric, bool]:
     """Returns the metric that can be compared, and whether nats per token can be compared too.
 
-    Raises CompareError if nothing can be compared because the runs were scored on different data.
+    Raises CompareError if the runs were scored on different data.
     """
     first = members[0]
     other = next((member for member in members if not _same_data(first, member)), None)
@@ -188,7 +183,7 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
 
 
 def _same_data(first: Member, other: Member) -> bool:
-    """Returns whether two runs were scored on the same tokens, according to their logs."""
+    """Returns whether the logs show that two runs were scored on the same tokens."""
     same = (
         _digest(first) == _digest(other)
         if None not in (_digest(first), _digest(other))
@@ -214,7 +209,7 @@ def _scored_bytes(member: Member) -> int:
 
 
 def _doubts(group: Group) -> Iterator[str]:
-    """Yields the reasons why the runs of a group are not independent samples of one distribution."""
+    """Yields the reasons why runs of a group are not independent samples of one distribution."""
     first = group.first
     for member in group.members[1:]:
         if member.kind != first.kind:

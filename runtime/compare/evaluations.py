@@ -1,4 +1,4 @@
-"""The recorded evaluations of groups of runs: the results of `specc eval` in the run directories, by task and model."""
+"""The recorded results of `specc eval` for groups of runs, by task and model."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,11 @@ from specc.runtime.tables import aligned
 
 @dataclass(frozen=True, slots=True)
 class MeasureResult:
-    """A measure of the runs of a group.
+    """One measure for a group of runs.
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the standard error over examples, combined over the runs as a root mean square; None if a result lacks
-            this error.
+        error: the standard error over examples, as a root mean square over the runs; None if a result has none.
     """
 
     summary: Summary
@@ -25,8 +24,7 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs. For a single run, the standard error over its examples; None if the
-        result does not state it."""
+        """The standard deviation over the runs. For a single run, the standard error over its examples, or None."""
         return self.summary.std if self.summary.n > 1 else self.error
 
 
@@ -35,10 +33,11 @@ class EvaluationResult:
     """The results of one evaluation.
 
     Attributes:
-        file, task: the name of the file or data, and the kind of the task with its settings.
-        sha256: the digest that identifies the examples, or the data and its settings.
+        file: the name of the file or data.
+        task: the kind of the task, with its settings.
+        sha256: the digest of the examples, or of the data and settings.
         model: `run` for the trained weights, `quantized` for the quantized weights.
-        groups: the values of each measure, by group. Only groups with a result in at least one run are included.
+        groups: the value of each measure, for each group with a result.
     """
 
     file: str
@@ -61,15 +60,14 @@ Key = tuple[str, str, str, str]
 
 
 def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
-    """Collects the evaluations that the runs of groups record.
+    """Collects the recorded evaluations of groups of runs.
 
-    Two results belong to the same evaluation if file, task, digest and model are equal. A result is left out if it is
-    from an earlier step than the last step of its run, because it describes other weights.
+    Two results belong to the same evaluation if file, task, digest and model are equal. A result is omitted if it is
+    not from the last step of its run.
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: a list to which messages are added: about results that are left out, and about evaluations that some runs
-            lack.
+        notes: receives messages about omitted results, and about evaluations that some runs lack.
 
     Returns:
         The evaluations, by file, task and model.
@@ -103,7 +101,6 @@ def _of_last_step(member: Member, notes: list[str]) -> Iterator[Mapping[str, Any
 
 
 def _measures(results: Sequence[Mapping[str, Any]]) -> dict[str, MeasureResult]:
-    """Returns the measures that all results have."""
     names = [name for name in results[0] if all(name in result for result in results)]
     measures = {}
     for name in names:

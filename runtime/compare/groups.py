@@ -1,4 +1,4 @@
-"""Groups the runs of a comparison. The runs of a group differ only in the seed."""
+"""Groups of runs for a comparison. Runs of a group differ only in the seed."""
 
 import glob
 import hashlib
@@ -23,7 +23,7 @@ NUMBER = re.compile(
 
 
 class CompareError(RuntimeFailure):
-    """Raised if runs cannot be compared, or if a word of the command line names no runs."""
+    """Raised if runs cannot be compared, or if an argument of the command names no runs."""
 
     code = "U017"
     exit_code = 2
@@ -54,7 +54,7 @@ class Member:
 
     @cached_property
     def kind(self) -> str:
-        """A digest of the spec without the seed, the target and the data."""
+        """A digest of the spec without the seed, and of the target and the data."""
         spec = self.run.spec
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
         digests = self.run.data_digests
@@ -64,8 +64,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose values are samples of the same distribution. `named` is True if the command states the name of the
-    group."""
+    """Runs whose values are samples of one distribution. `named` is True if the user chose the name."""
 
     name: str
     members: tuple[Member, ...]
@@ -77,14 +76,14 @@ class Group:
 
 
 def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
-    """Returns the groups that the words of a command name.
+    """Returns the groups for the arguments of `specc compare`.
 
-    A word is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these, separated by
-    commas. All runs of a word `NAME=...` are one group with this name. Among the other runs, those that differ only in
-    the seed are a group.
+    An argument is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these, separated
+    by commas. All runs of an argument `NAME=...` are one group with this name. Other runs are one group if they differ
+    only in the seed.
 
     Raises:
-        CompareError: if a word names no runs, a name is used twice, or a run is named twice.
+        CompareError: if an argument names no runs, a name is used twice, or a run is named twice.
         IntegrityError: if a run is damaged.
     """
     groups: dict[str, Group] = {}  # keyed by the kind of the runs, or, for a named group, by the index of the group
@@ -106,8 +105,10 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories of a word, each with a label. A group without a name is named by the label of its
-    first run, if no other group has this name."""
+    """Yields the run directories for an argument, each with a label.
+
+    A group without a name gets the label of its first run, if no other group has this name.
+    """
     for part in [word] if Path(word).exists() else word.split(","):
         plain = Path(part).exists()
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
@@ -119,8 +120,10 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the run at a path, or the started runs of the sweep at a path. If `named` is False, the path comes from a
-    pattern, and a path that is neither a run nor a sweep is skipped."""
+    """Yields the run at a path, or the started runs of the sweep at a path.
+
+    If `named` is False, other paths are skipped.
+    """
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:
@@ -137,5 +140,5 @@ def _require_different(groups: Sequence[Group]) -> None:
             path = member.run.directory.resolve()
             if path in places:
                 message = f"{member.name} is named twice, in {places[path]} and {group.name}"
-                raise CompareError(message, "a run is one sample: name it once")
+                raise CompareError(message, "name each run once")
             places[path] = group.name

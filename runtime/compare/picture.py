@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EVALUATIONS = 6  # the most recorded evaluations in the picture
 POINTS = 100  # the approximate number of points of a training curve; a point is the mean of several steps
 SKIPPED = (
-    # The share of first steps that may lie outside of the picture, because their large losses would hide differences
+    # The share of steps at the start that may be cut off. Their large losses would hide differences.
     0.02
 )
 
@@ -35,8 +35,8 @@ def comparison_picture(
         evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
-        A PNG with a plot of the loss over tokens, a plot of the loss over seconds, the recorded evaluations if there
-        are any, and a reliability diagram if there are calibrations.
+        A PNG. It plots the loss over tokens and over seconds, evaluations if there are any, and a reliability diagram
+            if there are calibrations.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
@@ -117,7 +117,7 @@ def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) ->
 
 
 def _limits(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the limits of the loss axis. Losses of the first steps are ignored."""
+    """Returns the limits of the loss axis. They ignore the losses of the first steps."""
     losses: list[float] = []
     for group in groups:
         for member in group.members:
@@ -130,8 +130,7 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 
 def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
-    """Replaces `place` by one plot per evaluation. The plot shows the first measure of the evaluation, with one row per
-    group."""
+    """Replaces `place` by one plot per evaluation. A plot shows the first measure, with one row per group."""
     whole, figure = place.get_subplotspec(), place.figure
     assert whole is not None
     rows = whole.subgridspec(len(evaluations), 1)

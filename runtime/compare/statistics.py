@@ -1,7 +1,7 @@
-"""Welch's t-test, which decides whether the means of two groups of runs differ by more than chance, given the spread
-over seeds.
+"""Welch's t-test: do the means of two groups of runs differ by more than chance?
 
-The tail of Student's t distribution is a regularized incomplete beta function, computed with its continued fraction.
+The tail of Student's t distribution is a regularized incomplete beta function. It is computed with its continued
+fraction.
 """
 
 import math
@@ -15,7 +15,7 @@ _TERMS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The number of values, their mean, and their sample standard deviation (divisor n - 1; 0 for one value)."""
+    """The number, the mean and the sample standard deviation of values (divisor n - 1; 0 for one value)."""
 
     n: int
     mean: float
@@ -31,12 +31,12 @@ class Welch:
     """The result of Welch's t-test (Welch, 1947).
 
     Attributes:
-        difference: the mean of the second group minus that of the first.
+        difference: the mean of the second group minus the mean of the first.
         error: the standard error of the difference.
-        t: the difference of the means, in units of its standard error.
-        df: degrees of freedom by the Welch-Satterthwaite equation.
-        p: the two-sided p-value: the probability, if the means are equal, that |t| is at least as large as measured.
-        low, high: 95 % confidence interval of the difference.
+        t: the difference, divided by its standard error.
+        df: the degrees of freedom, by the Welch-Satterthwaite equation.
+        p: the two-sided p-value.
+        low, high: the 95 % confidence interval of the difference.
     """
 
     difference: float
@@ -48,8 +48,9 @@ class Welch:
     high: float
 
     def p_below(self, limit: float) -> float:
-        """Returns the one-sided p-value: the probability of a difference of at most `self.difference` if the true
-        difference is `limit`."""
+        """Returns the one-sided p-value: the probability of a difference of at most `difference`, if the true
+        difference is `limit`.
+        """
         t = (self.difference - limit) / self.error
         tail = t_two_sided(t, self.df) / 2
         return tail if t <= 0 else 1 - tail
@@ -59,8 +60,7 @@ def welch(first: Summary, second: Summary) -> Welch | None:
     """Compares two groups by Welch's t-test.
 
     Returns:
-        The result. None if a group has fewer than two values, or if the standard error is zero because neither group
-        has any spread.
+        The result. None if a group has fewer than two values, or if the standard error is zero.
     """
     if min(first.n, second.n) < 2:
         return None
@@ -81,12 +81,12 @@ def t_two_sided(t: float, df: float) -> float:
     if math.isinf(t):
         return 0.0
     square = t * t
-    # x = df / (df + t^2), and 1 - x; both are computed without cancellation
+    # x = df / (df + t^2) and 1 - x, both without cancellation
     return incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square))
 
 
 def t_quantile(p: float, df: float) -> float:
-    """Returns the t >= 0 for which the two-sided probability is `p`, 0 < p <= 1, by bisection."""
+    """Returns the t >= 0 whose two-sided probability is `p`, 0 < p <= 1."""
     high = 1.0
     while t_two_sided(high, df) > p and high < 1e300:
         high *= 2
@@ -106,7 +106,7 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     Both x and y are arguments, because 1 - x would lose all precision for x close to 1.
 
     Args:
-        a, b: the parameters, above 0.
+        a, b: the positive parameters.
         x, y: the limit of the integral, and 1 - x.
 
     Returns:
@@ -126,8 +126,10 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Returns the logarithm of the beta function. For a large argument, the difference of two large logarithms of the
-    gamma function is computed from Stirling's series, term by term."""
+    """Returns the logarithm of the beta function.
+
+    For large arguments, Stirling's series replaces the difference of two large logarithms of the gamma function.
+    """
     small, large = sorted((a, b))
     if large < 10:
         return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
@@ -164,5 +166,4 @@ def _fraction(a: float, b: float, x: float) -> float:
 
 
 def _away(value: float) -> float:
-    """Returns the value, or a tiny number if the value is 0."""
     return value if abs(value) > _TINY else _TINY

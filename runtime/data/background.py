@@ -1,4 +1,4 @@
-"""The base class of loaders. A background thread computes items before they are requested."""
+"""The base class of loaders. A loader computes items in a background thread before they are requested."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,23 +15,25 @@ Item = TypeVar("Item")
 def saved_position(
     state: Mapping[str, int], identity: Mapping[str, int], places: Sequence[str], hint: str
 ) -> list[int]:
-    """Returns the values of `places` in the saved state of a loader.
+    """Checks the saved state of a loader, and returns its position in the data.
 
     Args:
         state: the saved state.
         identity: the entries that determine the order of the data. The state must contain them with equal values.
-        places: the names of the entries that state the position.
-        hint: the hint of the error if `identity` differs.
+        places: the names of the entries that make up the position.
+        hint: the hint of the error that is raised if `identity` differs.
 
     Returns:
-        The values, in the order of `places`, each at least 0.
+        The values of `places`, in their order. Each value is at least 0.
 
     Raises:
         DataError: the state belongs to other data, or is incomplete.
     """
     differs = [name for name, value in identity.items() if state.get(name) != value]
     if differs:
-        raise DataError(f"the saved position in the data does not fit: {', '.join(differs)} differ", hint)
+        raise DataError(
+            f"the saved position belongs to other data or settings; different are {', '.join(differs)}", hint
+        )
     values = [state.get(place, -1) for place in places]
     if not all(isinstance(value, int) and value >= 0 for value in values):
         raise DataError(f"the saved position in the data is invalid: {dict(state)}")
@@ -39,7 +41,8 @@ def saved_position(
 
 
 class BackgroundReader(ABC, Generic[Item]):
-    """Computes items before they are requested. It is not thread-safe. Close it, or use it as a context manager.
+    """Computes items in a background thread before they are requested. Not thread-safe. Close a reader after use, or
+    use it as a context manager.
 
     Args:
         ahead: the maximum number of items that are computed before they are requested.
@@ -51,12 +54,15 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
-        """Returns an iterator that starts at the current position. The iterator must not reference `self`, because the
-        background thread would then keep this object alive."""
+        """Returns an iterator that starts at the current position.
+
+        The iterator must not reference `self`. Otherwise, the background thread would keep this object alive.
+        """
 
     def take(self) -> Item:
-        """Returns the next item. If its computation failed, raises the error, and the next call computes the item
-        again."""
+        """Returns the next item. Raises the error of a failed computation. The next call then computes the same item
+        again.
+        """
         if self._pool is None:
             self._pool, self._items = ThreadPoolExecutor(1, "specc-loader"), self.items()
         try:

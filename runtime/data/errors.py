@@ -16,14 +16,14 @@ class DataError(RuntimeFailure):
 
 
 class DataIntegrityError(DataError):
-    """Raised if a file on disk is truncated, damaged, or was changed while in use (exit code 5)."""
+    """Raised if a file on disk is truncated or damaged, or changed while it was in use (exit code 5)."""
 
     code = "I002"
     exit_code = 5
 
 
 class LineError(DataError):
-    """Raised if a line cannot be used. `row` is the index of the line, counted from 0, if there are several."""
+    """Raised if a line of a file cannot be used. `row` is the index of the line, counted from 0."""
 
     code = "U006"
 

@@ -10,10 +10,9 @@ SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `std
 
 
 def nearest_paths(path: Path) -> str:
-    """Returns a hint for a missing path.
+    """Returns a hint for a missing path, such as `did you mean runs/text.txt?`.
 
-    The hint is a suggestion such as `did you mean runs/text.txt?`, or names the missing folder. It is empty if no
-    similar path exists.
+    If the parent folder is missing, the hint names that folder. If no similar path exists, the hint is empty.
     """
     parent = path.parent
     if not parent.is_dir():

@@ -1,1 +1,1 @@
-"""Autoregressive decoding of text from a KV cache, and of lines from an encoder state."""
+"""Autoregressive decoding: of text from a KV cache, and of target lines from an encoder state."""

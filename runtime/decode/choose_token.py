@@ -1,10 +1,9 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-Several programs find the largest logit of a row, and the last of them to finish writes the token of a greedy choice. If
-the temperature is not 0, one program per row samples the token. This program maps the bits of logits to 32-bit integers
-in the same order, which are called keys. Bisection over the keys finds the smallest logit that remains after `top_k`
-and `top_p`. Weights of tokens are f64, as in `Sampling.probabilities`, so that the kernel and `Sampling.pick` choose
-the same token for the same random number.
+Several programs search the largest logit of a row. The last of them writes the token if the temperature is 0.
+Otherwise, one program per row samples the token. It maps the bits of each logit to a 32-bit integer (a key) that sorts
+like the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. Weights are f64.
+The kernel and `Sampling.pick` choose the same token for the same random number.
 """
 
 import torch
@@ -16,27 +15,26 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK, WARPS = 8192, 16
 PARTS = 16  # the most programs per row
 RESIDENT = 4  # programs per multiprocessor
-# For each GPU, the number of programs of a row that have finished, i32. All are 0 between launches. A program counts
-# after the kernels before it have ended, so that one tensor is enough for all launches of a stream.
+# The number of finished programs per row, i32, for each GPU. It is 0 between launches. One tensor suffices for all
+# launches, because launches of one stream do not overlap.
 COUNTS: dict[torch.device, Tensor] = {}
 
 
 @triton.jit
 def _logits(logits_ptr, at, V):
-    """Loads logits as f32. Converts -0 to 0, so that equal logits have equal keys."""
     return tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32) + 0.0
 
 
 @triton.jit
 def _key(logit):
-    """Returns an i32 for each f32. The integers have the order of the floats."""
+    """Maps f32 to i32, so that larger values map to larger integers."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _logit(key):
-    """Returns the f32 of a key. The key is an i64."""
+    """Inverts `_key` for a key in i64."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -71,7 +69,7 @@ def choose_token_kernel(
         gdc_launch_dependents()
     logits_ptr += row * STRIDE
     weights_ptr += row * V
-    # The first of the largest logits. Each lane finds its own first, so that threads wait for each other only once.
+    # The first of the largest logits. Each lane searches on its own, so that threads wait for each other only once.
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     top = tl.zeros((BLOCK,), tl.int32)
     broken = tl.zeros((BLOCK,), tl.int32)
@@ -112,7 +110,7 @@ def choose_token_kernel(
             tl.store(weights_ptr + at, weights, mask=at < V)
             total += tl.sum(weights, 0)
         tl.debug_barrier()  # because other threads read these weights below
-        # The tokens above the key `bound` remain, and the first `equal` tokens of this key.
+        # All tokens above the key `bound` remain, and the first `equal` tokens with this key.
         bound = tl.min(lowest, 0).to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
         highest = _key(largest).to(tl.int64)
@@ -145,7 +143,7 @@ def choose_token_kernel(
             equal = tl.where((high == bound) & (equal > 0), tl.minimum(needed, equal), needed)
             bound = high
             total = mass + equal * weight
-        # The first token whose cumulative weight exceeds the random share of the total.
+        # The first token whose cumulative weight exceeds the random share of the total weight.
         share = tl.load(uniform_ptr + tl.load(counters_ptr + 1) * ROWS + row) * total
         before = tl.zeros((), tl.float64)
         ties = tl.zeros((), tl.int32)
@@ -172,8 +170,11 @@ def choose_token_kernel(
 
 
 def _counts(logits: Tensor, room: int) -> Tensor:
-    """Returns counters on the device of the logits, i32 [room // 2], which programs increment when they finish. The
-    first call for a device creates the counters; `room` is the number of programs."""
+    """Returns counters of finished programs on the device of the logits, i32 [room // 2]. `room` is the number of
+    programs.
+
+    The first call for a device creates the counters.
+    """
     if logits.device not in COUNTS:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("choose_token must run once before it is captured in a CUDA graph")
@@ -197,9 +198,9 @@ def choose_token(
         logits: [B, vocabulary], of any float dtype. The stride of rows may exceed the vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
         counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-        following: a tensor that receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-        tokens: a tensor that receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit
-            is not finite.
+        following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+        tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
+            finite.
         temperature: as in `Sampling`.
         top_k: as in `Sampling`.
         top_p: as in `Sampling`.

@@ -1,6 +1,8 @@
-"""Decoding steps of few texts, with three kinds of fused kernels: a norm with all matrix products of its output, a
-matrix product with the operations after it, and the rotation with the write to the cache. torch.compile may fuse the
-remaining operations. The products of a quantized model read codes, which take fewer bytes than floats.
+"""Decoding steps of few texts, with three kinds of fused kernels.
+
+The kernels are a norm with the matrix products that follow it, a matrix product with its epilogue, and the rotary
+embedding with the write to the cache. torch.compile may fuse the remaining operations. For a quantized model, matrix
+products read the stored codes.
 """
 
 from typing import Any
@@ -21,8 +23,7 @@ RECOMPILED = 64  # the number of shapes of caches and rows for which one functio
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    On a GPU, for at most 64 rows, the function is generated for few rows, and reads the stored codes of a quantized
-    model. Otherwise it is the result of `library_step`.
+    For at most 64 rows on a GPU, the function uses kernels for few rows. Otherwise it is the result of `library_step`.
 
     Args:
         loaded: the model.
@@ -30,7 +31,7 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
         compiled: whether to compile the function with torch.compile, for each shape of the cache.
 
     Returns:
-        The program `decode` of the model, or `step` if its cache is paged, with the model's parameters.
+        A function with the arguments of the model's program `decode`, or `step` if the cache is paged.
 
     Raises:
         LoweringError: if no kernel can compute a node.
@@ -41,14 +42,17 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
 
 def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns the program of the model itself, whose matrix products are library calls. The arguments are those of
-    `step_of`."""
+    """Returns the decoding program of the model. Its matrix products are library calls. The arguments are as in
+    `step_of`.
+    """
     return _program(loaded.model, compiled)
 
 
 def few_row_model(loaded: Loaded) -> Any:
-    """Returns a module that shares the parameters of the model, or reads its stored codes if it is quantized. The
-    module has only one program, which appends one token per text with kernels for few rows."""
+    """Returns a module with a single program. The program appends one token per text, with kernels for few rows.
+
+    The module shares the parameters of the model. For a quantized model, it reads the stored codes.
+    """
     packed = loaded.stored is not None
     files = decoding_files(loaded.spec, loaded.target.name, packed)
     model = sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER))
@@ -59,7 +63,9 @@ def few_row_model(loaded: Loaded) -> Any:
 
 
 def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:
-    """Returns the value of the buffer `name`: the codes of a weight, packed to the width of `like`, or its scales."""
+    """Returns the value of the buffer `name`: the codes or the scales of a weight. Codes are packed to the width of
+    `like`.
+    """
     weight, _, suffix = name.rpartition("_")
     assert loaded.stored is not None
     array = torch.from_numpy(loaded.stored[weight][suffix].copy()).to(loaded.model.get_parameter(weight).device)
@@ -73,7 +79,7 @@ def _program(model: Any, compiled: bool) -> StepFunction:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILED)
-    # With this setting, products of one row become kernels that read the weights at the memory bandwidth.
+    # With this setting, Inductor generates a kernel for products of one row, which is faster than the library.
     options: dict[str, Any] = {"coordinate_descent_tuning": True}
     result: StepFunction = torch.compile(step, fullgraph=True, dynamic=False, options=options)
     return result

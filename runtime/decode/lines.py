@@ -21,18 +21,17 @@ CHECK = 4  # the number of steps between two counts of the unfinished rows; each
 
 @dataclass(frozen=True)
 class Translator:
-    """A decoder of a model of lines.
+    """A decoder for a model that maps source lines to target lines.
 
-    Beam search (`beam` > 1) keeps the `beam` most probable lines of each source, whether finished or not. It stops when
-    the most probable line is finished, because extending another line only lowers its probability. There is no length
-    penalty. Finished rows are removed from the batch. Lines without a stop token after `window` tokens are returned as
-    they are.
+    Beam search (`beam` > 1) stores the `beam` most probable lines of each source. It stops when the most probable line
+    is finished. There is no length penalty. Finished sources are removed from the batch. Lines without a stop token
+    after `window` tokens are returned as they are.
 
     Attributes:
-        steps: the object that runs the model's programs.
+        steps: runs the programs of the model.
         tokenizer: the characters of the model.
         window: the maximum length of sources and targets in tokens, including stop tokens.
-        fixed: whether sources must be padded to the window, because the model attends to padding.
+        fixed: whether sources must be padded to `window` tokens, because the model attends to padding.
         device: the device of the model.
         batch: the number of sources per batch.
         beam: the beam size; 1 is greedy decoding.
@@ -51,8 +50,8 @@ class Translator:
 
         Args:
             lines: source lines.
-            limits: for each line, the number of target tokens that the caller needs, including the stop token. Greedy
-                decoding may stop at any later token. None decodes whole targets.
+            limits: for each line, the number of target tokens that are needed, including the stop token. Greedy
+                decoding may stop after them. None decodes whole targets.
 
         Returns:
             One target line per source, in the same order.
@@ -64,15 +63,15 @@ class Translator:
             RunFailure: logits are NaN.
         """
         if isinstance(lines, str):
-            raise TypeError("translate takes a list of lines, not one text")
+            raise TypeError("translate needs a list of lines, not one text")
         lines = list(lines)
         for i, line in enumerate(lines):
             if not isinstance(line, str):
                 raise TypeError(f"line {i} is {type(line).__name__}, not text")
         if limits is not None and len(limits) != len(lines):
-            raise ValueError(f"translate takes a limit for each line: {len(limits)} for {len(lines)} lines")
+            raise ValueError(f"translate needs a limit for each line, not {len(limits)} limits for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
-        # Sorted by length, so that lines of a batch end at similar steps
+        # Lines are sorted by length, so that lines of a batch end at similar steps
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         targets = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
@@ -90,8 +89,8 @@ class Translator:
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
         """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then padding.
 
-        With `limits`, i64 [B], greedy decoding may stop row i after `limits[i]` tokens. Raises RunFailure if logits are
-        NaN.
+        With `limits`, i64 [B], greedy decoding may stop row i after `limits[i]` tokens. Raises RunFailure if the
+        largest logit is not finite.
         """
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
@@ -124,12 +123,12 @@ class _Search:
     """The partial target lines of `rows` sources, `beam` per source, sorted by descending probability.
 
     Attributes:
-        index: row of each source in the batch, i64 [rows].
-        limits: required number of tokens of each target, i64 [rows].
+        index: the row of each source in the batch, i64 [rows].
+        limits: the required number of tokens of each target, i64 [rows].
         lines: tokens, i64 [rows, beam, window].
         scores: log-probabilities, f32 [rows, beam].
-        ended: for each line, whether it has its stop token, bool [rows, beam].
-        last: next input of the decoder, i64 [rows * beam, 1].
+        ended: whether each line has a stop token, bool [rows, beam].
+        last: the next input of the decoder, i64 [rows * beam, 1].
     """
 
     index: Tensor
@@ -141,7 +140,7 @@ class _Search:
 
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
-        """Returns a search with empty lines. All beams are identical, so only the first has a finite score."""
+        """Returns a search with empty lines. All lines of a source are equal, so only the first has a finite score."""
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
@@ -155,8 +154,10 @@ class _Search:
         return len(self.index)
 
     def done(self, written: int) -> Tensor:
-        """Returns whether the search of each row is complete, bool [rows]. It is complete if the best line is finished,
-        or if `written` steps reach the number of tokens in `limits`."""
+        """Returns whether each source is complete after `written` steps, bool [rows].
+
+        A source is complete if its best line is finished or has `limits` tokens.
+        """
         return self.ended[:, 0] | (self.limits <= written)
 
     @property
@@ -169,9 +170,9 @@ class _Search:
         return bool(self.scores[:, 0].isnan().any())
 
     def extended(self, logits: Tensor, t: int, state: State) -> "_Search":
-        """Returns the search after one more token, at position `t`. `logits` are f32 [rows * beam, V].
+        """Returns the search after one more token, at position `t`. Reorders the rows of `state` in place.
 
-        Reorders the rows of `state` in place to match the selected lines.
+        `logits` are f32 [rows * beam, V].
         """
         rows, beam = self.scores.shape
         chances = logits.log_softmax(-1).reshape(rows, beam, -1)
@@ -191,7 +192,7 @@ class _Search:
         return _Search(self.index, self.limits, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
 
     def beams_of(self, sources: Tensor) -> Tensor:
-        """Returns the rows of the decoder state that belong to the given sources."""
+        """Returns the rows of the decoder state for the given sources."""
         beam = self.scores.shape[1]
         return (sources[:, None] * beam + torch.arange(beam, device=sources.device)).flatten()
 
@@ -203,7 +204,6 @@ class _Search:
 
 
 def _select(state: State, rows: Tensor) -> State:
-    """Returns a copy of the given rows of a state."""
     return {place: tuple(tensor.index_select(0, rows) for tensor in tensors) for place, tensors in state.items()}
 
 
@@ -227,11 +227,11 @@ def translator(
     """Returns a decoder that uses the current weights of `model` at each call.
 
     Args:
-        model: the generated model of lines.
+        model: the generated model.
         spec: the spec of the model.
         tokenizer: the characters of the model.
         device: the device of the model.
-        batch: the number of beams per batch. A batch contains `batch // beam` sources.
+        batch: the number of target lines per batch. A batch contains `batch // beam` sources.
         beam: the beam size. None is greedy decoding.
         compiled: whether to run every step as a CUDA graph on a GPU.
 
@@ -246,9 +246,9 @@ def translator(
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """Returns the decoder of an opened model of lines. If `beam` is None, the spec states the beam size.
+    """Returns the decoder of an opened model. None selects the beam size in the spec.
 
-    Raises DataError for a model of text.
+    Raises DataError for a text model.
     """
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
@@ -260,18 +260,18 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
 def decoder_inputs(
     model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
 ) -> Tensor:
-    """Computes decoder inputs for scheduled sampling, a mix of target tokens and the model's own predictions.
+    """Computes decoder inputs for scheduled sampling: a mix of target tokens and predictions of the model.
 
-    Position 0 is the start token. Position t + 1 is the target's token t if `forcing` is true at t + 1. Otherwise it is
-    the token, other than padding and start, that the model finds most probable after the inputs up to t. Predictions
-    continue after a predicted stop token, up to the length of the target.
+    Position 0 is the start token. Position t + 1 is target token t if `forcing` is true at t + 1. Otherwise it is the
+    most probable token after the inputs up to t, other than padding and start. Predictions continue after a predicted
+    stop token.
 
     Args:
-        model: the generated model of lines.
+        model: the generated model.
         source: i64 [B, S].
         target: i64 [B, T].
         forcing: bool [T] or [B, T].
-        writes: the names of the programs that encode the source and extend the target by a token.
+        writes: the names of two programs. The first encodes the source. The second extends the target by a token.
 
     Returns:
         Decoder inputs, i64 [B, T].

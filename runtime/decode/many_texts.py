@@ -14,8 +14,10 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """A text that is being written: its random numbers, and how many tokens were sampled. The host may not have read
-    the last sampled tokens yet."""
+    """The random numbers of a text that is being written, and its number of sampled tokens.
+
+    The host may not have read the last sampled tokens yet.
+    """
 
     generator: torch.Generator
     sampled: int = 0
@@ -23,8 +25,11 @@ class _Writing:
     drawn: int = 0
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
-        """Returns the next `steps` random numbers. The first `count` numbers of a text are equal to the numbers that
-        `sample_tokens` uses. Zeros follow, because later tokens are discarded."""
+        """Returns the next `steps` random numbers.
+
+        The first `count` numbers of a text equal the numbers in `sample_tokens`. Zeros follow, because later tokens are
+        discarded.
+        """
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
             self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
@@ -43,13 +48,12 @@ def sample_texts(
     last: int | None = None,
     block: int = BLOCK,
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yields the sampled tokens of many texts. When a text ends, the next prompt takes its place (continuous batching;
-    Yu et al., 2022, "Orca").
+    """Samples many texts. When a text ends, the next prompt takes its place (continuous batching; Yu et al., 2022,
+    "Orca").
 
-    Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts join and leave
-    between blocks. A text that reaches its number of tokens is removed immediately. A text also ends with the token
-    `last`. When the host reads this token, the next block is already being computed, so the text is removed after that
-    block, and its tokens after `last` are discarded.
+    Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts are added and
+    removed between blocks. A text ends after `count` tokens or with the token `last`. Tokens after `last` that the GPU
+    has already sampled are discarded.
 
     Args:
         decoder: the decoder of the model.
@@ -57,10 +61,10 @@ def sample_texts(
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
-        count: the number of tokens to sample for a text.
+        count: the maximum number of tokens to sample for a text.
         batch: the number of texts at once.
         last: a token that ends a text; it is also yielded.
-        block: the largest number of tokens of a block, at most BLOCK.
+        block: the maximum number of tokens per block, at most BLOCK.
 
     Yields:
         The index of the prompt, a token, and whether this token is the last of its text. The token is -1 if the largest

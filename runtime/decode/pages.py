@@ -1,4 +1,4 @@
-"""Decodes texts of different lengths from a paged KV cache. Texts can be added to a batch and removed from it.
+"""Decodes texts of different lengths from a paged KV cache. Texts can be added and removed at any step.
 
 On a GPU, each step is a CUDA graph.
 """
@@ -19,10 +19,9 @@ from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, 
 
 
 def in_pages(spec: Spec) -> Spec:
-    """Returns the spec with a paged cache. A page has 64 positions, unless the spec states another size. The dtype of
-    the cache does not change.
+    """Returns the spec with a paged cache. A page has 64 positions, unless the spec states another size.
 
-    Raises RunFailure if the model has a state between tokens that pages cannot hold.
+    Raises RunFailure if the model has a state between tokens that pages cannot store.
     """
     if page_of(spec) or "cache" not in type(spec.model).model_fields:
         return spec
@@ -35,7 +34,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a text model, in which `settings` replace the settings of the cache."""
+    """Returns the spec of a text model with other settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -52,8 +51,11 @@ def page_of(spec: Spec) -> int:
 
 @dataclass
 class _Text:
-    """A text in the pages. `pieces` are its tokens, beginning with the first token in the pages, as i64 tensors on the
-    device. `length` is the number of tokens in the pages, which do not contain the last token yet."""
+    """A text in the pages.
+
+    `pieces` are the tokens since the first token in the pages, as i64 tensors on the device. `length` is the number of
+    tokens in the pages. The last token is not in the pages yet.
+    """
 
     pages: list[int]
     pieces: list[Tensor]
@@ -61,17 +63,15 @@ class _Text:
 
 
 class PagedDecoder:
-    """Samples tokens for texts that grow. Texts can be added and removed at any step. The host does not wait for the
+    """Samples tokens for growing texts. Texts can be added and removed at any step. The host does not wait for the
     device.
 
-    When a text is added, it receives all pages that its largest number of tokens needs, so that no text ever waits for
-    a page. When a text has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text,
-    as in `Decoder`.
+    A new text receives pages for its maximum number of tokens, so that no text ever waits for a page. When a text has
+    `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text.
 
-    A step reads the same number of pages of each text: the pages of the longest text, rounded up to one of a few
-    numbers. On a GPU, there is one CUDA graph for each combination of a number of pages and a number of texts, where
-    the number of texts is rounded up to a power of two. A separate page serves rows without a text. It also serves
-    texts that continue beyond their last page; the caller discards the tokens beyond this page.
+    A step reads the same number of pages of each text. It is the number for the longest text, rounded up. The number of
+    texts is rounded up to a power of two. On a GPU, there is one CUDA graph for each combination of these two numbers.
+    Rows without a text use a separate page, and so do tokens beyond the last page of a text.
 
     Args:
         model: the model, on `device`.
@@ -79,7 +79,7 @@ class PagedDecoder:
         page: the number of positions of a page.
         pages: the number of pages.
         device: the device of the model.
-        step: a function that appends a token to each text; by default, `model.step`.
+        step: appends a token to each text. The default is `model.step`.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class PagedDecoder:
 
     @property
     def preparing(self) -> float:
-        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
+        """The seconds spent in uncaptured steps and in capturing CUDA graphs."""
         return sum(rows.replayed.preparing for rows in self._rows.values())
 
     def pages_of(self, most: int) -> int:
-        """Returns how many pages a text of at most `most` tokens needs."""
+        """Returns the number of pages for a text of at most `most` tokens."""
         return -(-min(most, self._window) // self._page)
 
     def fits(self, most: int) -> bool:
@@ -115,12 +115,12 @@ class PagedDecoder:
         return self.pages_of(most) <= len(self._free)
 
     def join(self, key: int, tokens: Sequence[int], most: int) -> None:
-        """Adds a text of at least one token. `begin` reads it.
+        """Adds a text of at least one token. Call `begin` for it next.
 
         Args:
-            key: the key of the text, which no other text has.
-            tokens: its tokens, at most `window`.
-            most: the most tokens that the text can have before it is removed.
+            key: a unique key for the text.
+            tokens: the tokens of the text, at most `window`.
+            most: the maximum number of tokens that the text will have.
 
         Raises:
             RunFailure: there are not enough free pages.
@@ -132,8 +132,7 @@ class PagedDecoder:
         self._texts[key] = _Text(pages, [self._sent(torch.tensor(tokens))])
 
     def leave(self, key: int) -> None:
-        """Removes a text. Its pages can be used again immediately, because the device finishes reading them before it
-        writes the pages of a text that is added later."""
+        """Removes a text. Its pages can be used again immediately."""
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
@@ -146,7 +145,7 @@ class PagedDecoder:
 
     @torch.no_grad()
     def begin(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Processes texts that were just added or are full, one by one, and samples the next token of each.
+        """Prefills texts that were just added or are full, and samples the next token of each.
 
         Args:
             keys: the texts.
@@ -172,8 +171,7 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Appends the last token of each text, samples n more tokens, and appends all of these n tokens except the
-        last.
+        """Appends the last token of each text, and samples n more tokens. Appends these too, except the last.
 
         Args:
             keys: the texts. `begins` must be false for each of them.
@@ -207,8 +205,9 @@ class PagedDecoder:
 
 
 class _Rows:
-    """The tensors of a step at fixed addresses, for a fixed number of rows and pages. `replayed` appends a token to the
-    text of each row and samples the next token.
+    """The tensors of a step at fixed addresses, for fixed numbers of rows and pages.
+
+    `replayed` appends a token to the text of each row, and samples the next token.
 
     Args:
         step: the program that appends a token to each text.
@@ -232,7 +231,7 @@ class _Rows:
     ) -> None:
         self._step, self._cache, self._sampling, self._vocab = step, cache, sampling, vocab
         self._next = torch.zeros(count, dtype=torch.int64, device=device)
-        # The counters of `choose`, followed by the starts
+        # The argument `counters` of `choose`, followed by the argument `start` of the step
         self._counters = torch.zeros(2 + count, dtype=torch.int64, device=device)
         self._table = torch.zeros(count, reach, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(BLOCK, count, dtype=torch.float64, device=device)
@@ -245,7 +244,7 @@ class _Rows:
         Args:
             texts: the texts.
             table: the pages of each text.
-            spare: the page of rows without a text.
+            spare: the page for rows without a text.
             uniform: random numbers, f64 [n, texts] on the host.
         """
         count, reach = self._table.shape
@@ -267,13 +266,12 @@ class _Rows:
 
 
 def _copied_to(target: Tensor, values: Tensor) -> Tensor:
-    """Copies values of the host to a tensor on the device, without waiting for it. Returns the tensor."""
     pinned = values.pin_memory() if target.device.type == "cuda" else values
     return target.copy_(pinned, non_blocking=True)
 
 
 class PagedTexts(Decoder):
-    """A `Decoder` for a model with a paged cache and a batch of texts of equal length.
+    """A `Decoder` for texts of equal length and a model with a paged cache.
 
     Args:
         model: the model, on `device`.
@@ -281,7 +279,7 @@ class PagedTexts(Decoder):
         page: the number of positions of a page.
         device: the device of the model.
         rows: the number of texts.
-        step: a function that appends a token to each text; by default, `model.step`.
+        step: appends a token to each text. The default is `model.step`.
     """
 
     def __init__(
@@ -299,13 +297,13 @@ class PagedTexts(Decoder):
         super().__init__(texts, window, device, rows, _RowsOfPages(model, 0, step).decode if step else None)
 
     def _up_to(self, positions: int) -> Cache:
-        """Returns the pages, and the table of the pages up to `positions`."""
         return [*self._cache, (self._pages[:, : -(-positions // self._page)].contiguous(),)]
 
 
 class _RowsOfPages:
-    """An adapter for a model with a paged cache. It has the programs of a model whose cache has one row per text. The
-    last entry of its cache is the page table."""
+    """Makes a model with a paged cache look like a model with one cache row per text. The cache ends with the page
+    table.
+    """
 
     def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:
         self._model, self._pages, self._step = model, pages, step
@@ -327,14 +325,14 @@ def decoder_of(
     rows: int = 1,
     step: StepFunction | None = None,
 ) -> Decoder:
-    """Returns a decoder for texts of equal length, in the layout of the model's cache.
+    """Returns a decoder for texts of equal length. The cache is paged if the model requires this.
 
     Args:
         model: the model, on `device`.
         window: the number of tokens of a full text.
         device: the device of the model.
         rows: the number of texts.
-        step: a function that appends a token to each text; by default, the program of the model.
+        step: appends a token to each text. The default is a program of the model.
     """
     if not hasattr(model, "step"):
         return Decoder(text_model(model), window, device, rows, step)
@@ -344,7 +342,7 @@ def decoder_of(
 
 
 def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:
-    """Returns the number of pages that suffice for any `batch` texts at once.
+    """Returns the number of pages that suffices for any `batch` texts at once.
 
     Args:
         lengths: the number of tokens of each completed text.

@@ -1,4 +1,4 @@
-"""Sampling of the next token: settings, the distribution that they define, and random numbers by seed."""
+"""Sampling of the next token: settings, the distribution, and random numbers."""
 
 import math
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class Sampling:
     Raises SamplingError if a value is out of range.
 
     Attributes:
-        temperature: the divisor of the logits. 0 selects the most probable token, and among equally probable tokens the
-            lowest id.
+        temperature: the divisor of the logits. 0 selects the most probable token. Among equally probable tokens, 0
+            selects the lowest id.
         top_k: only the `top_k` most probable tokens remain. None leaves all tokens.
         top_p: nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv
-            1904.09751). The probabilities of the tokens that remain after `top_k` are renormalized. Then only the most
-            probable tokens remain: the smallest number of them whose probabilities sum to at least `top_p`.
+            1904.09751). After `top_k`, probabilities are normalized again. Then the fewest tokens remain whose
+            probabilities sum to at least `top_p`.
     """
 
     temperature: float = 1.0
@@ -42,7 +42,7 @@ class Sampling:
             raise SamplingError(message, "0 selects the most probable token")
         if self.top_k is not None and self.top_k < 1:
             raise SamplingError(
-                f"top-k is {self.top_k}; it must be at least 1", "to sample from all tokens, do not set it"
+                f"top-k is {self.top_k}; it must be at least 1", "to sample from all tokens, do not set top-k"
             )
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "with 1, all tokens remain")
@@ -55,7 +55,7 @@ class Sampling:
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:
             return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # Sorted by descending logit, with lower ids first among equal logits, so that the remaining tokens are a
+        # Sorted by descending logit, and by id if logits are equal. The remaining tokens are therefore a
         # prefix.
         ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
         vocabulary = exact.shape[-1]
@@ -68,7 +68,7 @@ class Sampling:
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples the same tokens as `pick`, with the same arguments. On a GPU, this needs no sort."""
+        """Samples the same tokens as `pick`. On a GPU, no sort is needed."""
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -97,16 +97,15 @@ class Sampling:
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples the same tokens as `pick`, and writes them to given tensors. On a GPU, this is one kernel without a
-        sort.
+        """Samples the same tokens as `pick`, and writes them to tensors. On a GPU, this is one kernel without a sort.
 
         Args:
             logits: [B, vocabulary].
             uniform: random numbers in [0, 1), f64 [P, B].
             counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-            following: a tensor that receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-            tokens: a tensor that receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest
-                logit is not finite.
+            following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+            tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
+                finite.
         """
         if logits.device.type == "cuda":
             from specc.runtime.decode.choose_token import choose_token

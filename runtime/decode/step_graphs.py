@@ -1,4 +1,4 @@
-"""Runs the decoding steps of a model of lines, either directly or, on a GPU, with one CUDA graph per step."""
+"""Runs the decoding steps of a model that maps lines to lines: directly, or with one CUDA graph per step on a GPU."""
 
 from typing import Any, Protocol
 
@@ -12,19 +12,23 @@ SMALLEST = 64  # in rows; a step with fewer rows is not faster
 
 
 class Steps(Protocol):
-    """The programs of a model of lines, in the form that a decoder calls."""
+    """The programs of a model that maps lines to lines, as `Translator` calls them."""
 
     def encode(self, source: Tensor) -> State:
         """Returns the state before the first token."""
 
     def begin(self, state: State, beam: int = 1) -> State:
-        """Returns a state for `extend`, with every row repeated `beam` times. It is valid until the next `begin`."""
+        """Returns a state for `extend`, with every row repeated `beam` times. The state is valid until the next
+        `begin`.
+        """
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
-        """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
+        """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. The logits are valid until the next
+        call.
+        """
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the number of rows of the next steps, given that `unfinished` of `now` rows remain."""
+        """Returns the number of rows in the next steps, if `unfinished` of `now` rows remain."""
 
 
 class Eager:
@@ -43,16 +47,16 @@ class Eager:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns `now` while fewer than a quarter of the rows are finished, and `unfinished` after that."""
+        """Returns `now` while fewer than a quarter of the rows are finished, otherwise `unfinished`."""
         return unfinished if unfinished <= 0.75 * now else now
 
 
 class Graphed:
     """Steps that replay CUDA graphs.
 
-    There is one graph of `extend` per number of rows, which is a power of two or the size of the whole batch. There is
-    one graph of `encode` per source shape that occurs at least twice. The state for each number of rows is at fixed
-    addresses. The graphs read weights in place, so they remain valid while the model is trained in place.
+    There is one graph of `extend` for each number of rows. Numbers of rows are powers of two and the size of the whole
+    batch. There is one graph of `encode` for each source shape that occurs at least twice. The graphs read weights in
+    place, so they remain valid while the model trains.
     """
 
     def __init__(self, model: GeneratedLines) -> None:
@@ -63,13 +67,13 @@ class Graphed:
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
-        """Returns the state before the first token, valid until the next `encode`."""
+        """Returns the state before the first token. The state is valid until the next `encode`."""
         if source.shape not in self._encoders:
             self._encoders[source.shape] = None
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            # One memory pool, because encoders run one at a time
+            # Encoders run one at a time, so they share one memory pool
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
@@ -115,7 +119,7 @@ class _Graph:
         self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state))
 
     def filled(self, state: State) -> State:
-        """Copies the values of `state` into the state of the graph, and returns the state of the graph."""
+        """Copies the values of `state` into the state of the graph. Returns the state of the graph."""
         for place, tensors in state.items():
             for target, source in zip(self.state[place], tensors, strict=True):
                 target.copy_(source)
@@ -129,7 +133,7 @@ class _Graph:
 
 
 def repeated(state: State, beam: int) -> State:
-    """Returns the state with every row repeated `beam` times; the state itself if `beam` is 1."""
+    """Returns the state with every row repeated `beam` times."""
     if beam == 1:
         return state
     return {place: tuple(tensor.repeat_interleave(beam, 0) for tensor in tensors) for place, tensors in state.items()}

@@ -1,4 +1,4 @@
-"""Decodes a batch of texts from a KV cache. On a GPU, each step is one CUDA graph, including the sampling."""
+"""Decodes a batch of texts from a KV cache. On a GPU, each step is one CUDA graph, which includes sampling."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache
 
 STRIDES = (
-    # The number of cache lengths for which steps are captured; a step reads the cache up to the next of these lengths
+    # The number of cache lengths for which steps are captured. A step reads the cache up to the next such length.
     8
 )
 SHORTEST = 256  # in positions; smaller cache lengths save no time
@@ -28,10 +28,10 @@ class CachedModel(Protocol):
     """The programs of a generated text model that a `Decoder` calls."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` i64 [B, T] to a cache of `start` (i64 []) tokens, and returns the logits after the last id."""
+        """Appends `ids` i64 [B, T] to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Does the same as `prefill` for one token per row."""
+        """Does the same as `prefill`, for one token per row."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
@@ -40,19 +40,18 @@ class CachedModel(Protocol):
 class Decoder:
     """Computes next-token logits for a batch of growing texts of equal length, from a KV cache in the model's dtype.
 
-    There are a few fixed cache lengths. A step reads the cache up to the smallest of them that contains the text. On a
-    GPU there is one CUDA graph per length, captured after two uncaptured steps. When the cache of `window` tokens is
-    full, the last `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to
-    between `window // 2` and `window` tokens. On average, the prefill doubles the cost of a token.
+    A step reads the cache up to the smallest of a few fixed lengths. On a GPU, there is one CUDA graph per length. When
+    the cache is full, the last `window // 2` tokens are prefilled again as the start of a text. The model then attends
+    to between `window // 2` and `window` tokens.
 
-    `write` runs entirely on the device: a sampled token becomes the input of the next step without the host.
+    `write` runs entirely on the device: a sampled token becomes the next input without the host.
 
     Args:
         model: the model, on `device`.
         window: the number of tokens that the cache holds.
         device: the device of the model.
         rows: the number of texts.
-        step: a function that computes the logits of a step; by default, `model.decode`.
+        step: computes the logits of a step. The default is `model.decode`.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class Decoder:
 
     @property
     def preparing(self) -> float:
-        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
+        """The seconds spent in uncaptured steps and in capturing CUDA graphs."""
         steps: list[Step | Replayed] = [*self._steps.values(), *self._sampled.values()]
         return sum(step.preparing for step in steps)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """Starts new texts, i64 [rows, T] with 1 <= T <= `window`, and returns logits, f32 [rows, vocabulary]."""
+        """Starts new texts, i64 [rows, T] with 1 <= T <= `window`. Returns logits, f32 [rows, vocabulary]."""
         self._length = tokens.shape[1]
         self._tokens[:, : self._length] = tokens
         self._counters.zero_()
@@ -91,7 +90,7 @@ class Decoder:
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary].
+        """Appends one token to each text, i64 [rows]. Returns logits, f32 [rows, vocabulary].
 
         The logits are valid until the next call.
         """
@@ -108,9 +107,9 @@ class Decoder:
 
     @torch.no_grad()
     def write(self, sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Samples the next tokens of each text, and appends all of them except the last.
+        """Samples n tokens for each text, and appends all of them except the last.
 
-        The last token is appended by the next call. The host does not wait for the device.
+        The next call appends the last token. The host does not wait for the device.
 
         Args:
             sampling: the sampling settings.
@@ -143,7 +142,8 @@ class Decoder:
 
     def _slide(self) -> Tensor:
         """Restarts each text: prefills its last `window // 2` tokens and its next token at position 0. Returns the
-        logits."""
+        logits.
+        """
         return self.prefill(self._tokens[:, self._window - self._window // 2 :].clamp(min=0))
 
     def _choose(self, logits: Tensor, sampling: Sampling, vocab: int) -> None:
@@ -151,8 +151,7 @@ class Decoder:
         self._counters.add_(1)
 
     def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
-        """Appends the next token to each text and samples another. The step reads `positions` positions of the
-        cache."""
+        """Appends the next token to each text, and samples another. Reads `positions` positions of the cache."""
         key = positions, sampling, vocab
         if key not in self._sampled:
             cache = self._up_to(positions)
@@ -164,11 +163,9 @@ class Decoder:
         self._sampled[key]()
 
     def _positions(self) -> int:
-        """Returns the cache length for the current text: the next multiple of the stride, at most the window."""
         return min(-(-self._length // self._stride) * self._stride, self._window)
 
     def _up_to(self, positions: int) -> Cache:
-        """Returns views of the cache up to `positions`. Tensors that do not grow with the text are returned whole."""
         sizes = self._model.new_cache(0, positions)  # a cache without rows; only its shapes are used
         return [
             tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
@@ -177,12 +174,11 @@ class Decoder:
 
 
 class Replayed:
-    """A function without results. It runs directly on a CPU. On a GPU, it is captured as a CUDA graph, which is
-    replayed.
+    """A function without results. It runs directly on a CPU. On a GPU, it is captured as a CUDA graph and replayed.
 
     Args:
-        work: the function. It reads and writes the same addresses in every call, except for its arguments.
-        device: the device of its tensors.
+        work: the function. Apart from its arguments, it reads and writes the same addresses in every call.
+        device: the device of the tensors.
     """
 
     def __init__(self, work: Callable[..., None], device: torch.device) -> None:
@@ -193,7 +189,7 @@ class Replayed:
 
     @property
     def replays(self) -> bool:
-        """Whether the graph is captured."""
+        """Whether the graph was captured."""
         return self._calls > WARM_UP
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -215,7 +211,7 @@ class Step:
     """A decoding step with a cache of one shape. It runs directly on a CPU, and as a replayed CUDA graph on a GPU.
 
     Args:
-        call: a function that computes the logits from tensors and the cache, and updates the cache in place.
+        call: computes the logits from tensors and the cache, and updates the cache in place.
         cache: the cache, at fixed addresses.
     """
 
@@ -230,12 +226,11 @@ class Step:
 
     @property
     def replays(self) -> bool:
-        """Whether the graph is captured."""
+        """Whether the graph was captured."""
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Returns the logits, which are valid until the next call. The tensors of all calls must have the same
-        shapes."""
+        """Returns the logits, which are valid until the next call. All calls must have tensors of the same shapes."""
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
         if self._replayed is None:
@@ -260,19 +255,18 @@ def sample_blocks(
     count: int,
     block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Yields the `count` tokens that are sampled after `tokens` for each text, in blocks of up to `block`.
+    """Samples `count` tokens after `tokens` for each text. Yields them in blocks of at most `block`.
 
-    After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, when it
-    copies random numbers to the device.
+    Once CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens.
 
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per row. A row's random numbers depend only on its seed.
+        seeds: a seed per row. The random numbers of a row depend only on its seed.
         count: the number of tokens of each row.
-        block: the number of tokens of a block.
+        block: the number of tokens per block.
 
     Yields:
         The next tokens of each row, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is not
@@ -294,7 +288,7 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Does the same as `sample_blocks` with blocks of one token.
+    """Samples tokens as `sample_blocks` does. Yields them one by one.
 
     Args:
         decoder: the decoder of the model.
@@ -315,7 +309,7 @@ def sample_tokens(
 
 
 def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
-    """Yields each block as lists of numbers, one per row. A GPU computes the next block while the host waits."""
+    """Yields each block as lists of integers, one list per row. A GPU computes the next block while the host waits."""
     waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
     for block in blocks:
         if block.device.type != "cuda":

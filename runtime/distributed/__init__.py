@@ -1,1 +1,1 @@
-"""Training in several processes: their launch, collective calls, signals, and the detection of hung processes."""
+"""Training in several processes: launching them, collective calls, signals, and detecting hung processes."""

@@ -1,6 +1,8 @@
-"""Detects a hung process of a run. A process that dies is detected by its closed sockets. A process that is stopped,
-swapped out or deadlocked keeps its sockets open. Without heartbeats, all other processes would wait for the full
-timeout of a collective call."""
+"""Detects a process of a run that hangs.
+
+A dead process is detected by its closed sockets. A stopped, swapped or deadlocked process keeps its sockets open.
+Without heartbeats, the other processes would wait for the full timeout of a collective call.
+"""
 
 import os
 import sys
@@ -20,17 +22,15 @@ _LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Two threads that detect hung processes.
-
-    The threads increment the heartbeat count of this process in the store of the run, and watch the count of the
-    process with the previous rank. Rank 0 hosts the store, so a store that does not answer means that rank 0 hangs. A
-    thread that detects a hung process ends its own process, because the main thread waits in a collective call, which
-    cannot be interrupted.
+    """Two threads that detect hung processes. They increment the heartbeat count of this process in the store of
+    torch.distributed, and watch the count of the previous rank. Rank 0 hosts the store. If the store does not answer,
+    rank 0 counts as hanging. A thread that detects a hung process ends its own process, because a collective call of
+    the main thread cannot be interrupted.
 
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: a function that opens a separate connection to the store, so that its calls may block.
+        connect: opens a separate connection to the store. Its calls may then block.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -45,15 +45,18 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads before this process exits, and waits for them for at most LEAVE seconds. If Python exited
-        during a thread's call to the store, the process would abort."""
+        """Ends both threads, and waits for them for at most LEAVE seconds.
+
+        Call it before the process exits. If Python exits while a thread calls the store, the process aborts.
+        """
         self._ends.set()
         for thread in self._threads:
             thread.join(LEAVE)
 
     def _report(self) -> None:
         """Increments the count. Ends this process if the watched process has stopped counting, or if another process
-        has reported a hang."""
+        reported a hang.
+        """
         try:
             store, before, changed = self._connect(), 0, time.monotonic()
             while True:
@@ -73,7 +76,6 @@ class Heartbeat:
             self._ends.set()
 
     def _watch_store(self) -> None:
-        """Ends this process if the store does not answer, because rank 0, which hosts the store, then hangs."""
         while not self._ends.wait(INTERVAL):
             if time.monotonic() - self._answered > PATIENCE:
                 time.sleep(0 if self._rank == 1 else _HEAD_START)

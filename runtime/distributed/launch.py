@@ -1,8 +1,7 @@
 """`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
-torchrun has three drawbacks on one machine: it exits with 1 for any exit code of its processes, it allows the processes
-only 30 seconds to save after a signal, and it shows the same failure several times. torchrun is used only to train
-across machines.
+torchrun itself is used only across machines. On one machine it has drawbacks: it always exits with 1 after a failure,
+leaves only 30 seconds to save after a signal, and reports the same failure several times.
 """
 
 import ctypes
@@ -42,22 +41,22 @@ class LaunchError(RuntimeFailure):
 
 
 def is_launched() -> bool:
-    """Returns whether this process is one of several that torchrun or `launch` has started."""
+    """Returns whether torchrun or `launch` started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def place() -> tuple[int, int, int, int]:
-    """Returns (rank, size, local rank, local size) from the environment. Rank and size count the processes of all
-    hosts; the local values count the processes of this host.
+    """Returns (rank, size, local rank, local size) from the environment.
 
-    Raises EnvironmentFailure if a variable is missing or not an integer.
+    Rank and size count processes on all hosts. The local values count only processes of this host. Raises
+    EnvironmentFailure if a variable is missing or not an integer.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
         rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
     except (KeyError, ValueError) as error:
-        hint = "unset RANK and WORLD_SIZE, or start it with torchrun"
-        raise EnvironmentFailure(f"the environment is not that of torchrun: {error}", hint) from None
+        hint = "unset RANK and WORLD_SIZE, or start the processes with torchrun"
+        raise EnvironmentFailure(f"a variable of torchrun is missing or invalid: {error}", hint) from None
     return rank, size, local_rank, local_size
 
 
@@ -67,8 +66,7 @@ def started_here(size: int) -> int:
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Checks that `count` processes can run on this machine: on one GPU each, or on the CPU if `target` is a CPU
-    target.
+    """Checks that this machine has a GPU for each of `count` processes. A CPU target needs no GPU.
 
     Raises:
         EnvironmentFailure: if there are fewer GPUs than processes.
@@ -89,19 +87,21 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
     """Returns the target that `choose_target` selects.
 
     With `gpus`, a CPU target is returned only if `wanted` names it. Raises the errors of `choose_target`, and
-    EnvironmentFailure if none of the spec's targets runs on the GPUs of this machine.
+    EnvironmentFailure if the GPUs of this machine can run no target of the spec.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
         message = f"no target of {spec.name} runs on the GPUs of this machine"
-        raise EnvironmentFailure(message, f"its targets are {', '.join(spec.targets)}")
+        raise EnvironmentFailure(message, f"the targets are {', '.join(spec.targets)}")
     return chosen
 
 
 def cpu_target(path: Path, spec: Spec) -> str | None:
-    """Returns the CPU target of the run or artifact at `path`: the target on which the run was trained, or the only
-    target of the artifact. Returns None if there is no such target, or if a target of the spec runs on a GPU of this
-    machine. Raises the errors of `Run.open`."""
+    """Returns the CPU target of a run or an artifact.
+
+    For a run, this is the target on which it trained. For an artifact, it is the only target. Returns None if there is
+    no such target, or if a GPU of this machine can run another target of the spec. Raises the errors of `Run.open`.
+    """
     if not path.is_dir() and len(spec.targets) > 1:
         return None
     target = Run.open(path).target if path.is_dir() else spec.targets[0]
@@ -112,8 +112,8 @@ def cpu_target(path: Path, spec: Spec) -> str | None:
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
     """Runs a command in `size` processes. Returns the exit code of the process that failed first, or 0.
 
-    SIGTERM, SIGHUP and SIGINT are forwarded to all processes, which save and end as a single process would. After a
-    failure, the other processes have GRACE seconds to end. If this process is killed, all processes receive SIGTERM.
+    SIGTERM, SIGHUP and SIGINT are forwarded to all processes. After a failure, the other processes have GRACE seconds
+    to end. If this process is killed, all processes receive SIGTERM.
     """
     with ExitStack() as stack:
         environment = {**_environment(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
@@ -123,21 +123,19 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
         stack.callback(_kill, processes)
         for rank in range(size):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # in a new session, Ctrl-C reaches the process only once, through this process
+            # In a new session, Ctrl-C reaches the process only through this process
             processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
         return _outcome(_ended(processes, received), size, received, say)
 
 
 def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs a command in `size` processes of this machine with torchrun, which can also join processes of other
-    machines.
+    """Runs a command in `size` processes of this machine with torchrun. Processes of other machines can join.
 
     Args:
         size: the number of processes on this machine.
-        options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. If no option names a rendezvous,
-            the run consists only of these processes.
+        options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`.
         command: the command.
-        say: a function that is called with a line if a signal ended a process.
+        say: is called with a message if a signal ended a process.
 
     Returns:
         The exit code of the process that failed first; 0 if none failed.
@@ -177,7 +175,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
-    """Parses arguments with the parser of torchrun. Raises LaunchError with the parser's message."""
+    """Parses arguments with the parser of torchrun. Raises LaunchError with the message of the parser."""
     from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()
@@ -196,26 +194,22 @@ def _torchrun_arguments(words: Sequence[str]) -> Any:
 
 
 def _environment(size: int) -> dict[str, str]:
-    """Returns the environment variables that all `size` processes share. If this process has OMP_NUM_THREADS or
-    GLOO_SOCKET_IFNAME, the other processes have the same value."""
     linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    # if no interface is set, gloo uses the address to which the host name resolves
+    # without an interface, gloo uses the address of the host name
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // size)), **({"GLOO_SOCKET_IFNAME": "lo"} if linux else {})}
     places = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     return {**defaults, **os.environ, **places, **parent_environment()}
 
 
 def parent_environment() -> dict[str, str]:
-    """Returns the environment variable that tells a child process the id of this process, so that the child ends with
-    it. See `end_with_launcher`."""
+    """Returns the environment variable that `end_with_launcher` reads: the id of this process."""
     return {_LAUNCHER: str(os.getpid())}
 
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Reserves a port on which rank 0 can listen. The system does not assign the port to another program while the
-    block runs."""
+    """Reserves a port on which rank 0 can listen. No other program gets the port while the block runs."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
@@ -223,9 +217,11 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all processes, and forwards the signals in `received`. GRACE seconds after a process fails, kills the
-    remaining processes. Returns (rank, return code) of the processes that ended by themselves, in the order in which
-    they ended."""
+    """Waits for all processes, and forwards the signals in `received`. Returns (rank, return code) in the order of
+    ending.
+
+    GRACE seconds after a process fails, the remaining processes are killed. They are not in the result.
+    """
     ended: dict[int, int] = {}
     until = math.inf
     sent = 0
@@ -271,8 +267,10 @@ def has_launcher() -> bool:
 
 
 def end_with_launcher() -> None:
-    """If `launch` or a sweep started this process, makes the system send SIGTERM to this process when the launcher
-    ends."""
+    """Makes the system send SIGTERM to this process when its launcher ends.
+
+    Has no effect if neither `launch` nor a sweep started this process.
+    """
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Deferred handling of SIGTERM, SIGHUP and Ctrl-C, so that work can be saved before the process ends."""
+"""Deferred handling of SIGTERM, SIGHUP and Ctrl-C, so that work is saved before the process ends."""
 
 import signal
 import threading
@@ -31,7 +31,7 @@ class Stopped(Exception):
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
-        """Returns the exception with which the command should end."""
+        """Returns the error with which the command should end."""
         if self._number == signal.SIGINT:
             return Interrupted("interrupted", hint)
         return Preempted(f"pre-empted by {self}", hint)
@@ -41,7 +41,7 @@ class Stopped(Exception):
 def restored_signals() -> Iterator[None]:
     """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
 
-    It has no effect in other threads than the main thread, because Python sets signal handlers only in the main thread.
+    It does nothing outside of the main thread. Python sets signal handlers only in the main thread.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -58,8 +58,8 @@ def restored_signals() -> Iterator[None]:
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The context manager has no effect in other
-    threads than the main thread, because Python handles signals only in the main thread.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Outside of the main thread, the context manager
+    does nothing. Python handles signals only in the main thread.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
 """The processes that train together: the rank of this process, collective sums, and agreement between ranks.
 
-The processes are started by torchrun, or by `specc train --gpus N` (launch.py), with the same environment variables:
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files. Results
-that only rank 0 computes are broadcast to the other ranks.
+torchrun or `specc train --gpus N` (launch.py) starts the processes, and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT. Each process has the whole model. Only rank 0 writes files. Results that only rank 0 computes are
+broadcast.
 """
 
 import atexit
@@ -30,12 +30,11 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 T = TypeVar("T")
 
-# The time that a rank waits for the others. A dead rank is detected earlier: its sockets close, and its launcher ends
-# the ranks of its host. The heartbeat detects a hung rank. The limit therefore applies only to long work of one rank,
-# such as a compilation or a checkpoint.
+# The time that a rank waits for the others. Dead and hung ranks are detected earlier, so the limit applies only to long
+# work of one rank, such as a compilation or a checkpoint.
 PATIENCE = timedelta(minutes=30)
-# Neither NCCL nor the launcher of another host detects a dead rank. NCCL's watchdog then ends the process. The watchdog
-# counts from the call of a collective, so a step must be shorter than this time.
+# NCCL does not detect a dead rank on another host. Its watchdog ends the process after this time. The watchdog counts
+# from the start of a collective call, so a step must be shorter than this time.
 NCCL_PATIENCE = timedelta(seconds=45)
 _CPU = torch.device("cpu")
 # torch 2.13 renamed these functions and warns about the old names.
@@ -45,17 +44,17 @@ _HEAD_START = 1.0  # the seconds by which the other ranks delay, so that rank 0 
 
 
 class PeerLost(RunFailure):
-    """Raised if another process of the run has ended, so that this process cannot continue."""
+    """Raised if another process of the run has ended. This process then cannot continue."""
 
     exit_code = PEER_LOST
 
 
 @dataclass(frozen=True)
 class World:
-    """One of the processes that train a model together. All of them must make the same calls in the same order.
+    """One of the processes that train a model together. All processes must make the same calls in the same order.
 
     Attributes:
-        rank, size: the rank, 0 .. size - 1, and the number of processes over all hosts.
+        rank, size: the rank, from 0 to size - 1, and the number of processes on all hosts.
         local_rank: the rank among the processes on this host.
         device: the device on which this process computes.
     """
@@ -71,13 +70,13 @@ class World:
 
     @classmethod
     def alone(cls) -> "World":
-        """Returns a world that consists only of this process. Every call returns immediately."""
+        """Returns a world with only this process. Every call returns immediately."""
         return cls()
 
     def on(self, device: torch.device) -> "World":
-        """Returns the same world, which computes sums on `device`. Each process of a host uses a different GPU.
+        """Returns the same world with `device` as the device of collective calls.
 
-        Raises EnvironmentFailure if this host has fewer GPUs than processes.
+        Each process of a host uses another GPU. Raises EnvironmentFailure if this host has fewer GPUs than processes.
         """
         if self.size == 1 or device.type != "cuda":
             return replace(self, device=device)
@@ -92,7 +91,7 @@ class World:
         return replace(self, device=gpu, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` with its sum over all ranks, which is bitwise equal on all ranks.
+        """Replaces a tensor on `device` by its sum over all ranks. The sum is bitwise equal on all ranks.
 
         The host does not wait for a GPU.
         """
@@ -102,20 +101,24 @@ class World:
 
     def largest(self, tensor: Tensor) -> None:
         """Replaces a tensor on `device` with its elementwise maximum over all ranks. The host does not wait for a
-        GPU."""
+        GPU.
+        """
         if self.size > 1:
             with _peers():
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._wire)
 
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
-        """Begins a reduce-scatter: sums `whole` over all ranks, divides the sum into equal parts along the first dim,
-        and writes the part of this rank to `part`. Both tensors are contiguous and on `device`."""
+        """Starts a reduce-scatter: sums `whole` over all ranks, and writes the part of this rank to `part`.
+
+        The first dimension is divided into equal parts. Both tensors are contiguous and on `device`.
+        """
         with _peers():
             return Waiting(_reduce_scatter(part, whole, group=self._wire, async_op=True))
 
     def join_parts(self, part: Tensor, whole: Tensor) -> "Waiting":
-        """Begins an all-gather: concatenates the `part` of all ranks along the first dim, and writes the result to
-        `whole`."""
+        """Starts an all-gather: concatenates `part` of all ranks along the first dimension, and writes the result to
+        `whole`.
+        """
         with _peers():
             return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
 
@@ -134,8 +137,9 @@ class World:
         return values
 
     def first(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make` on all ranks. `make` runs only on rank 0 while the others wait, and its result
-        is pickled and broadcast."""
+        """Returns the result of `make` on all ranks. `make` runs only on rank 0, and its result is pickled and
+        broadcast.
+        """
         if self.size == 1:
             return make()
         results: list[Any] = [make() if self.rank == 0 else None]
@@ -145,20 +149,19 @@ class World:
         return result
 
     def wait(self) -> None:
-        """Returns when all ranks have called it."""
+        """Waits until all ranks have called this function."""
         self.most(0.0)
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """A context manager that rank 0 enters first. The other ranks enter together after rank 0 has left it, so that
-        they can read its files.
+        """A context manager for a block that rank 0 runs first.
 
-        There is no time limit. Each such block in a program needs a unique `name`. Raises PeerLost on the waiting ranks
-        if another rank has failed.
+        The other ranks start their blocks when rank 0 has finished. They can then read files that rank 0 wrote. There
+        is no time limit. Each block needs a unique `name`. Raises PeerLost on waiting ranks if another rank has failed.
         """
         with _peers():
             while self.rank and not self._store.check([name]):
-                # an error is raised here, because the store ends with rank 0 and torch's own error is long
+                # the store ends with rank 0, and torch's own error would be long
                 if self._store.check(["failed"]):
                     raise PeerLost("another process of this run has failed", "see the messages of that process")
                 time.sleep(0.05)
@@ -167,7 +170,7 @@ class World:
             self._store.set(name, "done")
 
     def require_same(self, what: str, facts: Mapping[str, object]) -> None:
-        """Raises RunFailure on each rank whose facts differ from those of rank 0."""
+        """Raises RunFailure on each rank whose facts differ from the facts of rank 0."""
         if self.size == 1:
             return
         expected = self.first(lambda: dict(facts))
@@ -177,9 +180,11 @@ class World:
             raise RunFailure(message, "all processes need the same code, spec, data, checkpoints and kind of device")
 
     def reports(self, error: BaseException) -> bool:
-        """Returns whether this process should show `error`. Only the first process that fails shows its error. The
-        other processes end as a result of this failure, or with the same error. If a process of this machine was
-        killed, the launcher reports its end, because the launcher knows the signal."""
+        """Returns whether this process should show `error`.
+
+        Only the process that fails first shows its error. The others end because of that failure, or with the same
+        error. The launcher reports a killed process, because it knows the signal.
+        """
         if self._store is None:
             return True
         if isinstance(error, PeerLost) and self._single_host and has_launcher():
@@ -195,8 +200,11 @@ class World:
             return not isinstance(error, PeerLost)
 
     def leave(self, waits: bool = True) -> None:
-        """Ends the use of the store. Rank 0, which hosts the store, waits until the others no longer use it, because
-        Torch would print a trace for each call that is not answered. If `waits` is False, rank 0 does not wait."""
+        """Stops the use of the store.
+
+        Rank 0 hosts the store, and waits until no other rank uses it. Torch would otherwise print a trace for each
+        unanswered call. With `waits=False`, rank 0 does not wait.
+        """
         if self._heartbeat is not None:
             self._heartbeat.stop()
         others = [f"left/{rank}" for rank in range(1, self.size)]
@@ -216,7 +224,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A pending collective call. Its tensors must not be used until `wait` returns."""
+    """A pending collective call. Do not use its tensors before `wait` returns."""
 
     _work: Any = None  # None if there is no call to wait for
 
@@ -229,13 +237,13 @@ class Waiting:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """A context manager for the world that the environment variables of torchrun describe. If the block fails, one rank
-    shows the error.
+    """A context manager that yields the world, according to the environment variables of torchrun. If the block fails,
+    one rank shows the error.
 
     A process that completes the block exits with 0.
 
     Raises:
-        EnvironmentFailure: if a variable of torchrun is missing in the environment, or not an integer.
+        EnvironmentFailure: if a variable of torchrun is missing, or is not an integer.
         SystemExit: with the exit code of the error, on ranks that do not show it.
     """
     world = _join()
@@ -243,7 +251,7 @@ def joined() -> Iterator[World]:
     atexit.register(lambda: _leave(codes[0]) if codes else None)
     try:
         yield world
-    # The process group is not destroyed, because that could wait for ranks that have ended
+    # Destroying the process group could wait for ranks that have ended
     except BaseException as error:
         shows = world.reports(error)
         world.leave(waits=not isinstance(error, PeerLost))
@@ -261,8 +269,7 @@ def joined() -> Iterator[World]:
 
 
 def _leave(code: int) -> None:
-    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor during the
-    exit, or if a heartbeat thread called the store during the exit."""
+    """Ends the process with `os._exit`. A normal exit of Python could abort because of gloo or heartbeat threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -272,12 +279,14 @@ def _join() -> World:
     rank, size, local_rank, local_size = place()
     end_with_launcher()
     if local_rank < torch.cuda.device_count():
-        # Set before any other CUDA call, which would otherwise allocate memory on the first GPU
+        # Before any other CUDA call, which would otherwise allocate memory on the first GPU
         torch.cuda.set_device(local_rank)
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
     except (ValueError, RuntimeError) as error:
-        raise EnvironmentFailure(f"rank {rank} cannot join the others: {error}", "start it with torchrun") from error
+        raise EnvironmentFailure(
+            f"rank {rank} cannot join the others: {error}", "start every rank with torchrun"
+        ) from error
     with _peers():
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=PATIENCE)
     heartbeat = Heartbeat(rank, size, lambda: PrefixStore("heartbeat", store.clone())) if size > 1 else None
@@ -293,7 +302,7 @@ def _join() -> World:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """A context manager for calls that need the other processes. Raises PeerLost if one of them does not answer."""
+    """A context manager for calls that need other processes. Raises PeerLost if another process does not answer."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):

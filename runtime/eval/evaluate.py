@@ -1,4 +1,4 @@
-"""Scores a run or an artifact: text in bits per byte, lines by exact match."""
+"""Scores a run or an artifact: text in bits per byte, lines by exact match, or tasks from files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,29 +36,26 @@ def evaluate(
     gpus: int | None = None,
     tasks: Sequence[Path] = (),
 ) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
-    """Scores a run or an artifact by the metric of its spec, or on the examples of files. The results of a run, or of
-    the artifact in a run, are recorded in the run, except results with `adapt`.
+    """Scores a run or an artifact by the metric of its spec, or on tasks from files. Records the results in the run,
+    unless `adapt` is given.
 
     Args:
         path: the run or the artifact.
-        options: the data and the settings. With `adapt`, the model adapts to the text, and the result is not a score of
-            the model.
+        options: the data and the settings. With `adapt`, the model adapts to the text.
         target, device, quantized, search, say: as for `open_model`.
-        progress: a function that is called with the number of scored tokens or lines and the total.
-        world: the processes that share the work. Each of them calls this function for its device.
-        gpus: the requested number of processes; None if not specified. The processes run on GPUs, unless `target` is
-            the CPU. If `target` is None, `cpu_target` decides whether they run on the CPU.
-        tasks: files of examples, which are scored instead of data.
+        progress: is called with the number of scored tokens or lines, and the total.
+        world: the processes that share the work. Each of them calls this function with another device.
+        gpus: the requested number of processes; None if not specified.
+        tasks: files of examples. If there are any, they are scored instead of data.
 
     Returns:
-        The score, or the results of `tasks`, identical in all processes.
+        The score, or the results of `tasks`. All processes return the same.
 
     Raises:
         EvaluateError: `gpus` differs from the number of processes.
         RunFailure: the models of the processes differ.
         EnvironmentFailure: there are fewer GPUs than processes.
-        Others: the errors of `open_model`, `evaluate_text`, `evaluate_adapted`, `evaluate_lines`, `read_tasks` and
-            `evaluate_tasks`.
+        RuntimeFailure: if the model cannot be opened or scored.
     """
     files = read_tasks(tasks, options) if tasks else []
     if gpus is not None and world is not None and gpus != (here := started_here(world.size)):

@@ -1,4 +1,4 @@
-"""Scores a model of lines by exact match, on held-out splits of its task or on a file of lines."""
+"""Scores a model that maps lines to lines by exact match. The lines are held out from its task, or read from a file."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ class SetScore:
     """The score of one set of lines.
 
     Attributes:
-        name: the held-out split, or the file's name.
+        name: the held-out split, or the name of the file.
         score: the score of the lines that were decoded.
-        overlap: the fraction of these lines that are in the fixed training set; None if unknown.
+        overlap: the overlap of these lines with the fixed training set; None if unknown.
         held_out: whether these lines are the validation split of the training file.
-        untried: the number of lines that were not decoded, because no earlier line was exact.
+        untried: the number of lines that were not decoded. This happens if no earlier line was an exact match.
     """
 
     name: str
@@ -48,7 +48,7 @@ class SetScore:
 
 @dataclass(frozen=True, slots=True)
 class ExactMatches:
-    """The scores of one set of lines, or of every held-out split."""
+    """The scores of one set of lines, or of all held-out splits."""
 
     sets: tuple[SetScore, ...]
 
@@ -80,28 +80,28 @@ def evaluate_lines(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> ExactMatches:
-    """Computes the exact match of an opened model of lines.
+    """Computes the exact match of an opened model that maps lines to lines.
 
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: a function that is called with the number of scored lines and the total.
+        progress: is called with the number of scored lines, and the total.
         world: must be None or a single process.
 
     Returns:
         One score per set of lines.
 
     Raises:
-        EvaluateError: the options do not apply to a model of lines, or its spec has another metric.
+        EvaluateError: the options do not apply to this model, or its spec has another metric.
         RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """
     how, tokenizer = opened.spec.eval, opened.characters
     if not isinstance(how, ExactMatchSpec):
-        raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
+        raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in the spec")
     if options.stride is not None or options.window is not None:
         option = "stride" if options.stride is not None else "window"
-        raise EvaluateError(f"--{option} does not apply to a model of lines", f"leave --{option} out")
+        raise EvaluateError(f"--{option} does not apply to a model that maps lines to lines", f"leave --{option} out")
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
     compiled = options.compiled and opened.device.type == "cuda"
@@ -126,8 +126,9 @@ def evaluate_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Lines to score. `overlap(count)` returns the share of the first `count` lines that are in the training set; None
-    if this is unknown."""
+    """Lines to score. `overlap(count)` returns the overlap of the first `count` lines with the training set; None if
+    unknown.
+    """
 
     name: str
     pairs: Pairs
@@ -136,8 +137,10 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` names. By default, they are the data of the run or, without a run,
-    the task of the spec."""
+    """Yields the sets of lines that `options.data` selects.
+
+    By default, these are the data of the run or, without a run, the task of the spec.
+    """
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name
@@ -165,7 +168,6 @@ def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) ->
 
 
 def _trained_on_task(opened: OpenedModel) -> bool:
-    """Returns whether the model is known to be trained on the fixed training set of its task."""
     task = task_of(opened.spec.train.data)
     if task.fresh:
         return False

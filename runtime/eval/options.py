@@ -1,4 +1,4 @@
-"""The options of an evaluation, and the windows that they select for a model of text."""
+"""The options of an evaluation, and the windows that they select for a text model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,7 @@ FEWER = "lower --batch, or eval.batch in the spec"  # the hint if GPU memory is 
 
 
 class EvaluateError(RuntimeFailure):
-    """Raised if a model cannot be scored with these options, for example because there is no data, or because the
-    stride exceeds the window."""
+    """Raised if a model cannot be scored with these options. For example, no data is named."""
 
     code = "U009"
     exit_code = 2
@@ -28,18 +27,18 @@ class EvaluateOptions:
     """Options of an evaluation. None selects the default of the spec, the run or the machine.
 
     Attributes:
-        data: for text, a source that `specc.runtime.data.windows.stream.open_stream` accepts. For lines, a file of
-            lines, the name of the task for all its held-out splits, or `TASK:SPLIT` for a single split. None selects
-            the data of the run.
-        stride: the distance between windows in tokens, 1 to the window.
+        data: for text, a source for `specc.runtime.data.windows.stream.open_stream`. For lines, a file, the name of the
+            task for all its held-out splits, or `TASK:SPLIT` for one split. None selects the data of the run.
+        stride: the distance between windows in tokens, from 1 to the window length.
         batch: the number of windows, or lines, per batch.
-        max_tokens: the number of tokens to score, from the start of the split. For lines, target tokens are counted.
+        max_tokens: the maximum number of tokens to score, from the start of the split. For lines, target tokens count.
         cache: the folder of tokenized text.
         compiled: whether to use torch.compile on a GPU.
         window: window length in tokens. It may exceed the context, unless the model has learned positions.
-        adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a
-            score of the model. With None, the model does not adapt, even if the spec has `eval.adapt`.
-        hopeless: for lines, the scoring of a set stops if none of its first `hopeless` lines is decoded exactly.
+        adapt: the method of test-time adaptation, as a `kind` or a YAML mapping. With None, the model does not adapt,
+            even if the spec has `eval.adapt`.
+        hopeless: for lines, a number. The scoring of a set stops if none of its first `hopeless` lines is an exact
+            match.
     """
 
     data: str | None = None
@@ -53,7 +52,6 @@ class EvaluateOptions:
     hopeless: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises EvaluateError if `data` is blank or `max_tokens` is not positive."""
         if self.data is not None and not self.data.strip():
             raise EvaluateError("--data is empty", "name the data, or leave --data out to use the data of the run")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -63,12 +61,12 @@ class EvaluateOptions:
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     """Returns the windows of `options`, with defaults from the spec.
 
-    `name` is the model's name for messages. Raises EvaluateError if the spec has another metric, or if the window or
-    stride is out of range.
+    `name` is the name of the model for messages. Raises EvaluateError if the spec has another metric, or if the window
+    or the stride is out of range.
     """
     context, how = spec.model.window, spec.eval
     if not isinstance(how, BitsSpec):
-        raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
+        raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in the spec")
     window = how.window or context if options.window is None else options.window
     if window < 1 or (spec.model.bounded and window > context):
         reason = f", the length of the learned {spec.model.bounded}" if spec.model.bounded else ""
@@ -76,7 +74,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         raise EvaluateError(message, "change --window")
     stride = how.stride if options.stride is None else options.stride
     if options.stride is None and stride is not None and options.window is not None:
-        # Limited to the window, because the stride in the spec may exceed a smaller window
+        # The stride in the spec may exceed the requested window
         stride = min(stride, window)
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"

@@ -1,4 +1,4 @@
-"""Records the results of evaluations in the run of a model."""
+"""Records evaluation results in the run of the model."""
 
 import hashlib
 import json
@@ -15,8 +15,10 @@ SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that ch
 
 
 def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
-    """Records a result in the run that contains the model. Does nothing if no run contains the model. Raises
-    EnvironmentFailure if the file cannot be written."""
+    """Records a result in the run of the model. Does nothing if the model is not in a run.
+
+    Raises EnvironmentFailure if the file cannot be written.
+    """
     run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
     if is_run(run):
         model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
@@ -24,10 +26,9 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records the measures of a score in the run of the model. The name of the recorded task is "data", followed by the
-    settings of `options`. An earlier result with the same settings and the same name of the data is replaced.
+    """Records a score in the run of the model, under the task name "data" plus the settings of `options`.
 
-    Raises EnvironmentFailure if the file of results cannot be written.
+    An earlier result with equal settings and data is replaced. Raises EnvironmentFailure if the file cannot be written.
     """
     name = lasting(options.data or opened.data or "")
     stated = {key: value for key in SETTINGS if (value := getattr(options, key)) is not None}

@@ -1,4 +1,4 @@
-"""Scores a run or an artifact on the examples of files."""
+"""Scores a run or an artifact on tasks from files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ from specc.runtime.open_model import OpenedModel
 
 
 def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
-    """Reads the files of tasks. Raises EvaluateError if `options` select data, and the errors of `read_task`."""
+    """Reads task files. Raises EvaluateError if `options` also select data, and the errors of `read_task`."""
     for option in ("data", "adapt", "max_tokens"):
         if getattr(options, option) is not None:
             message = f"--{option.replace('_', '-')} does not apply to --task"
-            raise EvaluateError(message, "leave it out, or score the data in a call without --task")
+            raise EvaluateError(message, "leave this option out, or score data in a call without --task")
     return [(path, read_task(path)) for path in paths]
 
 
@@ -30,26 +30,25 @@ def evaluate_tasks(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> TaskResults:
-    """Scores an opened model of text on tasks. The results of a run, or of the artifact in a run, are recorded in the
-    run.
+    """Scores an opened text model on tasks. Records the results in the run of the model.
 
     Args:
         opened: the model.
-        files: the tasks, and the files from which they were read.
+        files: pairs (path, task).
         options: the window, the stride and the batch.
-        progress: a function that is called as `progress(scored, total)` with numbers of rows of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of rows of this process.
         world: the processes that share the work.
 
     Returns:
-        The results, identical in all processes.
+        The results. All processes return the same.
 
     Raises:
-        EvaluateError: the model does not read text, or the options do not fit it.
+        EvaluateError: the model is not a text model, or the options do not fit it.
         DataError: an example does not fit the model.
         RunFailure: the loss is not finite, or GPU memory is full.
     """
     if not isinstance(opened.spec.eval, BitsSpec):
-        raise EvaluateError(f"{opened.path} is not a model of text", "tasks are for models of text")
+        raise EvaluateError(f"{opened.path} is not a text model", "tasks are for text models")
     world = world or World.alone()
     plan = windows_of(opened.spec, options, str(opened.path))
     if opened.spec.model.unscored and any(task.key == "text" for _, task in files):

@@ -1,4 +1,4 @@
-"""Scores a model of text in bits per byte, either unchanged or while it adapts to the text."""
+"""Scores a text model in bits per byte: unchanged, or with test-time adaptation."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,21 +31,21 @@ def evaluate_text(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> BitsPerByte:
-    """Computes the bits per byte of an opened model of text.
+    """Computes the bits per byte of an opened text model.
 
     On devices of the same kind, the result does not depend on the number of processes.
 
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
         world: the processes that share the work.
 
     Returns:
-        The result. Its `audit()` compares document bytes and piece bytes.
+        The result.
 
     Raises:
-        EvaluateError: the options do not apply to a model of text, or its spec has another metric.
+        EvaluateError: the options do not apply to a text model, or its spec has another metric.
         RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """
@@ -62,16 +62,16 @@ def evaluate_text(
 
 
 def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
-    """Returns whether the text is the validation split of the training data; None if unknown."""
     return None if opened.trained_on is None else opened.trained_on.held_out(stream.digest)
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them. The
-    code depends on them if the model adapts, or if a window exceeds the context.
+    """Returns the spec with the windows and the adaptation of `options`.
 
-    If `options.adapt` is only a kind, and `eval.adapt` of the spec has the same kind, the settings of the spec are
-    used. Raises EvaluateError if the options do not apply, and SpecError if the settings are invalid.
+    Generated code depends on them only if the model adapts, or if a window exceeds the context. Otherwise, returns the
+    spec unchanged. If `options.adapt` and `eval.adapt` have the same kind, and `options.adapt` has no settings, the
+    settings of the spec are used. Raises EvaluateError if the options do not apply, and SpecError if the settings are
+    invalid.
     """
     if options.adapt is None and (options.window or 0) <= spec.model.window:
         return spec
@@ -88,15 +88,15 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """The result of a model that adapts to the text.
+    """The result of a model that adapted to the text.
 
     It is not a score of the model, so `facts` reports it under a separate key.
 
     Attributes:
-        how: the settings. `how.causal` states whether each token is predicted from earlier tokens only.
+        how: the settings of the adaptation.
         windows: the windows that were scored.
-        done: a message that states how many times the model was adapted.
-        counted: the result in bits per byte, with every token counted once.
+        done: a message about the number of adaptations.
+        counted: the result in bits per byte.
     """
 
     how: Adaptation
@@ -109,7 +109,9 @@ class Adapted:
         return "adapted" if self.how.causal else "non_causal"
 
     def report(self) -> list[str]:
-        """Returns human-readable lines. The last line states whether the result is causal."""
+        """Returns human-readable lines. The last line states whether each token was predicted from earlier tokens
+        only.
+        """
         kind, counted = self.how.kind, self.counted.report()
         if self.how.causal:
             about = f"causal: {kind} predicts each token from {self.how.sees}"
@@ -136,15 +138,14 @@ def evaluate_adapted(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> Adapted:
-    """Scores an opened model of text while it adapts according to its spec. The model is unchanged afterwards.
+    """Scores an opened text model with test-time adaptation. The model is unchanged afterwards.
 
-    Parameters that are fitted per batch or per window do not depend on the number of processes. If weights are trained,
-    gradients are summed over the processes, and results differ only by the rounding of these sums.
+    The number of processes changes the result only by rounding.
 
     Args:
         opened: the model, with `eval.adapt` in its spec.
         options: the data and the settings.
-        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
         world: the processes that share the work.
 
     Returns:
@@ -152,8 +153,8 @@ def evaluate_adapted(
 
     Raises:
         AdaptError: the settings do not fit the model.
-        EvaluateError: the model computes in integers, or the method has a fixed batch that differs from `--batch`.
-        Others: the errors of `evaluate_text`.
+        EvaluateError: the model computes in integers, or the method needs another batch than `--batch`.
+        RunFailure, DataError: as raised by `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)
     windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
@@ -194,17 +195,18 @@ def evaluate_adapted(
 
 
 def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """Returns torch.compile if the model is on a GPU and the options allow it, else the identity."""
+    """Returns torch.compile if the model is on a GPU and the options allow it, otherwise the identity."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """Opens the text to score. Raises EvaluateError if no data is named, and RunFailure if the text differs between
-    processes."""
+    """Opens the text to score, one token stream. Raises EvaluateError if no data is named, and RunFailure if the text
+    differs between processes.
+    """
     data = options.data or opened.data
     if data is None:
-        raise EvaluateError(f"{opened.path} does not state its data", "name the data with --data PATH")
+        raise EvaluateError(f"{opened.path} does not record its data", "name the data with --data PATH")
     with world.in_turn("data"):  # the first process tokenizes, and the others read its cache
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:

@@ -1,1 +1,1 @@
-"""Exports runs as .specc artifacts or safetensors files, and reports artifact sizes."""
+"""Exports runs in several formats, and reports the sizes of artifacts."""

@@ -20,8 +20,8 @@ class ExportRequest:
         out: the output file or folder; None for the default in the run directory.
         force: whether to replace an existing output.
         search: additional folders to search for the tokenizer.
-        say: a function that is called with lines of text for the user.
-        options: the values of the options that the user gave, by name.
+        say: is called with messages for the user.
+        options: the values of further options, by name.
     """
 
     run: Path
@@ -32,7 +32,7 @@ class ExportRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def file(self, run: Run, suffix: str) -> Path:
-        """Returns the path of the output file. By default, this is NAME followed by `suffix`, in the run directory.
+        """Returns the path of the output file. The default is the name of the spec plus `suffix`, in the run directory.
 
         Raises ExportError if the file exists and `force` is False, if it is a folder, or if its folder does not exist.
         """
@@ -54,8 +54,9 @@ class Exported:
 
 
 class ExportFormat(ABC):
-    """A format of `specc export`. Each subclass is in a file of `runtime/export/formats`. The name of the format is the
-    name of the file.
+    """A format of `specc export`.
+
+    Each format is a subclass in its own file of `runtime/export/formats`. The file has the name of the format.
 
     Attributes:
         options: the names of the options that the format reads.
@@ -65,7 +66,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def write(self, request: ExportRequest) -> Exported:
-        """Writes the output under a temporary name, reads it back, compares it, and then renames it.
+        """Writes the output under a temporary name, verifies it, and then renames it.
 
         After an error, the output path is unchanged.
         """

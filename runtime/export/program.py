@@ -1,6 +1,6 @@
-"""Exports a program of a run as a torch.export graph of ATen operations, and compares it with the model of the run.
+"""Exports a program of a run as a torch.export graph of ATen operations. Compares the graph with the model of the run.
 
-The formats that contain a graph share this module. The code is generated for the CPU target in f32, without fusion.
+All formats with a graph use this module. The code is generated for the CPU target in f32, without fusion.
 """
 
 import logging
@@ -44,24 +44,24 @@ TARGET = "cpu"
 BATCHES = 64
 TOLERANCE = 1e-4  # the largest allowed difference of logits and nats in f32, and of bits per token
 ROWS, TOKENS = 4, 2048  # the most rows and tokens of a compared batch; one batch is a row as long as the context
-# Torch.export specializes on the lengths 0 and 1, and some programs contain the length minus one
+# torch.export specializes on the lengths 0 and 1, and some programs contain the length minus one
 LOWER_BOUNDS = (1, 2, 3)
 GENERATED_OPS = "specc_generated"  # the prefix of the namespaces of custom ops in generated code
 
 
 @dataclass(frozen=True)
 class ProgramExport:
-    """A program of a run, exported.
+    """An exported program of a run.
 
     Attributes:
         spec: the spec of the model.
         name: the name of the program.
         inputs: the names of the inputs of the program, i64 [batch, tokens] each.
-        graph: the exported program, of ATen operations only. The sizes of its inputs are dynamic.
+        graph: the exported program, with ATen operations only. Its input sizes are dynamic.
         least: the smallest number of tokens that the graph accepts.
-        most: the largest number of tokens, the context of the model.
+        most: the largest number of tokens: the context of the model.
         reference: the same program of the generated code without fusion.
-        score: the program `score` of the model as `specc eval` runs it on the CPU, with its fused kernels.
+        score: the program `score` with fused kernels, as `specc eval` runs it on the CPU.
         about: facts for the metadata of a file: strings by name.
     """
 
@@ -78,13 +78,12 @@ class ProgramExport:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The differences between the outputs of an exported file and of the model of the run.
+    """The differences between the outputs of an exported file and the outputs of the model.
 
     Attributes:
-        batches: the number of compared batches, which have random ids and various sizes.
-        largest: the largest difference of an output.
-        bits: the difference of the mean loss in bits per token. It bounds the difference in bits per byte, because
-            every token that represents bytes represents at least one byte.
+        batches: the number of compared batches. They have random ids and various sizes.
+        largest: the largest difference between outputs.
+        bits: the difference of the mean loss in bits per token. The difference in bits per byte is at most as large.
     """
 
     batches: int
@@ -101,8 +100,8 @@ class Agreement:
 def export_program(request: ExportRequest, run: Run) -> ProgramExport:
     """Exports a program of a run.
 
-    The options `program` ("logits" by default, or "score") and `quantized` of the request apply. With `quantized`, the
-    weights are the dequantized weights of the run's artifact; otherwise, they are the trained weights.
+    The options of the request are `program` ("logits" by default, or "score") and `quantized`. With `quantized`, the
+    weights are dequantized from the artifact of the run. Otherwise, they are the trained weights.
 
     Raises:
         ExportError (exit code 2): the program of this model cannot be exported. The message states the reason.
@@ -136,14 +135,14 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
 
 
 def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
-    """Compares a file that was read back with the model of the run, on batches of various sizes.
+    """Compares an exported file with the model of the run, on batches of various sizes.
 
     Outputs are compared with the generated code without fusion, and the loss with the code that `specc eval` runs.
 
     Args:
         export: the program.
-        call: a function that runs the file.
-        say: a function that is called with the result as a line of text.
+        call: runs the file.
+        say: is called with the result as a message.
 
     Raises IntegrityError if outputs or losses differ by more than `TOLERANCE`, or if the file cannot be run.
     """
@@ -183,7 +182,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
 
 
 def describe(export: ProgramExport) -> str:
-    """Returns a line about the inputs and output of a program."""
+    """Returns a line about the inputs and the output of a program."""
     inputs = ", ".join(f"{name} i64[batch, tokens]" for name in export.inputs)
     output = "f32[batch, tokens, vocabulary]" if export.name == "logits" else "nats f32[batch, tokens]"
     return f"program {export.name}: {inputs} -> {output}; {export.least} to {export.most:,} tokens, any batch"
@@ -202,7 +201,6 @@ def _weights(run: Run, quantized: bool, say: Say) -> tuple[Spec, dict[str, Tenso
 
 
 def _module(files: Mapping[str, str], weights: Mapping[str, Tensor]) -> nn.Module:
-    """Imports generated files and fills the parameters. The files are deleted with the module."""
     folder = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
         for name, text in files.items():
@@ -229,10 +227,9 @@ class _Program(nn.Module):
 
 
 def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[ExportedProgram, int]:
-    """Exports a program with dynamic sizes. Returns the exported program, and the smallest number of tokens that it
-    accepts.
+    """Exports a program with dynamic sizes. Returns the graph, and the smallest number of tokens that it accepts.
 
-    Raises ExportError with the reason of torch.export.
+    Raises ExportError with the reason that torch.export gives.
     """
     most = programs.context or spec.model.window
     graph = programs.program(program.name)
@@ -273,10 +270,9 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
 
 
 def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
-    """Maps each custom op of generated code to its Python function, which torch.export then traces.
+    """Maps each custom op of generated code to a Python function that torch.export can trace.
 
-    A custom op prevents torch.compile from tracing into a function. A file with a custom op could only run together
-    with the generated code.
+    Otherwise, the exported file would contain custom ops, and could not run without the generated code.
     """
     from torch._library.custom_ops import OPDEFS  # the public interface does not provide the Python function of an op
 
@@ -295,8 +291,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context manager that hides warnings of torch about its own deprecated functions, and its notes about optional
-    packages."""
+    """A context manager that hides torch's deprecation warnings about itself, and notes about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -309,7 +304,6 @@ def quiet() -> Iterator[None]:
 
 
 def _batches(export: ProgramExport) -> Iterator[dict[str, Tensor]]:
-    """Yields batches of random ids, with the inputs of `score` by name: first the extreme sizes, then random sizes."""
     from specc.compiler.passes.logits import SCORE
 
     programs = passed(export.spec, TARGET, form="exported")

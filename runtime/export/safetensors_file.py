@@ -1,4 +1,4 @@
-"""Exports parameters as a safetensors file, which is verified by reading it back."""
+"""Exports parameters as a safetensors file, and verifies the file by reading it back."""
 
 import json
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from specc.runtime.storage.atomic import write_atomically
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes `tensors` (on any device), with their dtypes and shapes, and `metadata` to `path` atomically.
+    """Writes `tensors` and `metadata` to `path` atomically.
 
-    Tensors that share memory are written separately. The file is read back and compared bit for bit, including the
-    metadata, before it is renamed to `path`.
+    Tensors that share memory are written separately. The file is read back and compared bit for bit before it is
+    renamed to `path`.
 
     Raises RunFailure if a tensor cannot be stored, EnvironmentFailure if the file cannot be written, and IntegrityError
-    if the data read back differ. `path` is unchanged after an error.
+    if it differs when it is read back. `path` is unchanged after an error.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
@@ -33,7 +33,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
         raise RunFailure(f"{path}: safetensors cannot store these tensors: {error}") from error
 
     def check(temporary: Path) -> None:
-        unreadable = IntegrityError(f"{path}: the data read back differ from what was written", "check disk and memory")
+        unreadable = IntegrityError(f"{path}: the file does not contain what was written", "check disk and memory")
         try:
             with safe_open(str(temporary), framework="pt") as file:
                 same = set(file.keys()) == set(copies) and (file.metadata() or {}) == dict(metadata)
@@ -47,7 +47,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
 
 
 def _sorted_metadata(data: bytes) -> bytes:
-    """Returns the file's bytes with sorted metadata, because the library's order of metadata varies between calls."""
+    """Sorts the metadata in the bytes of a file. The library writes them in varying order."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     if "__metadata__" in header:
@@ -58,8 +58,6 @@ def _sorted_metadata(data: bytes) -> bytes:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Returns True if dtype, shape and bytes are equal. A NaN equals a NaN with the same bits, and 0 differs from
-    -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -14,15 +14,16 @@ from specc.runtime.storage.quantized_run import artifact_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """The parameters that have the same name in all blocks, such as `blocks.*.mlp.up`, or a single parameter.
+    """A group of parameters: the parameters with the same name in all blocks, such as `blocks.*.mlp.up`, or a single
+    parameter.
 
     Attributes:
         name: the name of the group, with `*` for the block index.
         tensors: the number of tensors.
         parameters: the number of values in all tensors.
-        scheme: the labels of the tensors' schemes, most bits first.
-        stored: the bytes before compression. Compressed bytes cannot be attributed to single parameters, because a
-            stream joins the codes of several parameters.
+        scheme: the labels of the storage schemes, most bits first.
+        stored: the bytes before compression. Several parameters are compressed together, so compressed bytes per
+            parameter are unknown.
     """
 
     name: str
@@ -36,16 +37,13 @@ class GroupSize:
 class SizeResult:
     """The size of an artifact in bytes.
 
-    The raw bytes of the array sections are the `stored` bytes of all `groups`, plus two bytes per row in sections with
-    the ORDERED transform.
-
     Attributes:
         path: the artifact.
-        total: the size of the file, which is `header` plus the compressed bytes of `sections`.
+        total: the size of the file: `header` plus the compressed bytes of `sections`.
         header: the size of the header.
         sections: the sizes by kind of section.
         groups: the sizes by group of parameters.
-        budget: the size limit; None without a budget.
+        budget: the limit; None without a budget.
     """
 
     path: Path
@@ -57,7 +55,7 @@ class SizeResult:
 
     @property
     def over(self) -> bool:
-        """True if there is a budget and the file exceeds it."""
+        """Whether there is a budget and the file exceeds it."""
         return self.budget is not None and self.total > self.budget
 
 
@@ -66,9 +64,9 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None, by_la
 
     Args:
         path: the artifact or the run.
-        budget: a limit in bytes. If it is None, `quant.budget_bytes` of the spec applies.
-        say: a function that is called with a line if the weights of the run have changed since the quantization.
-        by_layer: whether each parameter is a group of its own.
+        budget: a limit in bytes; None for `quant.budget_bytes` of the spec.
+        say: is called with a message if the weights of the run have changed since quantization.
+        by_layer: whether each parameter is a separate group.
 
     Raises:
         RunDirectoryError: if `path` is neither an artifact nor a run.

@@ -1,2 +1,3 @@
-"""Families of published decoders, one file per family: the conversions between configs and specs, and the names of
-tensors."""
+"""Families of published decoders, one file per family. A family converts between config.json and specs, and names
+tensors.
+"""

@@ -1,4 +1,4 @@
-"""Activations, by the names that configs use for them."""
+"""Activations, and the names that config.json files use for them."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ NEEDED = "an activation needs its formula in runtime/families/activations.py"
 
 
 def activation(config: Config, key: str, default: str, gated: bool) -> str:
-    """Returns the expression of the activation that a field names.
+    """Returns the expression of the activation that a field of the config names.
 
     Args:
         config: the config.
@@ -43,7 +43,7 @@ def activation(config: Config, key: str, default: str, gated: bool) -> str:
 
 
 def name_of(expression: str, gated: bool) -> str | None:
-    """Returns the name of an activation in configs; None if it has no name."""
+    """Returns the name of an activation in config.json; None if it has no name there."""
     try:
         parsed = parse(expression, OPERANDS)
     except ExprError:

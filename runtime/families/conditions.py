@@ -1,4 +1,4 @@
-"""Finds a short and readable condition over `layer` that holds in exactly the given layers."""
+"""Finds a short expression over `layer` that is true exactly for given layers."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,10 +8,14 @@ LONGEST = 500  # the most characters of a condition
 
 
 def where(layers: Iterable[int], count: int) -> str:
-    """Returns the shortest condition that, among `count` layers, holds in exactly `layers`. `layers` must not be empty.
+    """Returns the shortest expression that is true exactly for `layers`.
+
+    Args:
+        layers: indices of layers; at least one.
+        count: the number of layers of the model.
 
     Raises:
-        ConfigError: if the condition is longer than a spec allows.
+        ConfigError: if the expression is longer than a spec allows.
     """
     chosen = frozenset(layers)
     for text, holds in _candidates(count):
@@ -21,7 +25,7 @@ def where(layers: Iterable[int], count: int) -> str:
     if len(text) > LONGEST:
         raise ConfigError(
             f"the layers {sorted(chosen)[:12]}... differ, but not in a regular pattern",
-            "a spec needs a condition on `layer`",
+            "write the spec by hand: a spec needs a condition on `layer`",
         )
     return text
 
@@ -43,7 +47,6 @@ def _candidates(count: int) -> Iterator[tuple[str, frozenset[int]]]:
 
 
 def _runs(layers: list[int]) -> Iterator[str]:
-    """Yields a condition for each run of consecutive layers."""
     first = last = layers[0]
     for layer in [*layers[1:], -1]:
         if layer == last + 1:

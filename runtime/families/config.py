@@ -1,4 +1,4 @@
-"""Reads the fields of a config.json with their types, ranges and defaults, and records the fields that were read."""
+"""Reads the fields of a config.json with types, ranges and defaults, and records which fields were read."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from specc.runtime.errors import RuntimeFailure
 T = TypeVar("T")
 MOST = 2**31 - 1
 
-# Fields that do not change the function of a model: settings of training, of generation, of other tasks, and notes.
+# Fields that do not change what a model computes, such as settings of training and generation.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _num_labels _sliding_window_pattern
@@ -38,7 +38,6 @@ class ConfigError(RuntimeFailure):
 
 
 def shown(value: Any) -> str:
-    """Returns a value as JSON of at most 60 characters."""
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -60,7 +59,7 @@ class Config:
         self.read: set[str] = set()
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
-        """Returns an error that states the path of a field, its value, the problem and a remedy."""
+        """Returns an error with the path and the value of a field, the problem and a remedy."""
         path = f"{self.section}.{key}" if self.section else key
         value = f": {shown(self.fields[key])}" if key in self.fields else ""
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
@@ -71,8 +70,7 @@ class Config:
         return self.fields.get(key, default)
 
     def absent(self, key: str, default: T | None) -> T | None:
-        """Returns `default` if a field is absent, and None if it is present. A field that is null counts as present,
-        because null may differ from the default."""
+        """Returns `default` if a field is absent, otherwise None. A field with the value null is present."""
         self.read.add(key)
         return None if key in self.fields else default
 
@@ -81,7 +79,7 @@ class Config:
         return self.value(key) is not None
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Returns a whole number in a range.
+        """Returns an integer in a range.
 
         Args:
             key: the field.
@@ -90,10 +88,10 @@ class Config:
             most: the largest allowed value.
 
         Returns:
-            The number.
+            The integer.
 
         Raises:
-            ConfigError: the field is missing, or is not a whole number in the range.
+            ConfigError: the field is missing, or is not an integer in the range.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -104,7 +102,7 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """Returns a finite number above `least`. A field that is absent or null has the value `default`."""
+        """Returns a finite number above `least`. `default` replaces a field that is absent or null."""
         value = self.value(key)
         value = default if value is None else value
         if value is None:
@@ -115,7 +113,7 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns true or false. A field that is absent or null has the value `default`."""
+        """Returns true or false. `default` replaces a field that is absent or null."""
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -144,7 +142,7 @@ class Config:
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
-        """Checks that a field, if it is present, has one of `values`. `needed` is the hint of the error."""
+        """Raises ConfigError if a field is present and is none of `values`. `needed` is the hint of the error."""
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
             raise self.error(key, "is not supported", needed)
@@ -163,22 +161,22 @@ class Config:
         return sorted(key for key in self.fields if key not in self.read)
 
     def finish(self, needed: str) -> None:
-        """Checks that every field of a section was read. `needed` is the hint of the error for an unknown field."""
+        """Raises ConfigError if a field of a section was not read. `needed` is the hint of the error."""
         for key in self.unread():
             if self.fields[key] is not None:
                 raise self.error(key, "is not a known field here", needed)
 
 
 def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Returns the fields that a family did not read. They do not change the function of the model.
+    """Returns the fields that a family did not read and that do not change what the model computes.
 
     Args:
         config: the config, after the family read it.
         family: the name of the family.
-        ignored: fields that the user tells specc to ignore.
+        ignored: fields that the user wants to ignore.
 
     Raises:
-        ConfigError: if an unknown field has a value. A field that is null, false or empty counts as having no value.
+        ConfigError: if an unknown field has a value other than null, false or an empty value.
     """
     for key in config.unread():
         value = config.fields[key]

@@ -28,7 +28,7 @@ from specc.runtime.families.sections import (
     require_divisor,
     sizes,
 )
-from specc.runtime.families.tensors import Row, joint_heads, joint_rows, same
+from specc.runtime.families.tensors import TensorMapping, joint_heads, joint_rows, same
 
 SELF = f"{LAYER}.self_attn"
 NO_GROUPS = "groups of experts need a router of groups, which specc lacks"
@@ -43,7 +43,7 @@ def model(config: Config) -> Data:
     config.fixed("scoring_func", ("softmax",), "other scores of experts exist only in DeepSeek-V3")
     config.fixed("norm_topk_prob", (False, None), "remove the field: Transformers ignores it in DeepSeek-V2")
     config.fixed("moe_layer_freq", (1,), "specc does not support experts in every n-th layer of DeepSeek-V2")
-    # Fields that are derived from others, or that this method does not use
+    # Fields that follow from other fields, or that this routing method does not use
     for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):
         config.value(name)
     factor = config.number("routed_scaling_factor", 1.0)
@@ -109,8 +109,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scale(latent: Latent, size: int) -> Data:
-    """Returns two fields of `rope_parameters`: `mscale_all_dim`, which gives the scale of the scores, and `mscale`,
-    which leaves the magnitude unchanged."""
+    """Returns the field `mscale_all_dim` of `rope_parameters`. It determines the scale of attention scores."""
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}
@@ -123,8 +122,8 @@ def _scale(latent: Latent, size: int) -> Data:
     return {"mscale_all_dim": float(f"{everywhere:.12g}")}
 
 
-def table(config: Config) -> Sequence[Row]:
-    """Returns the table rows of all tensors of a model with this config."""
+def table(config: Config) -> Sequence[TensorMapping]:
+    """Returns the tensor mappings of a model with this config."""
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values, heads = config.whole("v_head_dim", 128), config.whole("num_attention_heads")
     whole = "q_lora_rank" in config.fields and not config.stated("q_lora_rank")

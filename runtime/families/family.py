@@ -1,4 +1,4 @@
-"""The interface of a family of decoders: the conversions between configs and specs, and the names of tensors."""
+"""The interface of a family of decoders."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.runtime.families.config import Config
-from specc.runtime.families.tensors import Row
+from specc.runtime.families.tensors import TensorMapping
 
 Data = dict[str, Any]
 
@@ -15,7 +15,7 @@ class NotOfFamily(Exception):
     """Raised if a spec lacks a part that every model of the family has.
 
     Attributes:
-        distance: the distance of the model from the family. Each differing field counts as 1.
+        distance: the number of fields in which the model differs from the family.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:
@@ -30,13 +30,13 @@ class Family:
     Attributes:
         name: `model_type` in config.json.
         title: the name in messages and pages.
-        architecture: the class of Transformers.
-        model: a function that converts a config to the `model` section of a spec, as data without defaults.
-        config: a function that converts a model to the fields of a config, which the caller checks with `model`. It
-            raises NotOfFamily.
-        table: a function that returns the table rows of all tensors that a model with a given config can have.
-        buffers: patterns that match the names of tensors without parameters, which files of older versions contain.
-        prefix: a prefix of tensor names. Files that contain the model without its head omit this prefix.
+        architecture: the class name in Transformers.
+        model: converts a config to the section `model` of a spec, without defaults.
+        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the result with
+            `model`.
+        table: returns the mappings of all tensors that a model with a given config can have.
+        buffers: patterns of tensor names to ignore. Files of older versions contain such tensors.
+        prefix: a prefix of tensor names. Files without the output head omit it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Family:
     architecture: str
     model: Callable[[Config], Data]
     config: Callable[[Decoder], Data]
-    table: Callable[[Config], Sequence[Row]]
+    table: Callable[[Config], Sequence[TensorMapping]]
     buffers: tuple[str, ...] = ()
     prefix: str = ""
 

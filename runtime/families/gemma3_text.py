@@ -1,4 +1,4 @@
-"""Gemma 3, its text models (Gemma Team, 2025): local and global layers, norms before and after each layer."""
+"""Gemma 3, text models only (Gemma Team, 2025): local and global attention, norms before and after each layer."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
@@ -87,7 +87,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns the n of a scale 1/sqrt(n). A scale in another form is rejected later, when the config is read back."""
+    """Returns n for the scale 1/sqrt(n). For any other scale, returns the head size."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): learned positions, biases, and matrices that are stored as [inputs, outputs]."""
+"""GPT-2 (Radford et al., 2019): learned positions, biases, and matrices stored as [inputs, outputs]."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from specc.runtime.families.activations import activation
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
 from specc.runtime.families.sections import BLOCK, eps_of, feed_forward, layer_of, norm
-from specc.runtime.families.tensors import Row, joint_columns, same, transposed, with_biases
+from specc.runtime.families.tensors import TensorMapping, joint_columns, same, transposed, with_biases
 
 H = "transformer.h.{i}"
 
@@ -60,9 +60,11 @@ def config(model: Decoder) -> Data:
     }
 
 
-def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[Row, ...]:
-    """Returns the table rows for the LayerNorms before layers. `names` contains pairs: a layer, and the name of its
-    norm in a file."""
+def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[TensorMapping, ...]:
+    """Returns the tensor mappings for LayerNorms.
+
+    `names` has pairs: the layer that follows the norm, and the name of the norm in the file.
+    """
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")
         for layer, theirs in names

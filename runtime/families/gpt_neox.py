@@ -21,7 +21,7 @@ from specc.runtime.families.sections import (
     require_divisor,
     sizes,
 )
-from specc.runtime.families.tensors import Row, joint_heads, same, with_biases
+from specc.runtime.families.tensors import TensorMapping, joint_heads, same, with_biases
 
 NEOX = "gpt_neox.layers.{i}"
 
@@ -44,7 +44,7 @@ def model(config: Config) -> Data:
 
 
 def _share(config: Config) -> float:
-    """Returns the share of the channels of a head that are rotated."""
+    """Returns the share of rotated channels in a head."""
     share = config.number("rotary_pct", 0.25)
     share = config.number("partial_rotary_factor", share)
     parameters = config.inner("rope_parameters")
@@ -69,8 +69,8 @@ def config(model: Decoder) -> Data:
     )
 
 
-def table(config: Config) -> Sequence[Row]:
-    """Returns the table rows of all tensors of a model with this config."""
+def table(config: Config) -> Sequence[TensorMapping]:
+    """Returns the tensor mappings of a model with this config."""
     heads = config.whole("num_attention_heads")
     size = config.whole("hidden_size") // heads
     matrices = [

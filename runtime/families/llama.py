@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the many models with the same architecture (Touvron et al., 2023; Grattafiori et al., 2024)."""
+"""Llama 1 to 3, and models with the same architecture (Touvron et al., 2023; Grattafiori et al., 2024)."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention

@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): Llama with a window of attention."""
+"""Mistral (Jiang et al., 2023): Llama with sliding-window attention."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention

@@ -1,4 +1,4 @@
-"""nanochat, in the form of Transformers: norms without weights, and rotary positions with negative angles."""
+"""nanochat, as implemented in Transformers: norms without weights, and rotary positions with negative angles."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention

@@ -1,6 +1,6 @@
-"""Converts between the field `rope` of a spec and the fields of a config.
+"""Rotary positions: converts between the field `rope` of a spec and the fields of a config.
 
-A config has the field `rope_parameters`, or in older configs `rope_theta` and `rope_scaling`.
+A config has the field `rope_parameters`. Older configs have `rope_theta` and `rope_scaling`.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
 
     Args:
         config: the config.
-        base: the default of the family for the base.
+        base: the default base of the family.
         key: the entry of `rope_parameters` for a kind of layer; empty if the family has only one kind.
-        old: the field of the base in older configs.
-        more: further fields of the section.
+        old: the field with the base in older configs.
+        more: other fields of the section.
     """
     parameters, scaling = config.inner("rope_parameters"), config.inner("rope_scaling")
     if parameters is not None and scaling is not None and parameters.fields != scaling.fields:
@@ -73,7 +73,7 @@ def _blend(parameters: Config, kind: str) -> Data:
 
 
 def _magnitude(parameters: Config) -> float | str | None:
-    """Returns the magnitude of YaRN; None for the default of the spec."""
+    """Returns the magnitude for YaRN; None for the default of the spec."""
     if parameters.stated("attention_factor"):
         parameters.value("mscale"), parameters.value("mscale_all_dim")
         return parameters.number("attention_factor")

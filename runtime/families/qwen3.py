@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of q and k, and windows in the last layers of some models."""
+"""Qwen3: Llama with norms of q and k. In some models, the last layers have sliding-window attention."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
@@ -42,7 +42,6 @@ def model(config: Config) -> Data:
 
 
 def _windowed(config: Config, count: int) -> list[int]:
-    """Returns the layers with a window."""
     sliding, first = config.flag("use_sliding_window", False), config.whole("max_window_layers", 28, least=0)
     has_window = sliding and bool(window(config, WINDOW))
     kinds = layer_types(config, count, KINDS) or [KINDS[has_window and i >= first] for i in range(count)]
@@ -55,7 +54,7 @@ def _windowed(config: Config, count: int) -> list[int]:
 
 
 def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str] | None:
-    """Returns the kind of each layer; None if the config does not list them."""
+    """Returns the kind of each layer; None if the config does not list the kinds."""
     listed = config.value("layer_types")
     if listed is None:
         return None

@@ -1,4 +1,4 @@
-"""Sections of specs that several families share, and the fields of configs that correspond to them."""
+"""Parts of specs that several families share, and the corresponding fields of configs."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from specc.runtime.families.activations import activation, name_of
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, NotOfFamily
 from specc.runtime.families.positions import rope_parameters
-from specc.runtime.families.tensors import Row, same, with_biases
+from specc.runtime.families.tensors import TensorMapping, same, with_biases
 
 L = TypeVar("L")
 LAYER = "model.layers.{i}"
@@ -38,10 +38,9 @@ def attention(
     Args:
         config: the config.
         rope: the rotary positions.
-        head_dim: the default number of channels per head; None if it is the number of features divided by the number of
-            heads.
-        kv_heads: the default number of key heads. None, like null in the config, stands for the number of query heads.
-        more: further fields, which precede the rotary positions.
+        head_dim: the default number of channels per head; None for features divided by heads.
+        kv_heads: the default number of key heads; None for the number of query heads.
+        more: other fields of the layer. They precede the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     groups = config.whole("num_key_value_heads", config.absent("num_key_value_heads", kv_heads) or heads)
@@ -55,8 +54,10 @@ def attention(
 
 
 def require_divisor(config: Config) -> None:
-    """Checks that the number of heads divides the number of features. For some families, Transformers requires this
-    even with an explicit `head_dim`."""
+    """Raises ConfigError if the number of heads does not divide the number of features.
+
+    For some families, Transformers requires this even with an explicit `head_dim`.
+    """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
         raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")
@@ -67,10 +68,10 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
     Args:
         config: the config.
-        act: the default of the family for the activation.
+        act: the default activation of the family.
         key: the field that names the activation.
         gated: whether the layer has a gate.
-        more: further fields of the layer.
+        more: other fields of the layer.
 
     Returns:
         The layer as data of a spec.
@@ -83,19 +84,19 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
 
 def bias(config: Config, key: str, default: bool = False) -> Data:
-    """Returns `bias: true` for a section of a spec if the field of the config is true; otherwise no field."""
+    """Returns `bias: true` for a spec if the field of the config is true; otherwise an empty section."""
     return {"bias": True} if config.flag(key, default) else {}
 
 
 def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **blocks: Any) -> Data:
-    """Returns a section `model` in which the last norm equals the norm of the blocks.
+    """Returns a section `model` whose final norm equals the norms of the blocks.
 
     Args:
         config: the config.
         norm: the norm of the blocks.
         layers: the layers of a block.
-        tied: the default of the family for a tied head.
-        blocks: further fields of the blocks.
+        tied: whether the head is tied by default.
+        blocks: other fields of the blocks.
     """
     last = {key: value for key, value in norm.items() if key not in ("places", "shared")}
     before = {key: value for key, value in blocks.items() if key != "changes"}
@@ -114,14 +115,16 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 
 
 def window(config: Config, usual: int | None = None) -> Data:
-    """Returns the mask that restricts attention to a window of tokens; empty if the field is null. `usual` is the
-    default of the field."""
+    """Returns the mask for sliding-window attention; empty if the field of the config is null.
+
+    `usual` is the default of the field.
+    """
     size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)
     return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
 
 def window_of(mask: Any) -> int | None:
-    """Returns the window length of a mask that has the form returned by `window`; None for any other mask."""
+    """Returns the window length of a mask from `window`; None for any other mask."""
     start = "j <= i and i - j < "
     digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
     return int(digits) if digits.isdecimal() else None
@@ -136,7 +139,7 @@ def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
 
 
 def eps_of(norm: Norm | None) -> float:
-    """Returns the epsilon of a norm."""
+    """Returns the epsilon of a norm. Raises NotOfFamily if there is no norm."""
     if norm is None:
         raise NotOfFamily("the model lacks a norm that every model of the family has")
     return float(getattr(norm, "eps", EPS["rms"]))
@@ -160,7 +163,7 @@ def softcap_of(model: Decoder) -> float | None:
 
 
 def heads(model: Decoder) -> Data:
-    """Returns the fields of a config for the attention layer of the first block: its heads and its rotary positions."""
+    """Returns the fields of a config for the first attention layer: heads and rotary positions."""
     layer = layer_of(model, Attention)
     return {
         "num_attention_heads": layer.heads,
@@ -171,7 +174,7 @@ def heads(model: Decoder) -> Data:
 
 
 def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of a config that state the width and the activation of the first layer of a kind.
+    """Returns the fields of a config for the first layer of a kind: its width and its activation.
 
     Args:
         model: the model.
@@ -183,7 +186,7 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
         The fields of a config.
 
     Raises:
-        NotOfFamily: the model has no layer of this kind, or configs have no name for its activation.
+        NotOfFamily: the model has no layer of this kind, or its activation has no name in config.json.
     """
     layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
     if not layers:
@@ -195,20 +198,20 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
 
 
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
-    """Returns a layer of experts with the name `mlp`.
+    """Returns a layer with routed experts, named `mlp`.
 
     Args:
         config: the config.
         experts: the number of experts.
-        hidden: the inner features of an expert.
-        router: the fields of the router; may be empty.
-        more: further fields of the layer.
+        hidden: the number of inner features per expert.
+        router: the fields of the router.
+        more: other fields of the layer.
 
     Returns:
         The layer as data of a spec.
 
     Raises:
-        ConfigError: a field is not valid, or the router could not learn.
+        ConfigError: a field is not valid, or the router would have no gradient.
     """
     chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
     if chosen["top_k"] == 1 and "normalize" in router:
@@ -220,7 +223,7 @@ def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) ->
 
 
 def first_moe(model: Decoder) -> Moe:
-    """Returns the first layer of experts. Raises NotOfFamily if there is none."""
+    """Returns the first layer with experts. Raises NotOfFamily if there is none."""
     for _, _, layer in model.blocks.all_layers:
         if isinstance(layer, Moe):
             return layer
@@ -248,5 +251,5 @@ NORMS = (
 QK_NORMS = tuple(
     same(f"{BLOCK}.attention.{name}_norm_weight", f"{LAYER}.self_attn.{name}_norm.weight") for name in ("q", "k")
 )
-LLAMA: tuple[Row, ...] = (*OUTSIDE, *ATTENTION, *DENSE, *NORMS)
+LLAMA: tuple[TensorMapping, ...] = (*OUTSIDE, *ATTENTION, *DENSE, *NORMS)
 ROTARY_BUFFERS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

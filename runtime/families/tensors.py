@@ -1,4 +1,4 @@
-"""The correspondence between parameters and the tensors of a file: names, and how tensors are split or joined."""
+"""Maps parameters of specc to tensors in a file: the names, and how tensors are split or joined."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A row of the correspondence: parameters, and the tensors of a file that contain the same values.
+class TensorMapping:
+    """Maps parameters to the tensors of a file that contain the same values.
 
     Attributes:
         parameters: the names of the parameters. `{i}` is the index of a block.
         tensors: the names of the tensors. `{i}` is the index of a block, and `{e}` is the index of an expert.
-        split: a function that computes the parameters from the tensors.
-        join: a function that computes the tensors from the parameters.
-        dims: the row applies only if the first parameter has this number of dims. None for any number.
+        split: computes the parameters from the tensors.
+        join: computes the tensors from the parameters.
+        dims: the number of dimensions that the first parameter must have. None for any number.
     """
 
     parameters: tuple[str, ...]
@@ -29,12 +29,12 @@ class Row:
     join: Callable[[Tensors], Tensors]
     dims: int | None = None
 
-    def named(self, rename: Callable[[str], str]) -> "Row":
-        """Returns the row with `rename` applied to the names of parameters and tensors."""
+    def named(self, rename: Callable[[str], str]) -> "TensorMapping":
+        """Returns the mapping with `rename` applied to the names of parameters and tensors."""
         return replace(self, parameters=tuple(map(rename, self.parameters)), tensors=tuple(map(rename, self.tensors)))
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors. `shapes` contains the shapes of the parameters."""
+        """Returns the shapes of the tensors, given the shapes of the parameters."""
         joined = self.join([torch.empty(shapes[name], device="meta") for name in self.parameters])
         return {name: tuple(tensor.shape) for name, tensor in zip(self.tensors, joined, strict=True)}
 
@@ -43,23 +43,24 @@ def _unchanged(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def same(parameter: str, tensor: str, dims: int | None = None) -> Row:
-    """Returns the table row for a parameter that equals a tensor."""
-    return Row((parameter,), (tensor,), _unchanged, _unchanged, dims)
+def same(parameter: str, tensor: str, dims: int | None = None) -> TensorMapping:
+    """Returns the mapping for a parameter that equals a tensor."""
+    return TensorMapping((parameter,), (tensor,), _unchanged, _unchanged, dims)
 
 
-def transposed(parameter: str, tensor: str) -> Row:
-    """Returns the table row for a matrix that the file stores as [inputs, outputs]."""
+def transposed(parameter: str, tensor: str) -> TensorMapping:
+    """Returns the mapping for a matrix that the file stores as [inputs, outputs]."""
 
     def turn(tensors: Tensors) -> Tensors:
         return [tensors[0].T]
 
-    return Row((parameter,), (tensor,), turn, turn)
+    return TensorMapping((parameter,), (tensor,), turn, turn)
 
 
-def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
-    """Returns the table row for matrices of equal shape that the file joins as [inputs, all outputs], or for their
-    biases."""
+def joint_columns(parameters: Sequence[str], tensor: str) -> TensorMapping:
+    """Returns the mapping for equally shaped matrices that the file joins as [inputs, all outputs], or for their
+    biases.
+    """
 
     def split(tensors: Tensors) -> Tensors:
         return [part.T if part.ndim == 2 else part for part in tensors[0].chunk(len(parameters), -1)]
@@ -67,12 +68,11 @@ def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
     def join(tensors: Tensors) -> Tensors:
         return [torch.cat([part.T if part.ndim == 2 else part for part in tensors], -1)]
 
-    return Row(tuple(parameters), (tensor,), split, join)
+    return TensorMapping(tuple(parameters), (tensor,), split, join)
 
 
-def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> Row:
-    """Returns the table row for matrices that the file joins into one matrix. The joined matrix has `sizes[i]` rows for
-    matrix i, in order."""
+def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> TensorMapping:
+    """Returns the mapping for matrices that the file joins into one matrix, with `sizes[i]` rows for matrix i."""
 
     def split(tensors: Tensors) -> Tensors:
         return [tensors[0][first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
@@ -80,20 +80,20 @@ def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> 
     def join(tensors: Tensors) -> Tensors:
         return [torch.cat(list(tensors))]
 
-    return Row(tuple(parameters), (tensor,), split, join)
+    return TensorMapping(tuple(parameters), (tensor,), split, join)
 
 
-def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Sequence[int]) -> Row:
-    """Returns the table row for matrices, or biases, whose outputs are ordered by head in the file.
+def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Sequence[int]) -> TensorMapping:
+    """Returns the mapping for matrices or biases that the file joins head by head.
 
     Args:
         parameters: the names of the matrices.
-        tensor: the name of the joint tensor. For each head, it has `sizes[i]` rows of matrix i, for all i in order.
+        tensor: the name of the joint tensor. For each head, it has `sizes[i]` rows of matrix i, in the order of i.
         heads: the number of heads.
-        sizes: the rows per head of each matrix.
+        sizes: the number of rows per head, for each matrix.
 
     Returns:
-        A row that splits the joint tensor into the matrices, and joins them.
+        The mapping.
     """
 
     def split(tensors: Tensors) -> Tensors:
@@ -104,12 +104,14 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
         parts = [part.reshape(heads, size, *part.shape[1:]) for part, size in zip(tensors, sizes, strict=True)]
         return [torch.cat(parts, 1).flatten(0, 1)]
 
-    return Row(tuple(parameters), (tensor,), split, join)
+    return TensorMapping(tuple(parameters), (tensor,), split, join)
 
 
-def experts(parameter: str, tensor: str) -> Row:
-    """Returns the table row for a parameter that contains the matrices of all experts, [E, outputs, inputs]. The file
-    has one tensor per expert."""
+def experts(parameter: str, tensor: str) -> TensorMapping:
+    """Returns the mapping for a parameter [E, outputs, inputs] that has the matrices of all experts.
+
+    The file has one tensor per expert.
+    """
 
     def split(tensors: Tensors) -> Tensors:
         return [torch.stack(list(tensors))]
@@ -117,33 +119,32 @@ def experts(parameter: str, tensor: str) -> Row:
     def join(tensors: Tensors) -> Tensors:
         return tensors[0].unbind()
 
-    return Row((parameter,), (tensor,), split, join, dims=3)
+    return TensorMapping((parameter,), (tensor,), split, join, dims=3)
 
 
-def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the table rows, and an additional row for the bias of each matrix whose tensor name ends in `weight`.
-    Biases are never transposed."""
+def with_biases(rows: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
+    """Returns the mappings of weight matrices, plus the mappings of their biases. Biases are never transposed."""
 
-    def bias(row: Row) -> Row:
+    def bias(row: TensorMapping) -> TensorMapping:
         parameters = tuple(f"{name}_bias" for name in row.parameters)
         tensors = tuple(f"{name.removesuffix('weight')}bias" for name in row.tensors)
         plain = len(parameters) == 1
         split, join = (_unchanged, _unchanged) if plain else (row.split, row.join)
-        return Row(parameters, tensors, split, join)
+        return TensorMapping(parameters, tensors, split, join)
 
     return (*rows, *map(bias, rows))
 
 
-def expanded(table: Sequence[Row], shapes: Shapes, blocks: int) -> list[Row]:
-    """Returns the table rows of a model. Their names contain the index of each block and expert.
+def expanded(table: Sequence[TensorMapping], shapes: Shapes, blocks: int) -> list[TensorMapping]:
+    """Returns the mappings of a model. Their names contain the indices of blocks and experts.
 
     Args:
-        table: the rows of the family. Rows whose first parameter the model lacks are left out.
+        table: the mappings of the family. Mappings for parameters that the model lacks are omitted.
         shapes: the shapes of the parameters of the model.
         blocks: the number of blocks.
 
     Raises:
-        KeyError: if a parameter is in no row; the argument is its name.
+        KeyError: if a parameter is in no mapping. The argument is the name of the parameter.
     """
     rows = [row for template in table for row in _rows_of(template, shapes, blocks)]
     named = {name for row in rows for name in row.parameters}
@@ -152,7 +153,7 @@ def expanded(table: Sequence[Row], shapes: Shapes, blocks: int) -> list[Row]:
     return rows
 
 
-def _rows_of(template: Row, shapes: Shapes, blocks: int) -> Iterator[Row]:
+def _rows_of(template: TensorMapping, shapes: Shapes, blocks: int) -> Iterator[TensorMapping]:
     for i in range(blocks) if "{i}" in template.parameters[0] else (0,):
         shape = shapes.get(template.parameters[0].replace("{i}", str(i)))
         if shape is None or template.dims not in (None, len(shape)):

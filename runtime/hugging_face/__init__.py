@@ -1,1 +1,1 @@
-"""Folders of Hugging Face Transformers: imports them as runs, and exports runs as such folders."""
+"""Imports folders of Hugging Face Transformers as runs, and exports runs as such folders."""

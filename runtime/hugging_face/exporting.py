@@ -1,4 +1,4 @@
-"""Writes a run as a folder that `from_pretrained` of Transformers loads."""
+"""Writes a run as a folder that `from_pretrained` of Transformers can load."""
 
 import json
 import secrets
@@ -19,7 +19,7 @@ from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.families.config import HARMLESS, Config, ConfigError
 from specc.runtime.families.family import Data
-from specc.runtime.families.tensors import Row, expanded
+from specc.runtime.families.tensors import TensorMapping, expanded
 from specc.runtime.hugging_face.folder import CARRIED, CONFIG, FLOATS, INDEX, WEIGHTS, open_folder, read_json
 from specc.runtime.hugging_face.origin import Origin
 from specc.runtime.hugging_face.recognizing import Recognized, decoder_of, recognized, same_programs
@@ -38,7 +38,7 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ExportFolderError(RuntimeFailure):
-    """Raised if the folder cannot be written at this path (exit code 2)."""
+    """Raised if the folder cannot be written to this path (exit code 2)."""
 
     code = "U012"
     exit_code = 2
@@ -50,8 +50,8 @@ class ExportOptions:
 
     Attributes:
         out: the folder; None for `NAME-hf` in the run directory.
-        dtype: `f32`, `bf16` or `f16`; None for the dtypes with which the run was imported, or f32.
-        shard: the largest size of a weight file in bytes. A tensor that is larger has a separate file.
+        dtype: `f32`, `bf16` or `f16`; None for the dtypes of the imported folder, or f32.
+        shard: the maximum size of a weight file in bytes. A larger tensor gets a separate file.
         search: folders to search for the tokenizer.
         force: whether to replace a folder that an export wrote.
     """
@@ -66,20 +66,20 @@ class ExportOptions:
 def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     """Writes the final weights of a run, with its config, tokenizer and model card, and returns the folder.
 
-    The folder is written under a temporary name, read back, compared, and renamed.
+    The folder is written under a temporary name, verified, and renamed.
 
     Args:
         path: the run directory.
         options: the path, the dtype and the size of files.
-        say: a function that is called with lines of text for the user.
+        say: is called with messages for the user.
 
     Raises:
-        NoFamily: no family of Transformers has the model of the run (exit code 2).
+        NoFamily: Transformers has no such model (exit code 2).
         ExportFolderError: the path exists and must not be replaced (2).
         RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).
-        IntegrityError: the run is damaged, or the data read back differ (5).
+        IntegrityError: the run is damaged, or the written data differ when they are read back (5).
     """
     run, weights, _ = as_trained(Run.open(path), say)
     out = options.out or run.directory / f"{run.spec.name}-hf"
@@ -124,16 +124,16 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
 
 
 def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor], dtype: str) -> None:
-    """Writes only config.json and the weights of a model, which `from_pretrained` loads.
+    """Writes only config.json and the weights of a model.
 
     Args:
-        folder: the folder, which exists.
+        folder: an existing folder.
         model: the model of a spec.
         weights: the parameters, f32 by name.
         dtype: the dtype of all tensors: `f32`, `bf16` or `f16`.
 
     Raises:
-        NoFamily: no family of Transformers has the model (exit code 2).
+        NoFamily: Transformers has no such model (exit code 2).
     """
     match = recognized(model)
     assert isinstance(model, Decoder)
@@ -145,7 +145,7 @@ def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor]
 
 
 def _require_free(out: Path, force: bool) -> None:
-    """Raises ExportFolderError if `out` exists. With `force`, it may be a folder that an export wrote."""
+    """Raises ExportFolderError if `out` exists. With `force`, an earlier export may be replaced."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:
@@ -161,8 +161,10 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether `config`, the config from the import, still describes the model. The spec of the run may have
-    changed since the import."""
+    """Returns whether the imported config still describes the model.
+
+    The spec of the run may have changed since the import.
+    """
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -170,8 +172,10 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the fields of config.json for the model of a run. Fields that do not change the function of the model
-    have the values of `carried`, the config from the import."""
+    """Returns the fields of config.json for the model of a run.
+
+    Fields that do not change what the model computes are taken from `carried`, the imported config.
+    """
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
@@ -183,7 +187,6 @@ def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origi
 
 
 def _separator(run: Run, options: ExportOptions) -> int | None:
-    """Returns the id between documents; None if the tokenizer is missing."""
     data = run.spec.train.data
     if not isinstance(data, TextData):
         return None
@@ -194,8 +197,10 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of the settings of generation, by name. The files from the import are
-    copied. If the run has no imported tokenizer, files are written for the tokenizer of its spec."""
+    """Returns the tokenizer files and the generation settings, by file name.
+
+    Imported files are copied. If there are none, files are written for the tokenizer of the spec.
+    """
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried
@@ -210,16 +215,16 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
 
 
 def _write_weights(
-    folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str], shard: int
+    folder: Path, rows: Sequence[TensorMapping], weights: Mapping[str, Tensor], dtypes: Mapping[str, str], shard: int
 ) -> None:
-    """Writes the tensors of table rows, in one file or in several with an index.
+    """Writes tensors, in one file or in several files with an index.
 
     Args:
         folder: the folder.
-        rows: the rows.
+        rows: the mappings from parameters to tensors.
         weights: the parameters, f32 by name.
         dtypes: the dtype of each tensor.
-        shard: the maximum bytes of a file.
+        shard: the maximum size of a file in bytes.
     """
     files: list[list[Entry]] = [[]]
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -248,20 +253,21 @@ def _write_weights(
         _write(folder / INDEX, _json(index))
 
 
-def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the exported tensors of one row of a naming table, by name. They are computed from parameters, which are
-    given by name."""
+def joined(row: TensorMapping, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a mapping by name, computed from the parameters."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 
-def _compare(folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> None:
-    """Raises IntegrityError unless the tensors that are read back equal those that were written."""
+def _compare(
+    folder: Path, rows: Sequence[TensorMapping], weights: Mapping[str, Tensor], dtypes: Mapping[str, str]
+) -> None:
+    """Raises IntegrityError unless the tensors that are read back equal the written tensors."""
     stored = open_folder(folder).tensors
     for row in rows:
         for name, tensor in joined(row, weights).items():
             wanted = tensor.to(FLOATS[dtypes[name]]).contiguous()
             if name not in stored or not torch.equal(_bytes(stored[name].read()), _bytes(wanted)):
-                message = f"{folder}: {name} read back differs from what was written"
+                message = f"{folder}: the file does not contain {name} as it was written"
                 raise IntegrityError(message, "check disk and memory")
 
 

@@ -1,6 +1,6 @@
-"""Reads a folder of Transformers: config.json, and safetensors whose tensors are read one at a time.
+"""Reads a folder of Transformers: config.json, and tensors from safetensors files, one at a time.
 
-Nothing in a folder is executed. A header is checked before the data that it describes are read.
+Nothing in a folder is executed. The header of a file is checked before data is read.
 """
 
 import json
@@ -23,7 +23,7 @@ LARGEST_JSON = 1 << 26  # bytes
 LARGEST_HEADER = 100_000_000  # in bytes; this is also the limit of the safetensors library
 FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-# Small files of a model, which an export copies unchanged.
+# Small files of a model. An export copies them unchanged.
 CARRIED = (
     CONFIG,
     "generation_config.json",
@@ -45,11 +45,11 @@ CONVERT = (
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file.
+    """A tensor in a file.
 
     Attributes:
         file: the file.
-        dtype: the dtype, as the header writes it, such as `BF16`.
+        dtype: the dtype as the header spells it, such as `BF16`.
         shape: the dims.
         start: the offset of the first byte in the file.
         size: the number of bytes.
@@ -88,7 +88,7 @@ class Folder:
 
     @property
     def carried(self) -> list[Path]:
-        """The files that belong to the model, other than its weights."""
+        """The files of the model other than weights."""
         return [path for name in CARRIED if (path := self.path / name).is_file()]
 
 
@@ -96,7 +96,7 @@ def open_folder(path: Path) -> Folder:
     """Reads config.json and the headers of the weights.
 
     Raises:
-        ConfigError: `path` is not a folder of Transformers, or its weights are in a form that runs code.
+        ConfigError: `path` is not a folder of Transformers, or its weights are pickled.
         IntegrityError: a file is damaged.
     """
     if not path.is_dir():
@@ -107,7 +107,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises IntegrityError if it is damaged or too large."""
+    """Reads a JSON file that contains an object. Raises IntegrityError if the file is damaged or too large."""
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise IntegrityError(f"{path}: is larger than {LARGEST_JSON:,} bytes", "use the original file")
@@ -118,12 +118,12 @@ def read_json(path: Path) -> dict[str, Any]:
         what = error if isinstance(error, ValueError) else "nested too deeply"
         raise IntegrityError(f"{path}: is not JSON: {what}", "copy the folder again") from None
     if not isinstance(data, dict):
-        raise IntegrityError(f"{path}: is not an object", "copy the folder again")
+        raise IntegrityError(f"{path}: is not a JSON object", "copy the folder again")
     return data
 
 
 def _parsed(text: bytes) -> Any:
-    """Returns the data of a JSON text. Raises ValueError for duplicate keys and NaN, on which JSON readers disagree."""
+    """Parses JSON. Raises ValueError for duplicate keys and NaN, because JSON readers treat them differently."""
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
 
 
@@ -148,7 +148,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
         files = {name: _header(path / _inside(path, name)) for name in sorted(set(placed.values()))}
         for name, file in placed.items():
             if name not in files[file]:
-                raise IntegrityError(f"{path / file}: has no {name}, but {INDEX} states that it has", "copy it again")
+                raise IntegrityError(f"{path / file}: has no tensor {name}, but {INDEX} lists it", "copy it again")
         return {name: files[file][name] for name, file in placed.items()}
     if (path / WEIGHTS).is_file():
         return _header(path / WEIGHTS)
@@ -207,7 +207,6 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, entry: Any, offset: int) -> Stored | None:
-    """Returns the tensor of an entry of a header; None if the entry is not valid."""
     if not isinstance(entry, dict):
         return None
     dtype, shape, place = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -220,5 +219,4 @@ def _stored(path: Path, entry: Any, offset: int) -> Stored | None:
 
 
 def _is_list(value: Any) -> TypeGuard[list[int]]:
-    """Returns whether a value is a list of JSON numbers that can be sizes or offsets."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)

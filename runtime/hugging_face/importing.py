@@ -1,4 +1,4 @@
-"""Turns a folder of Transformers into a spec and a run that starts from its weights."""
+"""Converts a folder of Transformers to a spec, and to a run that starts from its weights."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import IntegrityError
 from specc.runtime.families.config import Config, ConfigError, require_known
 from specc.runtime.families.family import Data, Family, families
-from specc.runtime.families.tensors import Row, expanded
+from specc.runtime.families.tensors import TensorMapping, expanded
 from specc.runtime.hugging_face.folder import CONFIG, FLOATS, Folder, open_folder
 from specc.runtime.hugging_face.origin import Origin
 from specc.runtime.hugging_face.starting_spec import checked_model, written_spec
@@ -79,17 +79,17 @@ class Imported:
 
 
 def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
-    """Writes a spec, and a run with a checkpoint of the weights at step 0.
+    """Writes a spec, and a run that has the weights as the checkpoint of step 0.
 
     Tensors are read one at a time and written immediately, so the whole model is never in memory.
 
     Args:
         path: a folder with config.json and safetensors.
         options: the names and paths.
-        say: a function that is called with lines of text for the user.
+        say: is called with messages for the user.
 
     Raises:
-        ConfigError: the folder has no model, or a model with a feature that specc lacks (exit code 2).
+        ConfigError: the folder has no model, or specc lacks a feature of the model (exit code 2).
         RunDirectoryError: the run directory is not empty (2).
         EnvironmentFailure: a file cannot be written (3).
         IntegrityError: a file of the folder is damaged, or does not fit its config (5).
@@ -111,7 +111,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     except SpecError as error:
         raise ConfigError(f"the spec of {path} is invalid: {error.diagnostics[0].message}", "change --set") from None
     if spec.model != fitted.model:
-        raise ConfigError("--set changes the model, so that the weights do not fit it", "override other fields")
+        raise ConfigError("--set changes the model, and the weights no longer fit it", "override other fields")
     directory = options.run or default_run(spec.name)
     require_free(directory)
     with locked(directory):
@@ -132,7 +132,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
 
 
 def family_of(config: Config) -> Family:
-    """Returns the family that a config names. Raises ConfigError if specc does not have it."""
+    """Returns the family that a config names. Raises ConfigError if specc does not support this family."""
     known = families()
     if config.stated("quantization_config"):
         message = "the weights are quantized by another program"
@@ -141,7 +141,6 @@ def family_of(config: Config) -> Family:
 
 
 def _slug(path: Path) -> str:
-    """Returns the name of a spec, derived from the name of a folder."""
     text = re.sub(r"[^a-z0-9]+", "_", path.absolute().name.lower()).strip("_")
     return (text if text[:1].isalpha() else f"model_{text}")[:64].rstrip("_")
 
@@ -153,8 +152,8 @@ def _require_writable(place: Path, text: str) -> None:
 
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
-) -> list[Row]:
-    """Returns the table rows of all parameters, after checking that the folder contains their tensors.
+) -> list[TensorMapping]:
+    """Returns the tensor mappings of all parameters, and checks that the folder has the tensors.
 
     Args:
         family: the family.
@@ -164,7 +163,7 @@ def matched_rows(
         folder: the folder.
 
     Raises:
-        IntegrityError: if tensors are missing or left over, or have another shape or dtype.
+        IntegrityError: if tensors are missing or superfluous, or have another shape or dtype.
     """
     rows = expanded(family.table(config), shapes, blocks)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)
@@ -192,8 +191,8 @@ def matched_rows(
     return rows
 
 
-def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
-    """Returns whether a tensor is a second copy of the token table, which some programs write for a tied head."""
+def _is_tied(folder: Folder, name: str, rows: Sequence[TensorMapping]) -> bool:
+    """Returns whether a tensor is a second copy of the embedding table. Some programs write one if the head is tied."""
     table = next(row.tensors[0] for row in rows if row.parameters[0] == "embed.token")
     head, stored = folder.tensors[name], folder.tensors[table]
     same = (head.dtype, head.shape) == (stored.dtype, stored.shape) and name.rpartition(".")[2] == "weight"
@@ -201,15 +200,14 @@ def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
 
 
 class FittedWeights:
-    """The weights of a folder as parameters of a model, f32. Reading a parameter reads only the tensors of its table
-    row.
+    """The weights of a folder, converted to the f32 parameters of a model. A tensor is read when a parameter needs it.
 
     Attributes:
         family: the family.
-        section: the section `model` of a spec, as data.
+        section: the section `model` of a spec.
         model: the model.
         shapes: the shapes of the parameters, by name.
-        rows: the table rows of the parameters.
+        rows: the tensor mappings of the parameters.
         ignored: the fields of config.json that do not change what the model computes.
     """
 
@@ -218,7 +216,13 @@ class FittedWeights:
     spec: Spec | None = None
 
     def __init__(
-        self, folder: Folder, family: Family, section: Data, model: Decoder, rows: Sequence[Row], ignored: Sequence[str]
+        self,
+        folder: Folder,
+        family: Family,
+        section: Data,
+        model: Decoder,
+        rows: Sequence[TensorMapping],
+        ignored: Sequence[str],
     ) -> None:
         self.family, self.section, self.model, self.rows = family, section, model, rows
         self.ignored = tuple(ignored)
@@ -227,7 +231,7 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter. Other parameters that come from the same tensors are cached until they are read.
+        """Returns a parameter. Other parameters from the same tensors are cached until they are read.
 
         Raises IntegrityError if a tensor is damaged, or not finite.
         """
@@ -237,7 +241,6 @@ class FittedWeights:
         return self._ready.pop(name)
 
     def _finite(self, key: str) -> Tensor:
-        """Returns a tensor of the folder in f32. Raises IntegrityError if the tensor is damaged, or not finite."""
         stored = self._folder.tensors[key]
         tensor = stored.read().float()
         if not bool(torch.isfinite(tensor).all()):
@@ -250,7 +253,7 @@ class FittedWeights:
 def fitted_weights(
     folder: Folder, name: str = "model", tokenizer: str = TOKENIZERS[0], ignored: Sequence[str] = ()
 ) -> FittedWeights:
-    """Returns the weights of a folder as parameters of the model that its config describes.
+    """Returns the weights of a folder, converted to the parameters of the model in config.json.
 
     Args:
         folder: the folder.
@@ -259,7 +262,7 @@ def fitted_weights(
         ignored: fields of config.json to ignore.
 
     Raises:
-        ConfigError: the config states a feature that specc lacks.
+        ConfigError: specc lacks a feature of the model.
         IntegrityError: the weights do not fit the config.
     """
     config = Config(folder.config, str(folder.path / CONFIG))

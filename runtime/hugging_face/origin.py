@@ -1,4 +1,4 @@
-"""Records, in an imported run, the dtypes of the tensors in the original folder."""
+"""Records, in an imported run, the dtypes of the original tensors."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ORIGIN = "origin.json"
 
 
 class _Record(StrictModel):
-    """The content of the file: the dtype of most tensors, and the tensors with other dtypes."""
+    """The content of the file. `others` are the tensors that do not have the dtype `dtype`."""
 
     format: Literal[1]
     dtype: str
@@ -38,14 +38,16 @@ class Origin:
 
     @classmethod
     def from_dtypes(cls, dtypes: Mapping[str, str]) -> "Origin":
-        """Returns the origin of tensors by name."""
+        """Returns an `Origin` with the given dtypes."""
         usual = Counter(dtypes.values()).most_common(1)[0][0]
         return cls(usual, {name: dtype for name, dtype in dtypes.items() if dtype != usual})
 
     @classmethod
     def of(cls, run: Run) -> "Origin":
-        """Returns the origin of a run. If the run was not imported, all dtypes are f32. Raises IntegrityError if the
-        file is damaged."""
+        """Returns the `Origin` of a run. If the run was not imported, all dtypes are f32.
+
+        Raises IntegrityError if the file is damaged.
+        """
         path = run.files / ORIGIN
         if not path.is_file():
             return cls()
@@ -62,6 +64,6 @@ class Origin:
         return self.others.get(name, self.dtype)
 
     def write(self, run: Run) -> None:
-        """Writes the file. Raises EnvironmentFailure if it cannot be written."""
+        """Writes the file. Raises EnvironmentFailure if the file cannot be written."""
         record = _Record(format=1, dtype=self.dtype, others=dict(self.others))
         write_atomically(run.files / ORIGIN, [record.model_dump_json(indent=1).encode()])

@@ -1,4 +1,4 @@
-"""Formats a spec as readable YAML: short mappings on one line, and long mappings on several lines."""
+"""Formats a spec as readable YAML: short mappings on one line, long mappings on several lines."""
 
 import json
 import re
@@ -30,7 +30,6 @@ def page(data: Mapping[str, Any], comment: str = "") -> str:
 
 
 def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
-    """Yields the lines of one entry of a mapping."""
     start = f"{' ' * indent}{_scalar(key)}:"
     if isinstance(value, Mapping | list):
         flat = f"{start} {_flow(value)}"
@@ -49,14 +48,15 @@ def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
 
 
 def _has_lines(value: Any) -> bool:
-    """Returns whether each item of a list is written on a separate line. This holds for a list of several mappings, and
-    for a list with a mapping that has the key `where`."""
+    """Returns whether the items of a list are written on separate lines.
+
+    They are if the list has several mappings, or a mapping with the key `where`.
+    """
     mappings = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return len(mappings) > 1 or any("where" in item for item in mappings)
 
 
 def _item(value: Any, indent: int) -> Iterator[str]:
-    """Yields the lines of one item of a list. An item with a single entry needs no braces."""
     start = f"{' ' * indent}- "
     flat = start + _flow(value)
     listed = isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value.values())), list)
@@ -86,7 +86,6 @@ def _scalar(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns a float in a readable form: whole numbers without a point, small numbers without an exponent."""
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
     text = repr(value)

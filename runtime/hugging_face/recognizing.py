@@ -1,4 +1,7 @@
-"""Finds the family and the config that describe the model of a spec, or the first feature that no family supports."""
+"""Finds the family and the config for the model of a spec.
+
+If there is none, reports the first difference to the closest family.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,7 @@ OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change th
 
 
 class NoFamily(RuntimeFailure):
-    """Raised if no family of Transformers that specc knows contains this model (exit code 2)."""
+    """Raised if none of the supported families of Transformers has this model (exit code 2)."""
 
     code = "U013"
     exit_code = 2
@@ -30,7 +33,7 @@ class NoFamily(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """The family of a model, and the fields of the config that describes the model."""
+    """The family of a model, and the fields of the config that describe the model."""
 
     family: Family
     config: Data
@@ -46,7 +49,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
         first: the name of the family to prefer, if it fits.
 
     Raises:
-        NoFamily: if no family fits. The message states the first difference from the closest family.
+        NoFamily: if no family fits. The message states the first difference to the closest family.
     """
     if not isinstance(model, Decoder):
         raise NoFamily(
@@ -65,8 +68,9 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the model as a member of a family, or the differences between the model and the family, the most
-    important first."""
+    """Returns the config of the model in a family. If the model does not fit, returns the differences, the most
+    important first.
+    """
     try:
         config = family.config(model)
         said = decoder_of(family, config)
@@ -80,20 +84,18 @@ def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
 
 
 def decoder_of(family: Family, config: Mapping[str, Any]) -> Decoder:
-    """Returns the model that a config of a family describes. Raises ConfigError if the config is not valid."""
+    """Returns the model that config.json describes. Raises ConfigError if config.json is not valid."""
     return Decoder.model_validate_json(json.dumps(family.model(Config(config))))
 
 
 def same_programs(model: Decoder, other: Decoder) -> bool:
-    """Returns whether two models compute the same functions of the same parameters."""
+    """Returns whether two models compute the same functions."""
     if _sizes(model) != _sizes(other):
         return False
     return _facts(_function_of(model).lower("model")) == _facts(_function_of(other).lower("model"))
 
 
 def _function_of(model: Decoder) -> Decoder:
-    """Returns the model without dropout, which only training applies, and without settings of the cache."""
-
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: strip(inner) for key, inner in value.items() if key not in ("dropout", "cache")}
@@ -103,7 +105,6 @@ def _function_of(model: Decoder) -> Decoder:
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int, int]:
-    """Returns the sizes of a model. They are compared first, because a comparison of programs is slow."""
     return model.vocab, model.dim, model.context, model.blocks.count
 
 
@@ -114,9 +115,8 @@ def _facts(programs: Programs) -> object:
 
 
 def differences(model: Decoder, other: Decoder) -> list[str]:
-    """Returns the fields in which a model differs from another, for example:
-
-    blocks.0.mlp.act is relu(x), but gelu(x) in the family
+    """Returns the fields in which two models differ, such as `blocks.0.mlp.act is relu(x), but gelu(x) in the
+    family`.
     """
     here, there = dict(_fields(model)), dict(_fields(other))
     paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
@@ -128,7 +128,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields the fields of every block and of the parts around them, including defaults that depend on other fields."""
+    """Yields the fields of every block and of all other parts, including defaults that depend on other fields."""
     for name in ("vocab", "dim", "context", "prefix"):
         yield name, getattr(model, name)
     yield "embed", [_dump(step) for step in model.embed]

@@ -1,4 +1,4 @@
-"""The spec that an import writes: the model of a config, with fusion points, quantization and settings of training."""
+"""The spec that an import writes: the model, fusion points, quantization and training settings."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,18 +20,18 @@ TARGETS = (("sm90", "cpu"), ("cpu",))
 
 
 def checked_model(name: str, model: Data, tokenizer: str) -> Decoder:
-    """Returns the model that a section `model` describes. Raises ConfigError if the section is not valid."""
+    """Returns the model for a section `model`. Raises ConfigError if the section is not valid."""
     spec = _checked(_unquantized(name, model, tokenizer))
     assert isinstance(spec.model, Decoder)
     return spec.model
 
 
 def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment: str) -> str:
-    """Returns the text of a spec that can be built.
+    """Returns the text of a spec.
 
     Args:
         name: the name of the spec.
-        model: the section `model`, as data.
+        model: the section `model`.
         shapes: the shapes of the parameters.
         tokenizer: the tokenizer of the data.
         comment: lines of text above the spec.
@@ -51,7 +51,6 @@ def _unquantized(name: str, model: Data, tokenizer: str) -> Data:
 
 
 def _checked(data: Data) -> Spec:
-    """Returns the spec that the data describes. Raises ConfigError with the first problem."""
     try:
         return load(page(data))[0]
     except SpecError as error:
@@ -60,7 +59,7 @@ def _checked(data: Data) -> Spec:
 
 
 def _buildable(data: Data) -> Data:
-    """Returns the data without the targets and the fusion points that the model cannot have."""
+    """Returns the data without the targets and fusion points that do not apply to the model."""
     every: list[Data] = list(data["fuse"])
     lists = (every, *(every[:i] + every[i + 1 :] for i in range(len(every))), [])
     for targets in TARGETS:
@@ -70,7 +69,7 @@ def _buildable(data: Data) -> Data:
             tried = data | {"targets": list(targets), "fuse": chosen}
             problems = _problems(tried)
             refused |= {every.index(chosen[i]) for i in _points_in(problems)}
-            # The error names the fusion points at fault; without these, the spec may build
+            # The error names invalid fusion points. The spec may build without them.
             if problems and _points_in(problems):
                 tried["fuse"] = [point for point in chosen if every.index(point) not in refused]
                 problems = _problems(tried)
@@ -93,7 +92,7 @@ def _points_in(problems: Sequence[Problem]) -> set[int]:
 
 
 def fusion_points(model: Data) -> Iterator[Data]:
-    """Yields the fusion points that a decoder can have, from its section `model`."""
+    """Yields the fusion points that a decoder can have, given its section `model`."""
     layers = {layer.get("name") or layer["kind"]: layer for layer in model["blocks"]["layers"]}
     attention = next((name for name in ("attention", "latent") if name in layers), None)
     if attention is not None:
@@ -110,7 +109,7 @@ def fusion_points(model: Data) -> Iterator[Data]:
 
 
 def quantization(shapes: Shapes) -> Data:
-    """Returns the section `quant`: 4 bits, and more for tables, routers, norms and biases."""
+    """Returns the section `quant`: 4 bits, and more bits for embedding tables, routers, norms and biases."""
     tables = [name for name in ("embed.token", "embed.positions") if name in shapes]
     rules: list[Data] = [{"match": name, "scheme": "round", "bits": 8} for name in tables]
     if any(name.endswith(".router") for name in shapes):
@@ -122,7 +121,7 @@ def quantization(shapes: Shapes) -> Data:
 
 
 def training(model: Data, tokenizer: str) -> Data:
-    """Returns the section `train`: settings to continue the training of a published model."""
+    """Returns the section `train`: settings for continuing the training of a published model."""
     shorter = model["context"] > CONTEXT and model["context"] % CONTEXT == 0
     tokens = model["context"] * max(1, 32768 // model["context"])
     return {

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as files that Transformers reads."""
+"""Writes the tokenizer of a run as files that Transformers reads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,8 @@ TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokeni
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
     """Returns the files of the tokenizer of a spec, by name.
 
-    With these files, the tokenizer puts the separator of documents before a text, as `specc generate` does. A
-    SentencePiece model is copied unchanged. The result is empty for a rank file whose special tokens do not follow the
-    ranks, because tokenizer.json cannot represent it.
+    With these files, the tokenizer places the document separator before a text, as `specc generate` does. A
+    SentencePiece model is copied unchanged. The result is empty if tokenizer.json cannot represent the tokenizer.
 
     Raises DataError if a file is not found, or is not valid.
     """
@@ -62,7 +61,6 @@ def is_byte_level(path: Path) -> bool:
 
 
 def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[str, Any]:
-    """Returns the content of a tokenizer.json that puts the separator before a text, as `specc generate` does."""
     first = {"SpecialToken": {"id": bos, "type_id": 0}}
     template = {
         "type": "TemplateProcessing",

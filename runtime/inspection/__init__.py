@@ -1,1 +1,3 @@
-"""The measurements of `specc inspect`: ranks, heads, units, norms, and sensitivity to quantization."""
+"""The parts of `specc inspect`: ranks, attention heads, inner features, norms, experts, and sensitivity to
+quantization.
+"""

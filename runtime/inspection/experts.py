@@ -1,4 +1,4 @@
-"""The load of each expert on each kind of document, which shows whether experts specialize."""
+"""The load of each expert on each kind of document. Differences between kinds show that experts specialize."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from specc.runtime.metrics.expert_load import imbalance
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """The load of a layer's experts on one kind of document.
+    """The load of the experts of a layer on one kind of document.
 
     Attributes:
         layer: the path of the layer, such as `blocks.1.moe`.
         kind: the kind of the documents.
-        loads: the share of the tokens that each expert receives. The shares sum to 1.
+        loads: the share of tokens that each expert receives. The shares sum to 1.
         largest: the largest load divided by the mean load.
-        differs: the total variation distance between the loads and their mean over all kinds, 0 to 1. None if there is
-            one kind.
+        differs: the total variation distance of `loads` from the mean over all kinds, 0 to 1. None if there is only one
+            kind.
     """
 
     layer: str
@@ -27,10 +27,10 @@ class ExpertLoad:
 
 
 def expert_loads_by_kind(measured: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> Iterator[ExpertLoad]:
-    """Yields the load of the experts of each layer on each kind of documents, layer by layer.
+    """Yields the load of the experts for each layer and each kind of document.
 
     Args:
-        measured: for each kind, the loads of each layer on batches of equal size, as from `expert_loads`.
+        measured: for each kind, results of `expert_loads` on batches of equal size.
     """
     layers = dict.fromkeys(layer for batches in measured.values() for loads in batches for layer in loads)
     for layer in layers:

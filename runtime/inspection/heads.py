@@ -1,7 +1,7 @@
-"""Classifies attention heads by the tokens that they attend to.
+"""Classifies attention heads by the tokens to which they attend.
 
-Every attention node of the unfused program is observed. The reference of its op computes the scores, including mask,
-score function and sinks, so this module contains no code for specific architectures.
+The reference implementation of the attention op computes the attention probabilities, so this module needs no code for
+specific architectures.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ FROM = 2  # the first query that is measured; for earlier queries, the previous 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The tokens that an attention head attends to. All numbers are 0 to 1.
+    """The tokens to which an attention head attends. All numbers are from 0 to 1.
 
     Attributes:
         layer: the attention node, such as `blocks.0.attention.y`.
         head: the index of the head.
         previous: the mean attention to the token before the query.
         first: the mean attention to the first token of the window.
-        induction: "prefix matching" (Olsson et al. 2022, "In-context Learning and Induction Heads"), measured on random
-            tokens and their repetition. It is the mean attention, over queries in the repetition, to the token after
-            the earlier occurrence of the query. None if it was not measured.
-        content: the mean total variation distance between the attention at the same position in two texts. It is 0 for
-            a head whose attention depends only on positions.
+        induction: the score "prefix matching" of Olsson et al. (2022, "In-context Learning and Induction Heads").
+            Random tokens are repeated once. The score is the mean attention to the token after the first occurrence of
+            the query token. None if not measured.
+        content: the mean total variation distance of the attention at equal positions in two texts. It is 0 if the
+            attention depends only on positions.
     """
 
     layer: str
@@ -43,8 +43,10 @@ class Head:
 
     @property
     def type(self) -> str:
-        """The type with the largest attention, if this attention is at least `THRESHOLD`. Otherwise, the type is
-        `content` if the attention depends mainly on the text, and `mixed` if not."""
+        """The pattern with the largest score: `previous`, `first` or `induction`, if the score is at least `THRESHOLD`.
+
+        Otherwise, `content` if the attention depends mainly on the text, and `mixed` if not.
+        """
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])
         if scores[best] >= THRESHOLD:
@@ -73,10 +75,10 @@ class HeadPatterns:
     """Accumulates the attention of all heads. `observe` and `observe_repeated` are observers of `reference.run`.
 
     Args:
-        graph: the flattened program. Its types distinguish self-attention from attention to another sequence.
+        graph: the flattened program.
 
     Attributes:
-        refused: for each attention node without types, the reason.
+        refused: the reason for each attention node that is not classified.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -112,7 +114,6 @@ class HeadPatterns:
             self._layers.setdefault(node.name, _Sums()).add("induction", after_earlier)
 
     def _weights(self, node: Node, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Returns the attention [B, H, T, T] of a node; None if the node is not self-attention."""
         if not isinstance(node.op, Attention) or node.name in self.refused:
             return None
         queries, keys = self._lengths.get(node.name, (None, None))
@@ -125,7 +126,7 @@ class HeadPatterns:
         return weights
 
     def heads(self) -> tuple[Head, ...]:
-        """Returns the scores of all heads, in the order of the program."""
+        """Returns all heads, in the order of the program."""
         heads = []
         for layer, sums in self._layers.items():
             previous, first = sums.mean("previous"), sums.mean("first")
@@ -138,10 +139,8 @@ class HeadPatterns:
 
 
 def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """Returns random tokens and their repetition, i64 [rows, 2 * length].
-
-    All tokens of a row are different if the vocabulary is large enough. The last id is not used, because it often
-    separates documents.
+    """Returns random tokens that are repeated once, i64 [rows, 2 * length]. The tokens before the repetition are
+    distinct if the vocabulary is large enough. The last id is not used, because it often separates documents.
 
     Args:
         rows: the number of rows.
@@ -150,7 +149,7 @@ def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> T
         seed: the seed of the random numbers.
 
     Returns:
-        The tokens. The second half of each row equals the first.
+        The tokens. The second half of each row equals the first half.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(vocabulary - 1, 1)

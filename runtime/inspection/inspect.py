@@ -1,4 +1,4 @@
-"""`specc inspect`: measures a trained run in parts. Some parts apply only to some kinds of model."""
+"""`specc inspect`: measures parts of a trained run. Some parts apply only to some kinds of model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,9 +45,9 @@ class InspectOptions:
     """The options of an inspection.
 
     Attributes:
-        parts: the parts to measure, which are entries of `PARTS`.
-        bits: the numbers of bits at which sensitivity is measured. If empty, the numbers of the spec.
-        top: the number of largest singular values whose share of the energy is reported. None for a tenth of all.
+        parts: the parts to measure: entries of `PARTS`.
+        bits: the numbers of bits for the sensitivity; empty for the bits in the spec.
+        top: the number of largest singular values to sum for the reported energy. None for a tenth of all.
         sequences: the number of rows of text on which heads, units and norms are measured.
         window: the length of each row of text in tokens, at most the context.
         max_tokens: the number of tokens of the validation split on which sensitivity is measured.
@@ -55,8 +55,7 @@ class InspectOptions:
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
         cache: the folder of tokenized text.
-        kinds: the data on which the load of experts is measured, keyed by the name of the kind of documents. If empty,
-            the validation split of `data` is the only kind.
+        kinds: the data for each kind of document, for the load of experts. If empty, `data` is the only kind.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -74,15 +73,14 @@ class InspectOptions:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The results, by part. A part that was not measured is empty.
+    """The results of an inspection. A part that was not measured is empty.
 
     Attributes:
         name: the name of the spec.
         step: the step of the checkpoint.
-        rows: the number and the length in tokens of the rows of text for heads, units and norms.
-        scored: the tokens, bytes and bits per byte of the text on which sensitivities are measured, without
-            quantization.
-        notes: the reasons for missing results, by part or by location in the model.
+        rows: the number of rows of text for heads, units and norms, and their length in tokens.
+        scored: tokens, bytes and bits per byte of the text for sensitivities, without quantization.
+        notes: the reasons for missing results. A key is a part, or a location in the model.
     """
 
     name: str
@@ -112,15 +110,15 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
     Args:
         path: the run directory.
         options: the parts, the sizes and the data.
-        say: a function that is called with lines of text for the user.
-        progress: a function that is called as `progress(stage, done, total)`.
+        say: is called with messages for the user.
+        progress: is called as `progress(stage, done, total)`.
 
     Returns:
         The results of the requested parts.
 
     Raises:
         RunDirectoryError: `path` is not a run (2).
-        RunFailure: the run has no checkpoint, or no target of its spec runs here (4).
+        RunFailure: the run has no checkpoint, or this machine can run none of its targets (4).
         IntegrityError: the run is damaged (5).
         DataError: the data cannot be read.
     """
@@ -141,7 +139,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
 
 @dataclass
 class _Work:
-    """The measurement of one run, and the reasons for missing results."""
+    """The inspection of one run, with the reasons for missing results."""
 
     run: Run
     weights: Mapping[str, Tensor]
@@ -178,8 +176,10 @@ class _Work:
         return tuple(uses)
 
     def activations(self, result: Inspection) -> Inspection:
-        """Returns the result with heads, units and norms added. They are measured in one pass over rows of text, and
-        one pass over repeated random tokens."""
+        """Returns the result with heads, units and norms added.
+
+        Runs the model on rows of text. For heads, also runs the model on repeated random tokens.
+        """
         graph = flatten(self.programs, self.programs.program("score"))
         heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
         parts = {"heads": heads.observe, "units": units.observe, "norms": norms.observe}
@@ -223,7 +223,7 @@ class _Work:
             reference.run(self.programs, "score", inputs, self.on_device, observe)
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields pairs of rows, from the validation split for text, and from the training data for lines."""
+        """Yields pairs of rows: from the validation split for text, from the training data for lines."""
         spec, options = self.run.spec, self.options
         if not self.is_text:
             data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)
@@ -233,7 +233,6 @@ class _Work:
             yield {"ids": ids, "targets": targets}
 
     def _windows(self, data: str, cache: Path) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields ids and targets, i64 [1 or 2, T], of rows of the validation split of text."""
         spec, options = self.run.spec, self.options
         settings = Calibrate(sequences=options.sequences, batch=min(2, options.sequences))
         stream = self._stream("val", data, cache)
@@ -241,7 +240,7 @@ class _Work:
         yield from calibration_windows(stream, settings, window, spec.train.seed)
 
     def experts(self) -> tuple[ExpertLoad, ...]:
-        """Returns the load of each expert on each kind of documents. Empty if the model has no experts."""
+        """Returns the load of each expert on each kind of document; empty if the model has no experts."""
         data, cache = data_of(self.run, self.options)
         model: Any = self.opened.model
         score, device = model.score, self.opened.device
@@ -270,7 +269,7 @@ class _Work:
             self.progress("repetition", min(i + 2, self.options.sequences), self.options.sequences)
 
     def sensitivity(self, result: Inspection) -> Inspection:
-        """Returns the result with the measured and the estimated rise for each matrix added."""
+        """Returns the result with `sensitivity` added."""
         spec, opened = self.run.spec, self.opened
         if not self.is_text:
             self.notes["sensitivity"] = "not measured: the model is not scored in bits per byte"

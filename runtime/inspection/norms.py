@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-A block consists of all nodes whose names begin with the same index, such as `blocks.3`, if one of them is a matrix
-product with weights. Of the values that a block computes, some have the width of the model and are read outside of the
-block. The last of these is the stream after the block.
+Nodes with the same index in their names, such as `blocks.3`, are a block if one of them is a matrix product with
+weights. The stream after a block is the last value of the block with the width of the model that is read outside of the
+block.
 """
 
 import re
@@ -23,11 +23,9 @@ class BlockNorm:
 
     Attributes:
         block: the name of the block.
-        before: the root mean square of the stream that the block reads; None if the streams before and after the block
-            differ in shape.
+        before: the root mean square of the stream before the block; None if the block changes the shape of the stream.
         after: the root mean square of the stream after the block.
-        change: |after - before| / |before|, the relative size of the change that the block makes; None if `before` is
-            None.
+        change: |after - before| / |before|, the relative change; None if `before` is None.
     """
 
     block: str
@@ -48,7 +46,7 @@ class ResidualNorms:
         graph: the flattened program.
 
     Attributes:
-        refused: for each block without sizes, the reason.
+        refused: the reason for each block that is not measured.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -56,7 +54,7 @@ class ResidualNorms:
         self._before: dict[str, str] = {}  # the value that each block reads
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}
-        # For each block, the sums of squares before it, after it, and of the change; and the counts
+        # For each block: sums of squares before the block, after the block, and of the change; then the count
         self._sums: dict[str, list[float]] = {}
         width = _width(graph)
         blocks: dict[str, list[Node]] = {}
@@ -123,13 +121,15 @@ class ResidualNorms:
 
 
 def _block(name: str) -> str:
-    """Returns the block of a node; empty outside of all blocks."""
     match = _BLOCK.match(name)
     return match[1] if match else ""
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width of the model: the most frequent width of values between blocks. None without such values."""
+    """Returns the width of the model: the most frequent width of values that pass from block to block.
+
+    Returns None if there are no such values.
+    """
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for ref in node.inputs:

@@ -1,6 +1,6 @@
-"""Pictures of an inspection, one PNG per part. They need matplotlib.
+"""Draws an inspection: one PNG per part. Needs matplotlib.
 
-All pictures can be read without color: lines differ in dashes and marks, and maps show values as shades of one color.
+All pictures can be read without color. Lines differ in dashes and marks. Maps show values as shades of one color.
 """
 
 import re
@@ -36,7 +36,7 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
 
     Args:
         result: the results.
-        folder: the folder to write in, which is created.
+        folder: the folder to write to. It is created.
 
     Raises:
         EnvironmentFailure: matplotlib is missing, or a file cannot be written.
@@ -62,9 +62,9 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
 
 
 def role_of(name: str) -> tuple[str, int | None]:
-    """Returns the name of a parameter with `*` in place of the index of its block, and that index.
+    """Returns the name of a parameter with `*` in place of its block index, and the index.
 
-    For a parameter outside blocks, the name is unchanged and the index is None.
+    For a parameter outside of blocks, the name is unchanged, and the index is None.
     """
     match = _INDEX.search(name)
     if match is None:
@@ -89,8 +89,7 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _by_block(axes: "Axes", label: str, rows: Sequence[tuple[str, float]]) -> None:
-    """Draws a line over the blocks for each role, and the legend. Names without a block are drawn as marks at the
-    left."""
+    """For each name from `role_of`, draws a line over the blocks. Names without a block are marks at the left."""
     from matplotlib.ticker import MaxNLocator
 
     roles: dict[str, list[tuple[int, float]]] = {}
@@ -130,7 +129,7 @@ def _ranks(result: Inspection) -> "Figure":
 
 
 def _heads(result: Inspection) -> "Figure":
-    """Draws one map per score, with layers as rows and heads as columns."""
+    """Draws one map per score. Layers are rows, and heads are columns."""
     scores = ("previous", "first", "induction", "content")
     titles = ("previous token", "first token", "induction", "content")
     layers = list(dict.fromkeys(head.layer for head in result.heads))
@@ -176,7 +175,7 @@ def _units(result: Inspection) -> "Figure":
 
 
 def _experts(result: Inspection) -> "Figure":
-    """Draws a map of loads: a column per expert, and a row per layer and kind of documents."""
+    """Draws a map of loads. Columns are experts. Rows are pairs of layer and kind of document."""
     count = max(len(row.loads) for row in result.experts)
     height = max(3.2, 1.6 + 0.32 * len(result.experts))
     figure = _figure(max(6.0, 2.5 + 0.4 * min(count, 40)), height, f"{result.name}: experts, step {result.step:,}")
@@ -217,7 +216,7 @@ def _norms(result: Inspection) -> "Figure":
 
 
 def _sensitivity(result: Inspection) -> "Figure":
-    """Draws the measured rises over the blocks, and against the estimates."""
+    """Draws the measured loss increases in two plots: over the blocks, and against the estimates."""
     figure = _figure(
         12, 5, f"{result.name}: increase in bits per byte if one matrix is quantized, step {result.step:,}"
     )

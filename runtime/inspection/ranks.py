@@ -1,4 +1,4 @@
-"""The effective rank of each matrix, computed from its singular values."""
+"""The effective rank of each matrix, from its singular values."""
 
 import math
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ class RankUse:
     """The distribution of the energy of a matrix over its singular values s_1 >= s_2 >= ...
 
     Attributes:
-        name: the parameter. For an expert, it includes the index, as in `blocks.0.moe.up[3]`.
-        shape: the rows and columns.
+        name: the parameter. For an expert, the index follows, as in `blocks.0.moe.up[3]`.
+        shape: the numbers of rows and columns.
         largest: s_1, the spectral norm.
         stable_rank: sum s_i^2 / s_1^2, the squared ratio of Frobenius norm and spectral norm; 0 for a zero matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
@@ -44,12 +44,12 @@ def is_matrix(shape: tuple[int, ...]) -> bool:
 
 
 def rank_uses(name: str, weight: Tensor, top: int | None = None) -> Iterator[RankUse]:
-    """Yields the rank use of a parameter, [rows, columns], or of each expert of [experts, rows, columns].
+    """Yields the result for a matrix [rows, columns], or for each expert in [experts, rows, columns].
 
     Args:
         name: the name of the parameter.
         weight: the values of the parameter. Singular values are computed on its device, in f64.
-        top: the number of singular values whose energy is stated. None for a tenth of them, at least one.
+        top: the number of largest singular values to sum for `energy`. None for a tenth of all, at least one.
     """
     matrices = weight.detach().double()
     names = [name] if weight.dim() == 2 else [f"{name}[{i}]" for i in range(len(weight))]

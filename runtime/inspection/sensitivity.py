@@ -1,4 +1,4 @@
-"""The sensitivity of each matrix to quantization, measured as the rise of the loss if only this matrix is quantized."""
+"""The sensitivity of each matrix to quantization: the increase of the loss if only this matrix is quantized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +24,10 @@ class Sensitivity:
     Attributes:
         name: the parameter.
         scheme: the label of the quantization scheme.
-        bits: bits per value.
+        bits: the number of bits per value.
         mse: the mean squared error of the quantized values.
-        rise: the measured increase in bits per byte on the text, compared with the model without quantization.
-        estimate: the rise in bits per byte according to the second-order estimate of bit allocation (`added_nats`).
+        rise: the measured increase in bits per byte.
+        estimate: the increase in bits per byte that bit allocation estimates (`added_nats`).
     """
 
     name: str
@@ -46,13 +46,13 @@ class Sensitivity:
 def schemes_at(
     base: Mapping[str, Scheme], names: Sequence[str], bits: Sequence[int], weights: Mapping[str, Tensor]
 ) -> tuple[list[tuple[str, Scheme]], dict[str, str]]:
-    """Returns the (parameter, scheme) pairs to measure, and the reason for each parameter without a pair.
+    """Returns the pairs (parameter, scheme) to measure, and the reason for each parameter without a pair.
 
     Args:
         base: the scheme of each parameter according to the spec.
         names: the parameters.
-        bits: the numbers of bits to measure. If empty, each parameter has the scheme of the spec. If this scheme does
-            not quantize, it is replaced by GPTQ with 4 bits.
+        bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. GPTQ with 4 bits replaces
+            schemes that do not quantize.
         weights: the parameters.
     """
     pairs, refused = [], {}
@@ -78,14 +78,14 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity of each pair. The parameters of `model` are restored before a result is yielded.
+    """Yields the sensitivity for each pair. The parameters of `model` are restored before each result.
 
     Args:
-        model: the model that `measure` scores.
-        quantizer: a quantizer for the parameters of `model`, with the statistics of a calibration.
+        model: the model. `measure` scores it.
+        quantizer: quantizes the parameters of `model`. It has the statistics of a calibration.
         pairs: the parameters and schemes.
-        measure: a function that scores the model on the validation text.
-        refused: a mapping to which the reason is added for each parameter whose scheme cannot quantize it.
+        measure: scores the model on the validation text.
+        refused: receives the reason for each parameter that its scheme cannot quantize.
     """
     parameters = dict(model.named_parameters())
     before = measure()
@@ -119,6 +119,4 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the divisor of the loss in bits per byte: the bytes of the documents if they are known, otherwise the
-    bytes that the tokens represent."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

@@ -9,7 +9,7 @@ SHOWN = 16  # the most experts of a layer in a table
 
 
 def tables(result: Inspection) -> Iterator[str]:
-    """Yields one table per measured part, each with a line of explanation, followed by the notes."""
+    """Yields a text table for each measured part, then the notes."""
     if result.ranks:
         yield "ranks        of each matrix, from its singular values"
         head = ("matrix", "shape", "largest", "stable rank", "effective rank", "of", "energy in the top")
@@ -95,7 +95,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as columns of equal width; the first column is aligned to the left."""
     cells = [head, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = []

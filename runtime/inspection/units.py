@@ -1,8 +1,8 @@
-"""Dead units: inner features of layers such as MLPs that are zero, or nearly zero, at every token.
+"""Dead units: inner features of layers that are zero, or nearly zero, at every token.
 
-The units of a layer are the features of a pointwise node in the graph of the program. The node depends only on outputs
-of matrix products, and is multiplied with a weight. Examples are the activation of an MLP, with or without a gate, and
-the activation of experts.
+The features of a pointwise node are units if two conditions hold. Its inputs are outputs of matrix products, and its
+output is multiplied by a weight. Examples are the activation of an MLP, with or without a gate, and the activation of
+experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ class Units:
     """The units of a layer, or of one expert.
 
     Attributes:
-        layer: the node of the activation. For an expert, it includes the index, as in `blocks.0.moe.act[3]`.
+        layer: the node of the activation. For an expert, the index follows, as in `blocks.0.moe.act[3]`.
         units: the number of units.
-        tokens: the number of tokens that reached the units; 0 for an expert to which no token was routed.
+        tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose magnitude is small at every token, including dead units. Small is at most 1 % of
-            the median, over all units, of the largest magnitude of a unit.
+        weak: the number of units whose largest magnitude is at most 1 % of the median over all units. Dead units are
+            included.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -50,7 +50,7 @@ class UnitActivity:
     """
 
     def __init__(self, graph: Graph) -> None:
-        # the activation of each product that is the first to read one
+        # The activation that a matrix product reads, by the name of the product. Only the first reader is included.
         self._read_by: dict[str, str] = {}
         by_name = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
@@ -65,7 +65,7 @@ class UnitActivity:
         self._tokens: dict[str, Tensor] = {}
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the rows that a matrix product multiplies."""
+        """Adds the rows that a matrix product reads."""
         layer = self._read_by.get(node.name)
         if layer is None:
             return
@@ -105,7 +105,7 @@ def is_product(node: Node) -> bool:
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear. Adding a bias is linear."""
+    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +122,7 @@ def _first(value: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node depends only on matrix products, parameters and numbers."""
+    """Returns whether a pointwise node depends only on matrix products, parameters and constants."""
     if not isinstance(node.op, Pointwise):
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]

@@ -1,8 +1,7 @@
-"""Bits per byte: the loss of a model over a stream, in a unit that does not depend on the tokenizer.
+"""Bits per byte: the loss of a model on a text, in a unit that does not depend on the tokenizer.
 
-`bpb` divides by the bytes of the documents in the source, or by the byte counts beside the shards. `bpb_pieces` divides
-by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer, it is verified that both divisors
-are equal.
+`bpb` divides by the bytes of the documents, or by stored byte counts of the tokens. `bpb_pieces` divides by the bytes
+that the scored tokens represent (see `PieceBytes`). For a lossless tokenizer, both must be equal.
 """
 
 import math
@@ -30,15 +29,14 @@ class BitsPerByte:
 
     Attributes:
         nats: the sum of the loss over the scored tokens, in nats.
-        tokens: the number of scored tokens, including separators, which have no bytes.
-        document_bytes: the number of bytes of the documents. If the stream has byte counts, this is their sum over the
-            scored tokens. Otherwise, it is None if only a part was scored, or if the source does not state it.
+        tokens: the number of scored tokens, including document separators.
+        document_bytes: the number of bytes of the documents; None if unknown.
         piece_bytes: the bytes that the scored tokens represent.
         bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per piece byte.
         lossless: whether the tokenizer is lossless.
-        held_out: True if the text is the validation split of the model's training data, False if it is the training
-            split, None if unknown.
+        held_out: True if the text is the validation split of the training data, False if it is the training split, None
+            if unknown.
     """
 
     nats: float
@@ -51,7 +49,7 @@ class BitsPerByte:
     held_out: bool | None = None
 
     def record(self) -> dict[str, float | None]:
-        """Returns fields for the log of a run; `nats` is the mean per token."""
+        """Returns fields for the log of a run. `nats` is the mean per token."""
         sizes = {"document_bytes": self.document_bytes, "piece_bytes": self.piece_bytes}
         nats = self.nats / self.tokens
         return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces, **sizes}
@@ -60,13 +58,13 @@ class BitsPerByte:
         return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"
 
     def summary(self) -> str:
-        """Returns each metric with its name; `bpb_pieces` only if it differs from `bpb`."""
+        """Returns each metric with its name. `bpb_pieces` is included only if it differs from `bpb`."""
         bpb = "" if self.bpb is None else f"{self.bpb:.4f} bpb"
         pieces = "" if self.bpb == self.bpb_pieces else f"{self.bpb_pieces:.4f} bpb_pieces"
         return ", ".join(filter(None, (bpb, pieces)))
 
     def report(self) -> list[str]:
-        """Returns human-readable lines: loss and metrics, the audit, and whether the model was trained on the text."""
+        """Returns human-readable lines: loss, metrics, byte counts, and whether the model was trained on the text."""
         bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
         nats = f"{self.nats / self.tokens:.4f} nats per token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
         trained = {
@@ -86,7 +84,7 @@ class BitsPerByte:
         return asdict(self)
 
     def audit(self) -> str:
-        """Returns one line that compares document bytes and piece bytes."""
+        """Returns a line that compares document bytes and piece bytes."""
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"
         if self.document_bytes is None:
             return f"{pieces}; document bytes unknown (token shards, or only a part was scored)"
@@ -104,8 +102,8 @@ class ScoredText:
 
     Attributes:
         stream: the tokens of the text.
-        tokenizer: the tokenizer that produced them.
-        max_tokens: the number of targets to score, from the start of the text; None for all.
+        tokenizer: the tokenizer of the tokens.
+        max_tokens: the maximum number of targets to score, from the start of the text; None for all.
     """
 
     stream: TokenStream
@@ -131,11 +129,10 @@ class ScoredText:
 
 
 class Account:
-    """Accumulates the loss and the bytes of the targets that batches of windows score.
+    """Accumulates the loss and the bytes of scored targets, batch by batch.
 
-    Every token except the first is a target exactly once. The first token is BOS, which has no bytes. Separators
-    contribute to the loss. Batches do not depend on the number of processes, and their sums are added exactly. The
-    total is therefore identical on any number of processes if the model returns identical losses.
+    Every token except the first is a target exactly once. BOS and document separators have no bytes. Sums are exact, so
+    the result does not depend on the number of processes.
 
     Args:
         text: the text to score.
@@ -143,9 +140,9 @@ class Account:
         chunk: the approximate number of targets to score before the model may change; None for all.
 
     Attributes:
-        windows: windows of `plan.length` tokens, or one shorter window if the whole stream is shorter.
-        chunks: ranges of batch indices. The windows of each range score about `chunk` targets. If `chunk` is None,
-            there is one range.
+        windows: all windows of the text.
+        chunks: ranges of batch indices. The batches of a range have about `chunk` targets. There is only one range if
+            `chunk` is None.
 
     Raises:
         DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
@@ -169,7 +166,7 @@ class Account:
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """Returns (after, end) for a range of batches, which scores the targets at positions `after` + 1 .. `end`."""
+        """Returns (after, end) for consecutive batches, which score the targets at positions `after` + 1 .. `end`."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 
@@ -184,10 +181,12 @@ class Account:
     def add(self, batch: Batch, scores: "Tensor") -> None:
         """Adds the losses of a batch in nats, f32 or f64 [B, T]. Only targets in `batch.new` count.
 
-        Raises ValueError if the shape of `scores` differs from that of the targets.
+        Raises ValueError if `scores` and targets have different shapes.
         """
         if tuple(scores.shape) != batch.ids.shape:
-            raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {batch.ids.shape}")
+            raise ValueError(
+                f"the losses have the shape {tuple(scores.shape)}, but the targets have the shape {batch.ids.shape}"
+            )
         losses, mask = scores.detach().cpu().double().numpy(), batch.new  # the same mask selects losses and bytes
         self._sums[batch.number] += math.fsum(losses[mask])
         counted = self._bytes_at(batch.at[mask]) if self._counted else 0
@@ -196,7 +195,6 @@ class Account:
         self._sums[-3:] += int(mask.sum()), size, counted  # exact below 2**53
 
     def _bytes_at(self, places: Ids) -> int:
-        """Returns the sum of the byte counts of the tokens at positions of the stream, i64 [N]."""
         if not len(places):
             return 0
         first = int(places.min())
@@ -205,8 +203,8 @@ class Account:
     def total(self, share: Share = WHOLE) -> BitsPerByte:
         """Returns the result over all processes.
 
-        Raises DataError if the targets have no bytes, and DataIntegrityError if the tokenizer is lossless but document
-        bytes and piece bytes differ.
+        Raises DataError if the targets have no bytes, and DataIntegrityError if the tokenizer is lossless but the two
+        byte counts differ.
         """
         sums = share.total(self._sums)
         tokens, size, byte_count = (int(value) for value in sums[-3:])
@@ -227,7 +225,6 @@ class Account:
 
 
 def _spells(tokenizer: Tokenizer) -> bool:
-    """Returns whether the bytes of each token are known without the text."""
     try:
         tokenizer.piece_bytes()
     except DataError:
@@ -246,21 +243,20 @@ def evaluate_bits(
     """Computes the bits per byte of a text.
 
     Args:
-        score: a function that maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or
-            f64 [B, T]. It runs without autograd. B is `plan.batch` and T is `plan.length`, or less if the whole stream
-            is shorter. The last batch is padded with copies of its last window, which do not count.
+        score: maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or f64 [B, T]. Runs
+            without autograd. B is `plan.batch`. T is `plan.length`, or less for a short text.
         text: the text.
         plan: the windows.
         device: the device of ids and targets.
-        share: the share of this process.
-        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
+        share: the part of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
 
     Returns:
         The result over all processes.
 
     Raises:
         DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
-        DataIntegrityError: a shard is damaged, or the tokenizer is lossless but document bytes and piece bytes differ.
+        DataIntegrityError: a shard is damaged, or the tokenizer is lossless but the two byte counts differ.
     """
     import torch
 
@@ -289,7 +285,7 @@ def _result(
         raise DataIntegrityError(
             f"{tokenizer.name} is lossless, but the tokens represent {piece_bytes:,} bytes "
             f"and the documents have {document_bytes:,}",
-            "the token cache is damaged: delete it; it is created again from the source",
+            "delete the damaged token cache; specc creates it again from the source",
         )
     known = piece_bytes if tokenizer.lossless else document_bytes
     bpb = None if known is None else bits / known

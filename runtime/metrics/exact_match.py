@@ -20,11 +20,11 @@ class ExactMatch:
     """The score of a set of pairs.
 
     Attributes:
-        nats: the sum of the teacher-forced loss over all target tokens, including stop tokens but not padding.
-        tokens: the number of target tokens, including stop tokens but not padding.
+        nats: the sum of the teacher-forced loss over all target tokens without padding.
+        tokens: the number of target tokens, including stop tokens, without padding.
         lines: the number of scored pairs.
         exact: the number of pairs whose decoded line equals the target.
-        matching: the number of target tokens that the decoded line has at the same position.
+        matching: the number of target tokens that equal the decoded token at the same position.
     """
 
     nats: float
@@ -42,7 +42,7 @@ class ExactMatch:
         return self.matching / self.tokens
 
     def record(self) -> dict[str, float]:
-        """Returns fields for the log of a run; `nats` is the mean per token."""
+        """Returns fields for the log of a run. `nats` is the mean per token."""
         shares = {"exact_match": self.exact_match, "token_accuracy": self.token_accuracy}
         return {"nats": self.nats / self.tokens, "tokens": self.tokens, "lines": self.lines, **shares}
 
@@ -67,16 +67,15 @@ def exact_match(
     """Scores pairs by decoding their sources and comparing the results with their targets.
 
     Args:
-        score: a function that maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B,
-            width], 0 at padding. B is always `batch`: the last batch is padded with copies of its last pair, which do
-            not count.
-        translates: the decoder of the sources.
+        score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width], 0 at
+            padding. B is always `batch`.
+        translates: the decoder.
         pairs: the pairs to score.
         tokenizer: the characters of the pairs.
         batch: the number of pairs per batch.
         device: the device of source and target.
-        progress: a function that is called with the number of scored lines and the total.
-        hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch in which this is known.
+        progress: is called with the number of scored lines, and the total.
+        hopeless: scoring stops if none of the first `hopeless` pairs is an exact match. None for no such limit.
 
     Returns:
         The score of the pairs that were decoded.
@@ -91,7 +90,7 @@ def exact_match(
         losses = scores.detach().cpu().double().numpy()[: len(part)]
         mask = part.target != PAD
         nats += math.fsum(losses[mask])
-        # Decoding may stop at the target's length, because a longer line is wrong in any case.
+        # Decoding may stop at the length of the target, because a longer line is wrong in any case.
         texts = translates.translate(tokenizer.decode_rows(part.source), mask.sum(axis=1).tolist())
         exact += sum(a == b for a, b in zip(texts, tokenizer.decode_rows(part.target), strict=True))
         # A line without a stop token may be longer than every target.
@@ -108,7 +107,7 @@ def exact_match(
 
 @dataclass(frozen=True, slots=True)
 class PairValidation:
-    """Validation pairs, which are scored during training with the settings in `eval` of the spec."""
+    """Validation pairs for scoring during training, with the settings in `eval` of the spec."""
 
     pairs: Pairs
     tokenizer: CharTokenizer

@@ -1,4 +1,4 @@
-"""The load of experts: the share of the rows of a layer that are routed to each expert."""
+"""The load of experts: the share of the tokens that a layer routes to each expert."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ PRODUCTS = "::grouped_products"  # the op of templates/torch/ops/grouped_linear.
 
 
 class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the rows of each expert in the grouped products that run inside this context.
+    """Counts the rows of each expert in grouped matrix products that run inside this context.
 
     Attributes:
-        rows: the number of rows of each expert, f64 [experts], by the name of the matrices of the experts.
+        rows: the number of rows of each expert, f64 [experts]. Keys are the names of the expert matrices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,12 +36,12 @@ class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def expert_loads(
     model: nn.Module, score: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
 ) -> dict[str, list[float]]:
-    """Returns the share of the rows that each expert of a layer receives, by the path of the layer, such as
-    `blocks.1.moe`. The shares of a layer sum to 1.
+    """Returns the share of rows that each expert receives, by layer, such as `blocks.1.moe`. The shares of a layer sum
+    to 1.
 
     Args:
         model: the model.
-        score: the program of `model` to run, not compiled.
+        score: the program of `model` to run. It must not be compiled.
         ids: the tokens, i64 [B, T].
         targets: the targets, i64 [B, T].
 

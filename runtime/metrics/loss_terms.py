@@ -13,15 +13,14 @@ def loss_terms(
 ) -> dict[str, float]:
     """Returns the unweighted mean of each term over a batch, by the title of the term.
 
-    The loss of the program is linear in the weights of the terms that are computed for each token. To measure these
-    terms, the program runs with a weight of 1 for one term at a time. The value of an auxiliary loss, a sum over the
-    blocks, is the gradient of the loss with respect to its weight.
+    A term per token is measured by a run of the program with the weight 1 for this term and 0 for the others. An
+    auxiliary loss is measured as the gradient of the loss with respect to its weight.
 
     Args:
-        model: the model. The buffers that the program writes, such as statistics of 8-bit products, are restored.
-        program: the training program of `model`, not compiled. It returns the loss, f32 [].
-        terms: the terms, in the order of the weights that the program takes after `inputs`.
-        inputs: the other inputs, such as ids and targets, i64 [B, T].
+        model: the model. Its buffers are restored afterwards.
+        program: the training program of `model`. It must not be compiled. It returns the loss, f32 [].
+        terms: the terms, in the order of their weights in the arguments of the program.
+        inputs: the arguments before the weights, such as ids and targets, i64 [B, T].
     """
     weighted = [term for term in terms if term.input]
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -1,4 +1,4 @@
-"""The metrics of specs by name: reads a value from a log or a score, formats it, and states which value is better."""
+"""The metrics of specs by name: how to read them from logs, how to show them, and whether lower is better."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,15 @@ class Metric:
     digits: int = 4
 
     def value(self, values: Mapping[str, Any] | None) -> float | None:
-        """Returns the metric of a validation in a log; None if the validation does not state it."""
+        """Returns the metric of a validation in a log; None if the validation has no such metric."""
         value = (values or {}).get(self.name)
         return None if value is None else float(value)
 
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
-        """Returns the metric from the `facts` of a score. For text, the loss in the facts is a sum; for lines, the
-        first set is used."""
+        """Returns the metric from the `facts` of a score.
+
+        The loss in the facts of a text is a sum, and is divided by the tokens. For lines, the first set is used.
+        """
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])
         return float(facts[self.name]) / (float(facts["tokens"]) if self.name == "nats" else 1.0)
@@ -52,8 +54,8 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
         scores: the validation of each run; None for a run without a validation.
 
     Returns:
-        The first metric of the spec that all validations have. For some data, bits per byte are unknown; the metric is
-        then bits per piece byte.
+        The first metric of the spec that all validations have. If bits per byte are unknown, the metric is bits per
+            piece byte.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

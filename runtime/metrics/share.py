@@ -1,4 +1,4 @@
-"""Divides a measurement among several processes."""
+"""Divides a measurement among processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Share:
     Attributes:
         rank: the index of this process, 0 to size - 1.
         size: the number of processes.
-        reduce: a function that sums a float64 array [N] over all processes; None for a single process.
+        reduce: sums a float64 array [N] over all processes. None for a single process.
     """
 
     rank: int = 0
@@ -27,7 +27,7 @@ class Share:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ValueError(f"{self.size=} must be positive, and {self.rank=} below it")
+            raise ValueError(f"{self.size=} must be positive, and {self.rank=} must be from 0 to size - 1")
         if self.size > 1 and self.reduce is None:
             raise ValueError("sharing the work among processes needs `reduce`")
 

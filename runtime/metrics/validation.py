@@ -17,7 +17,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(Protocol):
-    """A result: `nats`, the sum of the loss over `tokens` targets, and the metric of the data."""
+    """A result. `nats` is the sum of the loss over `tokens` targets."""
 
     @property
     def nats(self) -> float: ...
@@ -36,17 +36,16 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model to measure, and the part of the measurement that this process does.
+    """A model to measure.
 
     Attributes:
         model: the model.
-        score: a function that maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in
-            nats, f32 [B, T].
+        score: maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in nats, f32 [B, T].
         window: the length of a row in tokens.
         device: the device of the model.
-        share: the share of this process.
-        progress: a function that is called between batches with the number of scored items and the total.
-        compiled: whether `score` is compiled. If so, the measurement compiles all other functions that it runs.
+        share: the part of this process.
+        progress: is called between batches with the number of scored items, and the total.
+        compiled: whether `score` is compiled. If so, other functions of the measurement are compiled, too.
     """
 
     model: nn.Module
@@ -59,7 +58,7 @@ class Scorer:
 
 
 class Validates(Protocol):
-    """A data set to score. `vocabulary` is the number of ids of its tokenizer."""
+    """A data set to score. `vocabulary` is the number of ids of the tokenizer."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -70,8 +69,10 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Measures the loss on the first `max_tokens` targets of a text stream, or on all targets if `max_tokens` is None.
-    A batch has `batch` windows. The first `unscored` targets of a window are not scored."""
+    """Measures the loss on the first `max_tokens` targets of a text stream; None for all targets.
+
+    A batch has `batch` windows. The first `unscored` targets of a window are not scored.
+    """
 
     stream: TokenStream
     tokenizer: Tokenizer

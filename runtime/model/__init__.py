@@ -1,1 +1,1 @@
-"""Loading of generated models: modules, parameters, and checks of their inputs."""
+"""Loads generated models: modules, parameters, and checks of their inputs."""

@@ -1,8 +1,7 @@
-"""The cache of generated and compiled code: private folders that contain code to load.
+"""The cache of generated and compiled code: private folders of files that are loaded as code.
 
-By default, torch uses a folder with a predictable name in /tmp, which another user can create first. The name of an
-entry is a digest of the source from which the entry was made. Runs and processes can therefore share entries, and never
-read an outdated entry.
+The default folder of torch has a predictable name in /tmp, so another user could create it first. The name of an entry
+is a digest of its source. Runs and processes can therefore share entries, and never read an outdated entry.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from filelock import FileLock
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.support.native import cache_folder, cache_root, private_folder
 
-# The environment variable that each compiler reads, and the name of its folder in the cache of specc.
+# The environment variable of each compiler, and the name of the compiler's folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 GENERATED = "specc_generated_"  # the names of packages of generated code begin so, and end in a digest of the code
 PROGRAMS = "programs"  # the folder of stored programs
@@ -29,14 +28,10 @@ IN_USE = 24 * 3600  # in seconds; entries that were used within this time are ne
 
 
 def use_private_caches() -> None:
-    """Sets the variables of `CACHES`, for this process and the processes that it starts. Variables that the user has
-    set are not changed.
+    """Sets the environment variables in `CACHES` for this process and its child processes.
 
-    Also lets torch.compile cache graphs that contain an `autograd.Function`, such as generated groups. Torch does not
-    cache them by default. Caching them is safe, because the cache key covers the forward and the backward of the
-    function.
-
-    Raises IntegrityError if a folder is a link, belongs to another user, or is writable by others.
+    Variables that the user has set do not change. Raises IntegrityError if a folder is a link, belongs to another user,
+    or is writable by others.
     """
     shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder when it is imported
     for variable, name in CACHES.items():
@@ -46,16 +41,17 @@ def use_private_caches() -> None:
 
     import torch._functorch.config
 
+    # Generated code has autograd functions. It is safe to cache graphs with them: the key covers both passes.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
 def code_files(directory: Path) -> list[Path]:
-    """Returns the files of a generated folder that are code, in order of their names."""
+    """Returns the code files of a generated folder, sorted by name."""
     return sorted([*directory.glob("*.py"), *directory.glob("*.cu")])
 
 
 def content_digest(directory: Path) -> str:
-    """Returns the SHA-256 of the names and contents of the code in a generated folder, in hexadecimal digits."""
+    """Returns the SHA-256 (hex) of the names and contents of the code files in a generated folder."""
     content = hashlib.sha256()
     for path in code_files(directory):
         data = path.read_bytes()
@@ -64,11 +60,10 @@ def content_digest(directory: Path) -> str:
 
 
 def cached_code(directory: Path) -> Path:
-    """Copies the code of a generated folder into the cache, unless the cache has it, and returns the folder of the
-    copy.
+    """Copies the code of a generated folder into the cache, and returns the folder of the copy.
 
-    A file of the copy that differs is replaced. The copy outlives the run, so that bytecode and libraries are reused.
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others.
+    The copy remains after the run, so that later runs reuse bytecode and libraries. Raises IntegrityError if the folder
+    is a link, belongs to another user, or is writable by others.
     """
     copy = private_folder(cache_folder("generated") / content_digest(directory)[:32])
     with FileLock(copy.with_suffix(".lock"), mode=0o600):
@@ -81,12 +76,12 @@ def cached_code(directory: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the cache, which is removed as a whole.
+    """An entry of the cache. It is removed as a whole.
 
     Attributes:
         path: a file or a folder.
-        size: its bytes.
-        used: the time of its last use according to the file system, in seconds since 1970.
+        size: the size in bytes.
+        used: the time of the last use, in seconds since 1970.
     """
 
     path: Path
@@ -95,10 +90,10 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache. Folders that the user has set, outside of the cache, are not included."""
+    """Yields the entries of the cache. Other folders that the user has set are not included."""
     for name in FOLDERS:
         folder = cache_root() / name
-        # Inductor's files are independent of each other, and its folders are named by two letters of a key.
+        # Inductor's folders are named by two letters of a key. The files in them are independent of each other.
         for path in filter(Path.is_file, folder.rglob("*")) if name == "inductor" else folder.glob("*"):
             try:
                 facts = [part.lstat() for part in (path, *path.rglob("*")) if part.is_file()]
@@ -109,7 +104,7 @@ def entries() -> Iterator[Entry]:
 
 
 def size_limit() -> float:
-    """Returns the limit of the size of the cache in bytes: SPECC_CACHE_GB, or `LIMIT`."""
+    """Returns the maximum size of the cache in bytes: SPECC_CACHE_GB, or `LIMIT`."""
     try:
         return float(os.environ.get("SPECC_CACHE_GB") or LIMIT) * 1e9
     except ValueError:
@@ -117,8 +112,10 @@ def size_limit() -> float:
 
 
 def trim() -> None:
-    """Removes the least recently used entries until the cache is within its limit. Entries of the last day remain,
-    because a run may read them."""
+    """Removes the least recently used entries until the cache is within its limit.
+
+    Entries of the last day remain, because a run may still read them.
+    """
     oldest_first = sorted(entries(), key=lambda entry: entry.used)
     excess = sum(entry.size for entry in oldest_first) - size_limit()
     for entry in oldest_first:

@@ -1,4 +1,4 @@
-"""CUDA graphs of functions such as a micro-batch or a decoding step, which a GPU replays without the host."""
+"""CUDA graphs of functions, such as a micro-batch or a decoding step. A GPU replays them without the host."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,15 +18,15 @@ def captured(
 
     Args:
         work: the function to capture.
-        pool: the memory pool of the graph; a new pool if None. Several graphs may share a pool if only one of them runs
-            at a time and tensors allocated in it are not read after another graph runs.
-        warm_up: the number of uncaptured calls on a side stream, before the capture.
+        pool: the memory pool of the graph; a new pool if None. Graphs may share a pool if only one runs at a time, and
+            its tensors are not read after another graph runs.
+        warm_up: the number of uncaptured calls before the capture.
 
     Returns:
         The graph, and the result of `work`. Each replay overwrites the tensors of the result.
 
     Raises:
-        The errors of `work` and of CUDA, including errors of the capture.
+        RuntimeError: if the capture fails.
     """
     if warm_up:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -42,12 +42,11 @@ def captured(
 
 
 class Captured:
-    """Runs `work(*tensors)` on a GPU. The first two calls run it directly; later calls replay a CUDA graph.
+    """Runs `work(*tensors)` on a GPU: the first two calls directly, later calls as a CUDA graph.
 
-    Unlike the function `captured`, each call runs `work` exactly once, so `work` may have effects such as an optimizer
-    update. All calls must have the same tensor shapes. `work` must write to the same addresses, and execute the same
-    Python operations, in every call. `pool` and the errors are those of `captured`. If the capture fails, there is no
-    fallback.
+    Each call runs `work` exactly once, so `work` may have effects such as an optimizer update. All calls must have
+    tensors of the same shapes. All calls of `work` must write to the same addresses, and execute the same Python
+    operations.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
@@ -56,7 +55,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the work once. Raises ValueError if the shapes differ from those of the captured call."""
+        """Runs the work once. Raises ValueError if the shapes differ from those during the capture."""
         if self._calls < WARM_UP:
             self._calls += 1
             self._work(*tensors)

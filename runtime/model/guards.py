@@ -1,6 +1,7 @@
 """Checks the inputs of a loaded model against its vocabulary and context.
 
-Without these checks, an id out of range on a GPU would read beyond the embedding or corrupt the CUDA context.
+Without these checks, an invalid id could cause a read outside of the embedding table, or a CUDA error that ends the
+process.
 """
 
 import weakref
@@ -30,14 +31,14 @@ def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 
 def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least: int = 1) -> None:
-    """Wraps every program of `model` except the training programs with a check of its inputs.
+    """Adds input checks to every program of `model`, except training programs.
 
     A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
-    Checking ids synchronizes with a GPU once per call. Programs that accept a single token run once per decoding step,
-    and therefore do not check ids on a GPU.
+    Checking ids synchronizes with a GPU once per call. On a GPU, programs for a single token do not check ids, because
+    they run at every decoding step.
 
     Args:
-        model: the module whose methods are wrapped, in place.
+        model: the module. Its methods are wrapped in place.
         programs: the programs, with the types of their inputs.
         vocabulary: the number of ids.
         least: the minimum length of a new sequence, in tokens.
@@ -52,8 +53,9 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least:
 def _checked(
     model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None, least: int
 ) -> Callable[..., Any]:
-    """Returns the method `program` of `model`, wrapped with checks. The wrapper holds only a weak reference to the
-    model."""
+    """Returns the method `program` of `model`, wrapped with checks. The wrapper has only a weak reference to the model,
+    so it does not keep the model alive.
+    """
     model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
     step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
@@ -69,7 +71,9 @@ def _checked(
                 if type.shape and name not in PLACES and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
         if sizes.get("T", least) < least and not int(tensors.get("start", 0)):
-            raise ValueError(f"{names[0]} has {sizes['T']} tokens per row; its prefix needs at least {least}")
+            raise ValueError(
+                f"{names[0]} has {sizes['T']} tokens per row; the prefix of the model needs at least {least}"
+            )
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
             if "B" in sizes:  # pages do not belong to a row
                 _require_rows(state, names[0], sizes["B"])
@@ -96,10 +100,10 @@ def _require(
     Args:
         name: name of the input, for messages.
         value: the value to check.
-        expected: the expected type. Its shape dims are numbers or names.
+        expected: the expected type. Its dims are integers or names.
         sizes: sizes of the named dims that are known so far. New dims of this input are added.
-        context: the maximum length of a sequence, in tokens; None is unlimited. A scalar input is a position, and on
-            the CPU it must be less than `context`.
+        context: the maximum length of a sequence, in tokens; None for no limit. A scalar input is a position, which
+            must be less than `context`.
         device: the expected device; None accepts any.
 
     Raises:
@@ -130,10 +134,7 @@ def _require(
 
 
 def _require_rows(state: Any, name: str, rows: int) -> None:
-    """Raises ValueError unless `state` has the structure that `encode` or `new_cache` returns, and `rows` rows.
-
-    `encode` returns a dict of tuples of tensors, and `new_cache` a list of them.
-    """
+    """Raises ValueError unless `state` has the structure of a result of `encode` or `new_cache`, and `rows` rows."""
     groups = list(state.values()) if isinstance(state, dict) else state
     if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
         raise ValueError("the state must be a result of encode or new_cache")

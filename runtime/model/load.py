@@ -1,4 +1,4 @@
-"""Creates a module from a spec: generates its code with the installed compiler, imports it, and fills parameters."""
+"""Creates a module from a spec: generates code with the installed compiler, imports the code, and fills parameters."""
 
 import importlib.util
 import linecache
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TargetError(RuntimeFailure):
-    """Raised if the spec does not list the target, or if no target's code runs on the device."""
+    """Raised if the spec does not list the target, or if no target can run on the device."""
 
     code = "U004"
     exit_code = 2
@@ -37,10 +37,10 @@ class TargetError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module, with the spec, target and programs from which it was generated.
+    """A generated module, with its spec, target and programs.
 
-    `directory` contains its code. `stored` holds the arrays, by parameter and suffix, from which the parameters were
-    dequantized; None if there is no quantized model.
+    `directory` contains the code. `stored` are the quantized arrays, by parameter and suffix; None for a model that is
+    not quantized.
     """
 
     spec: Spec
@@ -52,7 +52,7 @@ class Loaded:
 
     @property
     def deployed(self) -> bool:
-        """Whether the module runs from an artifact, with matrix products of stored codes."""
+        """Whether the module computes matrix products from the stored integer codes of an artifact."""
         return self.directory.name == DEPLOYED
 
 
@@ -65,13 +65,12 @@ def instantiate(
         spec: the spec.
         target: the target to generate for.
         directory: the folder to which the code is written.
-        fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
-        lock: the measured tile sizes of the kernels.
-        deployed: whether to generate the module that runs from an artifact. Allowed only if it differs from the
-            training module of the spec.
+        fuse: whether to apply fusion points. Without them, plain ops compute the same function.
+        lock: the kernels that were fastest in measurements.
+        deployed: whether to generate the module with int8 products for artifacts. The spec must have int8 products.
 
     Returns:
-        The module with its spec, target, programs and code folder. The code of a GPU target is loaded from the cache.
+        The module with its spec, target, programs and code folder.
 
     Raises:
         IntegrityError: for a GPU target, if others can write to the cache of generated and compiled code.
@@ -103,7 +102,7 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
         directory: the folder to which the files are written.
 
     Returns:
-        The module, in eval mode. Its parameters are the tensors of the loaded model, without a copy.
+        The module, in eval mode. Its parameters are the tensors of the loaded model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -117,8 +116,7 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
 
 def import_model(directory: Path) -> ModuleType:
     """Imports `model.py` of a generated folder. Raises RunFailure if the file does not exist."""
-    # The weights of an LSTM are separate parameters, so cuDNN copies them into one chunk at every call, which is about
-    # a megabyte.
+    # The weights of an LSTM are separate parameters. At every call, cuDNN copies them into one chunk of a megabyte.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return import_file(directory, "model")
 
@@ -126,9 +124,8 @@ def import_model(directory: Path) -> ModuleType:
 def import_file(directory: Path, name: str) -> ModuleType:
     """Imports a Python file of a generated folder.
 
-    The name of the package, and the names of its custom ops, contain a digest of the folder's content. The cache keys
-    of torch.compile contain these names. Therefore runs with equal code share cache entries, and runs with different
-    code do not. Raises RunFailure if the file does not exist.
+    The names of the package and of its custom ops contain a digest of the folder's content. Cache keys of torch.compile
+    contain these names, so runs with equal code share cache entries. Raises RunFailure if the file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
@@ -154,10 +151,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 
 def _keep_sources(package: str) -> None:
-    """Stores the source lines of a package's modules in `linecache`, for tracebacks and `inspect.getsource`.
-
-    Another folder with the same content uses the same modules, even after the files of this folder are deleted.
-    """
+    """Keeps the source lines of a package for tracebacks, because its files may be deleted while it is in use."""
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
         if file is not None and Path(file).is_file():  # lines of a deleted folder were stored when it was imported
@@ -166,21 +160,25 @@ def _keep_sources(package: str) -> None:
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
-    """Fills every f32 parameter by its `init`. Each parameter has a separate random generator, whose seed is derived
-    from `seed` and the name of the parameter."""
+    """Fills every f32 parameter with initial values.
+
+    The random numbers of a parameter depend only on `seed` and its name.
+    """
     from specc.runtime.model.parameters import fill
 
     fill(loaded.model, initial_values(loaded.programs), seed)
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """Returns a pair (distribution, number) for each parameter name. The number is, for example, the standard
-    deviation."""
+    """Returns the initial distribution of each parameter as a pair: the name of the distribution, and a number.
+
+    The number is, for example, the standard deviation.
+    """
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
 class Targeted(Protocol):
-    """A spec, or any other object with a name and targets."""
+    """A spec, or another object with a name and targets."""
 
     @property
     def name(self) -> str: ...
@@ -189,25 +187,25 @@ class Targeted(Protocol):
 
 
 def choose_target(spec: Targeted, target: str | None) -> str:
-    """Returns `target`. If `target` is None, returns the best target of the spec that this machine can run.
+    """Returns `target`, or the best target of the spec that this machine can run if `target` is None.
 
-    Raises TargetError if the spec does not list `target`, and RunFailure if none of its targets runs on this machine.
+    Raises TargetError if the spec does not list `target`, and RunFailure if this machine can run none of its targets.
     """
     if target is not None:
         if target not in spec.targets:
             raise TargetError(
-                f"{spec.name} does not list the target {target}", f"its targets are {', '.join(spec.targets)}"
+                f"{spec.name} does not list the target {target}", f"the targets are {', '.join(spec.targets)}"
             )
         return target
     fitting = [name for name in spec.targets if unavailable(TARGETS[name]) is None]
     if not fitting:
         message = f"no target of {spec.name} runs on this machine"
-        raise RunFailure(message, f"add cpu to its targets ({', '.join(spec.targets)})")
+        raise RunFailure(message, f"add cpu to the targets ({', '.join(spec.targets)})")
     return max(fitting, key=lambda name: TARGETS[name].arch)
 
 
 def unavailable(target: Target) -> str | None:
-    """Returns the reason why this machine cannot run a target's code, such as "needs a GPU of ..."; None if it can."""
+    """Returns why this machine cannot run code for a target, such as "needs a GPU of ..."; None if it can."""
     import torch
 
     if not target.arch:
@@ -219,10 +217,10 @@ def unavailable(target: Target) -> str | None:
 
 
 def runs_on(target: Target, capability: int) -> bool:
-    """Returns whether a GPU of this compute capability, such as 90, runs the target's code.
+    """Returns whether a GPU of this compute capability, such as 90, runs code for a target.
 
-    Code for a target such as sm80 also runs on all later GPUs. Code that uses wgmma or tcgen05, such as that for sm90a,
-    runs only on GPUs of exactly that capability.
+    Code for a target such as sm80 also runs on later GPUs. Code with wgmma or tcgen05 instructions runs only on GPUs of
+    exactly one capability.
     """
     return target.arch == capability or (
         "wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability
@@ -230,12 +228,12 @@ def runs_on(target: Target, capability: int) -> bool:
 
 
 def device_of(target: Target) -> str:
-    """Returns the type of device on which a target's code runs: `cuda` or `cpu`."""
+    """Returns the type of device that runs code for a target: `cuda` or `cpu`."""
     return "cuda" if target.arch else "cpu"
 
 
 def device_asked_for(target: Target, name: str | None) -> "torch.device":
-    """Returns the device `name`. If `name` is None, returns the device of the target.
+    """Returns the device `name`, or the device of the target if `name` is None.
 
     Raises TargetError if the device is neither a CPU nor an NVIDIA GPU, and EnvironmentFailure if the GPU does not
     exist.
@@ -259,10 +257,7 @@ def device_asked_for(target: Target, name: str | None) -> "torch.device":
 
 
 def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
-    """Returns the generated function of a group, which is a named function of `module` or an autograd function.
-
-    The arguments of the function are the inputs of the group, in order.
-    """
+    """Returns the generated function of a fused group. Its arguments are the inputs of the group, in order."""
     name = group_functions(programs)[group.name]
     if name in vars(module):
         function: Callable[..., Any] = vars(module)[name]

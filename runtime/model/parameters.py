@@ -1,4 +1,4 @@
-"""Initializes the parameters of a module, assigns stored values to them, and moves them to a device."""
+"""Initializes the parameters of a module, assigns stored values to them, and places them on a device."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -9,8 +9,7 @@ from torch import Generator, Tensor, nn
 
 from specc.runtime.errors import IntegrityError
 
-# In-place initializers, by the name of the distribution in a spec. The float is the distribution's parameter, e.g. a
-# standard deviation.
+# In-place initializers, by the name of the distribution in a spec. The float is, for example, the standard deviation.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
@@ -23,9 +22,9 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
 
 
 def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
-    """Fills every parameter from its entry (distribution, number) in `initial`, in f32.
+    """Fills every parameter with random f32 values, from its entry (distribution, number) in `initial`.
 
-    Each parameter has a separate random generator, which depends only on `seed` and the parameter's name.
+    The random numbers of a parameter depend only on `seed` and its name.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -38,7 +37,7 @@ def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) 
 
 
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the parameters of the same names. Raises IntegrityError if names or shapes differ."""
+    """Copies `tensors` into the parameters with the same names. Raises IntegrityError if names or shapes differ."""
     parameters = dict(model.named_parameters())
     missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     if missing or extra:
@@ -56,7 +55,7 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def place(model: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-    """Converts parameters to their `dtypes`, by name, moves parameters and buffers to `device`, and sets eval mode."""
+    """Converts parameters to their `dtypes`, moves parameters and buffers to `device`, and sets eval mode."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device, dtypes[name])
     for buffer in model.buffers():

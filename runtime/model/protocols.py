@@ -1,6 +1,5 @@
-"""Structural types of generated models.
-
-A generated module is an `nn.Module` whose methods depend on its spec. The functions here cast a module to its type.
+"""Types of generated models. The methods of a generated module depend on its spec, and mypy cannot see them. The
+functions here cast a module to its type.
 """
 
 from typing import Any, Protocol, cast
@@ -14,26 +13,26 @@ State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors 
 class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary].
 
-    The methods `features` and `nats` are the two parts of `score`. They exist only if `eval.adapt` is in the spec.
+    The methods `features` and `nats` are the two parts of `score`. They exist only if the spec has `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of each target in nats, f32 [B, T]."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` to a cache of `start` (i64 []) tokens, and returns the logits after the last id."""
+        """Appends `ids` to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Does the same as `prefill` for one token per row, ids i64 [B, 1]."""
+        """Does the same as `prefill` for one token per row. `ids` are i64 [B, 1]."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
 
     def features(self, ids: Tensor) -> Tensor:
-        """Returns the hidden states that the head reads, [B, T, D]."""
+        """Returns the hidden states that the output head reads, [B, T, D]."""
 
     def nats(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of each target in nats, f32 [B, T]. `x` [B, T, D] is the result of `features`."""
+        """Returns the loss of each target in nats, f32 [B, T]. `x` [B, T, D] is a result of `features`."""
 
 
 class GeneratedPages(Protocol):
@@ -57,7 +56,7 @@ class GeneratedPages(Protocol):
 
 
 class GeneratedLines(Protocol):
-    """A generated model of lines. Sources are i64 [B, S], targets i64 [B, T]."""
+    """A generated model that maps lines to lines. Sources are i64 [B, S], targets i64 [B, T]."""
 
     def score(self, source: Tensor, target: Tensor) -> Tensor:
         """Returns the loss of each target token in nats, f32 [B, T]; 0 at padding."""
@@ -66,7 +65,7 @@ class GeneratedLines(Protocol):
         """Returns the decoder state before the first token."""
 
     def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
-        """Appends `ids` (i64 [B, 1]) at position `start` (i64 []) and returns the logits, f32 [B, vocabulary].
+        """Appends `ids` (i64 [B, 1]) at position `start` (i64 []). Returns the logits, f32 [B, vocabulary].
 
         `state` is updated in place.
         """
@@ -83,5 +82,5 @@ def paged_model(module: Any) -> GeneratedPages:
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module to GeneratedLines. The module must be generated from the spec of a model of lines."""
+    """Casts a module to GeneratedLines. Its spec must have the architecture `encoder_decoder`."""
     return cast(GeneratedLines, module)

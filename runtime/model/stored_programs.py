@@ -1,10 +1,10 @@
-"""Compiles programs with torch.compile, and stores the result, so that later starts neither trace nor compile them.
+"""Compiles programs with torch.compile and stores the results. Later starts neither trace nor compile these programs.
 
-torch.compile caches graphs and kernels, but a process still has to trace a program before it can look them up. A stored
-program contains the traced code with its guards, and the compiled graphs. This is the only module that uses
-`torch._dynamo.package`, with which Torch reads and writes such programs. Torch's own cache of them
-(`caching_precompile`) names an entry by a method and its line number alone, so that models would read the entries of
-other models.
+torch.compile caches graphs and kernels. However, it must trace a program before it can use the cache. A stored program
+contains the traced code with its guards, and the compiled graphs.
+
+This is the only module that uses `torch._dynamo.package`. Torch also has a cache for such programs
+(`caching_precompile`). Its key is only a method and a line number, so two models could share an entry.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from specc.runtime.model.code_cache import GENERATED, PROGRAMS
 from specc.runtime.support.native import cache_folder
 
-# Global variables are guarded by value. Guards of the identity of modules, classes and functions cannot be stored. The
-# digest of the generated code, the version of Torch and the checksums of traced functions take their place.
+# Global variables are guarded by value. Guards that compare modules, classes or functions by identity cannot be stored.
+# The digest of the generated code, the version of Torch and the checksums of traced functions replace them.
 BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
 BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION"})
-# A loaded program adds a global variable of this name, for guards that are not stored. Torch gives the same name to a
-# variable of the next program that it traces, and then fails because the name exists.
+# A loaded program adds a global variable of this name. Torch would use the same name for the next program that it
+# traces, and fail because the name exists.
 BUILTINS = "__builtins_dict__"
 Program = Callable[..., Tensor]
 
 
 def import_compiler() -> None:
-    """Imports the modules of Torch that load a stored program, which takes more than a second."""
+    """Imports the Torch modules that load stored programs. This takes more than a second."""
     import torch._dynamo.package
     import torch._inductor.async_compile
     import torch._inductor.select_algorithm  # noqa: F401
@@ -40,8 +40,8 @@ class StoredPrograms:
     """Compiles programs of generated models, and stores them in the cache.
 
     Args:
-        facts: the facts of a run that select another entry, such as the sizes of its batches. A program for other sizes
-            would otherwise be added to the same entry, and every start would load both.
+        facts: facts about the run, such as batch sizes. They become part of the cache key, so runs with other sizes
+            have other entries.
     """
 
     def __init__(self, facts: Sequence[object] = ()) -> None:
@@ -50,8 +50,7 @@ class StoredPrograms:
     def compile(self, program: Program | nn.Module, *, fullgraph: bool, dynamic: bool | None = None) -> Program:
         """Returns the compiled program. The arguments are those of `torch.compile`.
 
-        Only a program of generated code that is one graph is stored. The package of generated code is named by its
-        content, so that another program cannot have the same entry.
+        Only programs of generated code are stored, and only if they consist of one graph.
         """
         function: Any = program.forward if isinstance(program, nn.Module) else program
         if not (fullgraph and function.__module__.startswith(GENERATED)):
@@ -61,13 +60,12 @@ class StoredPrograms:
 
 
 class StoredProgram:
-    """A compiled program, which is read from the cache at its first call. If the cache has no entry, or one that does
-    not fit the machine, the first call compiles and stores the program.
+    """A compiled program. The first call reads the program from the cache, or compiles and stores it.
 
     Args:
-        function: the program, a method of a generated model.
+        function: the program: a method of a generated model.
         dynamic: whether sizes are variables, as in `torch.compile`.
-        facts: the facts of the run that select another entry.
+        facts: facts about the run that become part of the cache key.
     """
 
     def __init__(self, function: Any, dynamic: bool | None, facts: Sequence[object]) -> None:
@@ -86,7 +84,7 @@ class StoredProgram:
 
         self._shapes.add(shapes)
         codes = self._guarded_codes()
-        # The first option records compiled graphs in the package. Without the second, Torch would compile and record
+        # The first option records compiled graphs. Without the second option, Torch would compile and record
         # the backward pass later, in a thread in which the first option may not apply.
         with config.patch(caching_precompile=True), functorch_config.patch(force_non_lazy_backward_lowering=True):
             result = self._compiled(*arguments)
@@ -95,7 +93,6 @@ class StoredProgram:
         return result
 
     def _open(self, arguments: Sequence[Tensor]) -> Program:
-        """Returns the program of the cache, or a program that is compiled when it is called."""
         import torch._dynamo
         from torch._dynamo.package import CompilePackage, DiskDynamoStore
 
@@ -121,8 +118,10 @@ class StoredProgram:
         return compiled
 
     def _entry(self, arguments: Sequence[Tensor]) -> str:
-        """Returns the name of the entry: a digest of all that the compiled program depends on and that no guard
-        checks."""
+        """Returns the name of the cache entry.
+
+        It is a digest of all facts that affect the compiled program, except those that guards check.
+        """
         import torch._functorch.config
         import torch._inductor.config
 
@@ -137,17 +136,14 @@ class StoredProgram:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
     def _guarded_codes(self) -> int:
-        """Returns the number of compiled versions of the program."""
         return sum(len(code.guarded_codes) for code in self._package.cache_entry().codes)
 
     def _save(self) -> None:
-        """Writes the entry. An entry that Torch cannot write is compiled again by the next start."""
         with suppress(RuntimeError):
             self._store.save_package(self._package, self._key)
 
 
 def _can_be_stored(guard: Any) -> bool:
-    """Returns whether a guard of Dynamo can be stored."""
     if guard.is_global:
         return guard.guard_type in BY_VALUE
     return BY_IDENTITY.isdisjoint((guard.guard_type, *(guard.derived_guard_types or ())))

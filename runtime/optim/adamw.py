@@ -18,7 +18,7 @@ class AdamW(UpdateRule[AdamWSpec]):
     def __init__(self, spec: AdamWSpec, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         super().__init__(spec, parameters, world)
         fused = self.tensors[0].is_cuda
-        # Weight decay is applied separately: in Torch's kernel it is a launch constant, which a CUDA graph cannot
+        # Weight decay is applied separately. In Torch's kernel, it is a launch constant, which a CUDA graph cannot
         # change.
         decay = spec.weight_decay if isinstance(spec.weight_decay, float | int) and not spec.cautious_decay else None
         self._decays = decay is None
@@ -26,7 +26,7 @@ class AdamW(UpdateRule[AdamWSpec]):
             self.tensors, 0.0, spec.betas, spec.eps, decay or 0.0, fused=fused, foreach=False, capturable=fused
         )
         self._torch._warned_capturable_if_run_uncaptured = True  # suppresses a warning about capture
-        # Torch creates its state in the first step, but the state must exist, under its names, before that step.
+        # Torch would create its state in the first step, but checkpoints need the names before that step.
         for parameter in self.tensors:
             self._torch.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device if fused else "cpu"),

@@ -1,4 +1,4 @@
-"""The average of the weights over a run. The average becomes the final weights of the run."""
+"""The average of the weights over a run. At the end, it replaces the weights."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,11 +10,10 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average:
-    """An f32 mean of the master weights, by name. Its initial value is a copy of the master weights.
+    """An f32 mean of the master weights, by name. It starts as a copy of the master weights.
 
-    An `ema` is an exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and
-    Juditsky, 1992). An `swa` is the plain mean of the masters, sampled once per `every` steps while the warm-down is
-    below `below` (Izmailov et al., 2018).
+    `ema` is an exponential moving average with the factor `decay` (Polyak and Juditsky, 1992). `swa` is the arithmetic
+    mean of the weights at every `every`-th step, once `Moment.warm_down` is less than `below` (Izmailov et al., 2018).
     """
 
     def __init__(self, spec: AverageSpec, weights: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -24,20 +23,23 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The current mean, without a copy. Before the first sample of an `swa`, it equals the current master
-        weights."""
+        """The current mean, without a copy. Before the first sample of an `swa`, these are the current master
+        weights.
+        """
         if not self.begun:
             self._move(1.0)
         return self._tensors
 
     @property
     def begun(self) -> bool:
-        """Whether the mean has a sample: always for an `ema`, and after the first sample for an `swa`."""
+        """Whether the mean has a sample. An `ema` always has one."""
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean from the master weights after `step` updates, if an update of the mean is due. `moment` is
-        the position of the run at the last update."""
+        """Updates the mean after step number `step`, if an update is due.
+
+        `moment` is the progress of the run at this step.
+        """
         if isinstance(self._spec, EmaSpec):
             self._move(1 - self._spec.decay)
         elif step % self._spec.every == 0 and moment.warm_down < self._spec.below:
@@ -50,13 +52,16 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the number of samples of an `swa`, by name, without a copy; empty for an `ema`."""
+        """Returns the number of samples of an `swa` by name, without a copy. Empty for an `ema`."""
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Sets the mean to `weights`, which must have the names and shapes of the mean. Restores the number of samples
-        from `state`, a result of the method `state`. Other names in `state` are ignored."""
+        """Sets the mean to `weights`, and the number of samples from `state`.
+
+        `weights` must have the names and shapes of the mean. `state` is a result of the method `state`, and may have
+        other entries.
+        """
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

@@ -1,4 +1,4 @@
-"""Banks: matrices of the same shape, sharded over the processes that train together."""
+"""Banks: parameters of equal shape that are divided among the processes of a run."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,17 @@ from specc.runtime.distributed.world import Waiting, World
 
 
 class Bank:
-    """All matrices of one shape. Each process has an equal part of the matrices: it sums their gradients and stores
-    their state. The last parts are padded with zero matrices.
+    """All matrices of one shape. Each process has an equal part of the matrices, with their summed gradients and their
+    optimizer state. Zero matrices fill up the last parts.
 
     Args:
         params: f32 [rows, columns] each.
         world: the processes.
 
     Attributes:
-        local: the matrices of this process, as a slice of [all matrices, ...].
-        gradient: f32 [local matrices, rows, columns]. It is valid after the pending call of `add_up` is complete. With
-            several processes, it is the sum over the processes. The address never changes, because a CUDA graph of the
-            update reads it.
+        local: the part of this process, as a slice of [all matrices, ...].
+        gradient: the gradient summed over all processes, f32 [local matrices, rows, columns]. It is valid after
+            `add_up().wait()`. Its address never changes, because a CUDA graph reads it.
     """
 
     def __init__(self, params: Sequence[Tensor], world: World) -> None:
@@ -33,14 +32,17 @@ class Bank:
         self._states: list[Tensor] = []
 
     def new_state(self, *shape: int) -> Tensor:
-        """Returns new state of zeros, f32 [all matrices, *shape]. The state for matrices of other processes is only
-        current after `gather`."""
+        """Returns new optimizer state of zeros, f32 [all matrices, *shape].
+
+        Each process updates only its own part. `gather` copies the other parts.
+        """
         self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
         return self._states[-1]
 
     def add_up(self) -> Waiting:
-        """Begins to sum the gradients of the parameters into `gradient`. Raises ValueError if a parameter has no
-        gradient."""
+        """Starts to sum the gradients over all processes into `gradient`. Raises ValueError if a parameter has no
+        gradient.
+        """
         gradients = [param.grad for param in self.params if param.grad is not None]
         if len(gradients) < len(self.params):
             raise ValueError("an update needs the gradient of every parameter")
@@ -52,15 +54,17 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Begins an all-gather of `part`. Returns the pending call and its result, [all matrices, rows, columns], in
-        the dtype of `part`."""
+        """Starts an all-gather of `part`.
+
+        Returns a handle to wait for, and the tensor that receives the result, [all matrices, rows, columns].
+        """
         if self._world.size == 1:
             return Waiting(), part
         whole = part.new_empty(self._shape)
         return self._world.join_parts(part.contiguous(), whole), whole
 
     def gather(self) -> None:
-        """Fetches the state for the matrices of other processes. All processes must call this."""
+        """Copies the parts of all processes to every process. All processes must call this method."""
         if self._world.size > 1:
             for state in self._states:
                 self._world.join_parts(state[self.local].clone(), state).wait()

@@ -1,4 +1,4 @@
-"""Matrices that a model computes only from parameters. Their values and gradients are computed once per step."""
+"""Derived weights: matrices that the model computes only from parameters. They are computed once per step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,18 +10,16 @@ from specc.runtime.dtypes import DTYPES
 
 
 class DerivedWeights:
-    """The derived weights of a model, as leaf tensors of autograd.
-
-    A leaf replaces the method that computes the matrix, and backward passes accumulate the gradient of the leaf.
-    `add_gradients` then applies the chain rule and adds the gradients of the parameters. Because this is linear in the
-    gradient of the leaf, the result is the same as if every pass computed the matrix.
+    """The derived weights of a model, as leaf tensors of autograd. Backward passes accumulate gradients in the leaves.
+    Once per step, `add_gradients` applies the chain rule to the sums. This is exact, because the chain rule is linear
+    in the gradient.
 
     Args:
-        model: the model. It is already on the device on which it will run.
-        weights: its derived weights.
+        model: the model, on its final device.
+        weights: the derived weights of the model.
 
     Attributes:
-        leaves: the matrices, in the dtypes in which programs read them.
+        leaves: the matrices, in their compute dtypes.
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[DerivedWeight]) -> None:
@@ -36,10 +34,9 @@ class DerivedWeights:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Computes the matrices in f32 from the values of parameters, by name, and rounds each once.
+        """Computes the matrices from the parameters in `values`, by name.
 
-        Only one f32 matrix exists at a time, because all of them together may be larger than any other temporary value
-        of an update.
+        Each matrix is computed in f32 and rounded once. Only one f32 matrix exists at a time, to save memory.
         """
         for (weight, matrix), leaf in zip(self._weights, self.leaves, strict=True):
             leaf.copy_(matrix.of(_values(weight, values)))
@@ -47,12 +44,12 @@ class DerivedWeights:
     def add_gradients(
         self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> None:
-        """Completes the gradients of the parameters: adds the part that reaches them through the matrices.
+        """Adds the gradients that reach the parameters through the derived weights.
 
         Args:
-            totals: f32, the gradient of each matrix, in the order of `leaves`.
-            values: the values of parameters, by name, with which `write` was last called.
-            gradients: the gradients of parameters, f32, by name. The part is added to them.
+            totals: the gradient of each matrix, f32, in the order of `leaves`.
+            values: the argument of the last call of `write`.
+            gradients: the gradients of parameters by name, f32. They are updated in place.
         """
         for (weight, matrix), total in zip(self._weights, totals, strict=True):
             with torch.enable_grad():
@@ -63,7 +60,7 @@ class DerivedWeights:
 
 
 class _Matrix(nn.Module):
-    """A derived weight of a block. `functional_call` runs `forward` with other values of the block's parameters."""
+    """A derived weight in a block of the model."""
 
     def __init__(self, block: nn.Module, method: str) -> None:
         super().__init__()
@@ -74,15 +71,13 @@ class _Matrix(nn.Module):
         return value
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the matrix for the given values of parameters, by their names in the block."""
         value: Tensor = torch.func.functional_call(self, {f"block.{name}": value for name, value in values.items()})
         return value
 
     def hold(self, leaf: Tensor) -> None:
-        """Makes the method of the block that computes the matrix return `leaf` instead."""
+        """Replaces the computation of the matrix in the block: the method now returns `leaf`."""
         setattr(self.block, f"derived_{self._method}", leaf)
 
 
 def _values(weight: DerivedWeight, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the f32 values of the parameters that a matrix reads, by their names in the block."""
     return {name.removeprefix(f"{weight.at}."): values[name].detach().float() for name in weight.params}

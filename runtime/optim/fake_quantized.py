@@ -9,14 +9,14 @@ from specc.compiler.quant.scheme import Scheme
 
 
 class FakeQuantized:
-    """Writes the master weights to the model's parameters, each rounded to the grid of its scheme.
+    """Writes quantized master weights to the parameters of the model.
 
     Args:
         masters: the f32 master weights, by name.
         parameters: the parameters of the model, by name.
-        schemes: the scheme of each parameter, by name. Parameters whose scheme has no grid (floats) are not changed.
-        input_shares: f32 [K] for a weight [N, K], by name. These weights are multiplied by their shares, rounded, and
-            divided by their shares.
+        schemes: the storage scheme of each parameter, by name. Parameters that are stored as floats are not changed.
+        input_shares: factors of the input features, f32 [K] for a weight [N, K], by name. The weight is multiplied by
+            these factors before rounding, and divided by them after rounding.
 
     Attributes:
         schemes: the given schemes.
@@ -56,7 +56,6 @@ class FakeQuantized:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Rounds each master weight and copies the result to its parameter. Does not wait for the GPU."""
         for scheme, masters, parameters, shares in self._groups:
             if shares is None:
                 torch._foreach_copy_(parameters, list(scheme.on_grid(torch.stack(masters))))

@@ -1,4 +1,4 @@
-"""Master weights: parameters and gradients in f32 for the optimizers, for any compute dtype of the model."""
+"""Master weights: f32 parameters and gradients for the optimizers, while the model computes in another dtype."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,42 +20,36 @@ ALIGNMENT = 64  # the alignment, in elements, of each gradient in a flat buffer,
 
 
 class Masters:
-    """The f32 master weights of a model, by name. Each has an f32 gradient in `.grad` after the gradients of a step are
-    collected.
+    """The f32 master weights of a model by name, with f32 gradients in `.grad`.
 
-    If the model computes with a parameter in another dtype, the parameter becomes a copy in that dtype. The copy is
-    refreshed from the master once per step, and gradients of the copy are summed in f32. A parameter in f32 is the
-    master itself.
+    An f32 parameter of the model is the master itself. A parameter in another dtype is a copy of its master. The copy
+    is refreshed once per step, and its gradients are summed in f32.
 
-    With bf16 masters, the model's own bf16 parameters are the masters. `tensors` then hold their values only inside
-    `in_f32`, and NaN outside of it. When `in_f32` ends, the values are rounded stochastically (Zamirai et al., 2020,
-    arXiv 2010.06192) with Torch's default generator, whose state is part of checkpoints. Values that bf16 can represent
-    do not change.
+    With `in_bf16`, the bf16 parameters of the model are the masters. Their entries in `tensors` have values only inside
+    the context `in_f32`, and are NaN outside. At the end of the context, the values are rounded stochastically to bf16
+    (Zamirai et al., 2020, arXiv 2010.06192).
 
     Args:
-        model: a model that is already on the device on which it will run. Its parameters are f32 and have exactly the
-            names in `dtypes`.
+        model: the model, on its final device. Its parameters are f32 and have exactly the names in `dtypes`.
         dtypes: the compute dtype of each parameter, by name.
-        sharded: the parameters whose gradients are summed in banks, one part per process.
-        copied: the parameters that have a separate master, although the model computes with them in f32.
-        unclipped: the parameters whose gradients are not clipped, and do not count in the norm of `finish`. These
-            parameters must not be in `sharded`.
-        in_bf16: whether the bf16 parameters of the model are themselves the masters. These parameters must not be in
-            `copied`.
-        derived: the matrices that the model computes from parameters. Derived weights are computed with each cast, and
-            their gradients are converted to gradients of the parameters once per step.
+        sharded: the parameters in banks. Each process sums only a part of their gradients.
+        copied: the f32 parameters that nevertheless have a separate master.
+        unclipped: the parameters whose gradients are neither clipped nor part of the norm. They must not be in
+            `sharded`.
+        in_bf16: whether the bf16 parameters of the model are the masters. They must not be in `copied`.
+        derived: the matrices that the model computes from parameters.
 
     Attributes:
         tensors: the masters.
-        model_parameters: the parameters with which the model computes.
+        model_parameters: the parameters of the model.
         gradients: the f32 gradients, in the order of `tensors`. They are views of `sums`.
-        quantized: the quantized weights with which the model computes. None if it computes with the masters.
-        loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
-        sums: f32 [N], one buffer for all sums of a step.
-        common: the part of `sums` after the gradients of `sharded`. Several processes sum it in one call.
+        quantized: the fake quantization. None if the model computes with unquantized weights.
+        loss: the sum of the losses, f32 []. It is the last element of `sums`.
+        sums: one buffer for all gradients and the loss, f32 [N].
+        common: the part of `sums` after the gradients of `sharded`. One collective call sums it over the processes.
 
     Raises:
-        ValueError: if the names of the model's parameters differ from those of `dtypes`.
+        ValueError: if the parameters of the model do not have the names in `dtypes`.
     """
 
     def __init__(
@@ -71,7 +65,8 @@ class Masters:
         self.model_parameters = dict(model.named_parameters())
         self.quantized: FakeQuantized | None = None
         if self.model_parameters.keys() != dtypes.keys():
-            raise ValueError(f"model and plan differ in {sorted(self.model_parameters.keys() ^ dtypes.keys())}")
+            differing = sorted(self.model_parameters.keys() ^ dtypes.keys())
+            raise ValueError(f"the model and `dtypes` have different parameters: {differing}")
         self.tensors: dict[str, nn.Parameter] = {}
         for name, dtype in dtypes.items():
             param = self.model_parameters[name]
@@ -89,15 +84,16 @@ class Masters:
         self._lay_out(dtypes, sharded, unclipped, {name for weight in derived for name in weight.params})
 
     def release(self) -> None:
-        """Releases the f32 values of bf16 masters. Before this call, optimizers can create state with the shapes and
-        dtypes of `tensors`."""
+        """Releases the f32 values of bf16 masters. Create the optimizer state before this call."""
         for name, nan in self._released.items():
             self.tensors[name].data = nan
 
     @contextmanager
     def in_f32(self, changes: bool = True) -> Iterator[None]:
-        """A context manager in which `tensors` hold the f32 values of all masters. At the end, bf16 masters are
-        rounded, unless `changes` is False."""
+        """A context manager in which `tensors` have the f32 values of all masters.
+
+        At the end, bf16 masters are rounded, unless `changes` is False.
+        """
         if not self._released:
             yield
             return
@@ -124,18 +120,16 @@ class Masters:
     def fake_quantize(
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Switches the model to quantized weights, i.e. the values that a scheme would store without calibration data.
-
-        Every later `refresh` writes quantized values. Gradients are computed at the quantized values and applied
-        unchanged to the masters, which is the straight-through estimator (Bengio et al. 2013). A call with the current
-        schemes does nothing.
+        """Switches the model to quantized weights. They are quantized without calibration data, at every later
+        `refresh`. The gradients of quantized weights are applied to the masters (the straight-through estimator, Bengio
+        et al. 2013). A call with the current schemes does nothing.
 
         Args:
             schemes: the scheme of each parameter, by name. None switches back to the masters.
             input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` launches different kernels after this call than before it.
+            Whether `refresh` now launches other kernels than before.
 
         Raises:
             ValueError: if a parameter to be rounded is the same tensor as its master.
@@ -162,11 +156,11 @@ class Masters:
         unclipped: Collection[str],
         read_once: Collection[str],
     ) -> None:
-        """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
-        `unclipped` last. Within each part, gradients of one compute dtype are adjacent.
+        """Allocates one f32 buffer for all gradients and the loss. Sharded gradients come first, and unclipped
+        gradients last.
 
-        Only derived weights read the parameters `read_once`, so backward passes compute no gradients of these
-        parameters. Their gradients form separate groups, which `collect` skips, and are completed once per step.
+        Within each part, gradients of one compute dtype are adjacent. The parameters `read_once` are read only by
+        derived weights. Their gradients are computed once per step, and form separate groups.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
@@ -208,7 +202,7 @@ class Masters:
             group.clear()
 
     def collect(self) -> None:
-        """Adds the gradients of the last backward pass to the f32 gradients, in a few kernels."""
+        """Adds the gradients of the last backward pass to the f32 gradients."""
         for group in (*self._groups, *self._derived_groups):
             group.collect()
 
@@ -220,22 +214,20 @@ class Masters:
         world: World = _ALONE,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Replaces the sums of this process with means over all micro-batches of all processes, and clips them.
+        """Computes the mean gradients over all micro-batches of all processes, and clips the gradients.
 
-        The host does not wait for the GPU. On the GPU, the sums over processes overlap with each other.
+        The host does not wait for the GPU.
 
         Args:
             micro_batches: the number of micro-batches of one process.
             clip_norm: the largest 2-norm over all gradients. None for no limit.
-            banks: the banks of the sharded parameters. Each bank receives the mean gradients of the matrices that
-                belong to this process. The entries of `gradients` for sharded parameters are not used.
+            banks: the banks of the sharded parameters. Each receives the mean gradients of its local matrices.
             world: the processes.
-            scale: f32 [], the factor of the loss in the backward passes, by which the gradients are divided. None if
-                the loss had no factor.
+            scale: the loss scale, f32 []. The gradients are divided by this value. None if the loss was not scaled.
 
         Returns:
-            The 2-norm of all gradients except those of `unclipped`, before clipping, f32 []. It has the same bits on
-            every rank.
+            The 2-norm of all gradients except the gradients of `unclipped`, before clipping, f32 []. It is bitwise
+                equal on all ranks.
         """
         self.attach()
         totals = {id(leaf): total for group in self._derived_groups for leaf, total in group.pairs()}
@@ -261,7 +253,7 @@ class Masters:
             norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            # a non-finite norm would make all gradients non-finite, and the failing parameter could no longer be named
+            # A non-finite norm would make all gradients non-finite, and hide which parameter failed.
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for tensor in (self._clipped, *local):
                 tensor.mul_(factor)
@@ -269,7 +261,7 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Writes the masters to the model's parameters, cast or quantized."""
+        """Writes the masters to the parameters of the model, cast or quantized."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
         if self.quantized is not None:
@@ -278,14 +270,15 @@ class Masters:
 
     @property
     def _computed_with(self) -> Mapping[str, Tensor]:
-        """The tensor of each parameter from which derived weights are computed: the model's parameter if it is
-        quantized or is itself a bf16 master, otherwise the f32 master."""
+        """The parameters from which derived weights are computed. They are quantized if the model uses quantized
+        weights.
+        """
         names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
         return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies `weights`, which must have the names and shapes of `tensors`, to the masters and the model."""
+        """Copies `weights` to the masters and the model. `weights` must have the names and shapes of `tensors`."""
         for name in self.tensors:
             (self.model_parameters if name in self._released else self.tensors)[name].copy_(weights[name])
         self.refresh()
@@ -308,19 +301,17 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter whose value contains NaN or infinity. If all values are finite, returns the first
-        parameter whose gradient is not finite, or None.
+        """Returns the first parameter with NaN or infinity in its value, or else in its gradient; otherwise None.
 
-        Values are checked first. One step after a failure, all gradients may be non-finite, whereas the values still
-        identify the parameter that failed first.
+        In the step after a failure, all gradients may be non-finite. The values still show which parameter failed
+        first.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
         pairs = (*self.weights().items(), *gradients)
         return next((name for name, tensor in pairs if not bool(torch.isfinite(tensor).all())), None)
 
     def digests(self) -> dict[str, int]:
-        """Returns a checksum of each master by name: the sum of its bits, read as i32. Equal weights have equal sums on
-        any device."""
+        """Returns a checksum of each master by name. Equal weights have equal checksums on any device."""
         sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.weights().values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 
@@ -328,13 +319,13 @@ class Masters:
 class _Group:
     """The parameters of one compute dtype, and their part of the buffer of gradients.
 
-    `totals` are f32 views of `flat`, one per parameter, in its shape.
+    `totals` are f32 views of the buffer, one per parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
         self._params, self._flat = params, flat
         self.totals = _views(flat, params)
-        # No multi-tensor kernel mixes dtypes: adding bf16 to f32 directly would need one kernel per tensor.
+        # Multi-tensor kernels do not mix dtypes. Adding bf16 to f32 directly would need one kernel per tensor.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
@@ -343,7 +334,6 @@ class _Group:
         return zip(self._params, self.totals, strict=True)
 
     def clear(self) -> None:
-        """Sets the sums to 0."""
         self._flat.zero_()
         for param in self._params:
             param.grad = None
@@ -365,13 +355,11 @@ class _Group:
 
 
 def _round_stochastically(values: Tensor) -> None:
-    """Rounds f32 `values` stochastically to bf16 values, in place. Infinity and NaN do not change.
+    """Rounds f32 values stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    Every value lies between two adjacent bf16 values. Let p be its distance from the bf16 value with the smaller
-    magnitude, divided by the distance between the two bf16 values. The value is rounded away from zero with probability
-    p, and toward zero otherwise. A bf16 number consists of the upper 16 bits of an f32 number. A uniform integer of 16
-    bits is added to the lower 16 bits, which are then set to zero. The sum carries into the upper bits with probability
-    p.
+    A bf16 number is the upper 16 bits of an f32 number. Adding a uniform random integer to the lower 16 bits sometimes
+    carries into the upper 16. The probability of a carry is proportional to the distance from the bf16 value toward
+    zero.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)
@@ -382,6 +370,5 @@ def _room(tensor: Tensor) -> int:
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Returns consecutive parts of `flat` in the shapes of `like`."""
     parts = torch.split(flat, [_room(tensor) for tensor in like])
     return [part[: tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -1,4 +1,4 @@
-"""The base class of update rules for matrices. Their work is divided among processes."""
+"""The base class of update rules for matrices. The work is divided among processes."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from specc.runtime.optim.update_rule import S, UpdateRule
 class MatrixRule(UpdateRule[S]):
     """Updates all matrices of one shape together. A parameter [experts, rows, columns] has one matrix per expert.
 
-    Each process handles a part of the parameters of a shape: it sums their gradients, stores their state, computes the
-    directions of the update, and sends these to the other processes.
+    Each process sums the gradients, stores the state and computes the updates of a part of the matrices. Then the
+    processes exchange their updates.
     """
 
     sharded = True
@@ -35,14 +35,13 @@ class MatrixRule(UpdateRule[S]):
         return {name: matrix for bank, tensor in pairs for name, matrix in self.matrices(bank, tensor).items()}
 
     def matrices(self, bank: Bank, tensor: Tensor) -> dict[str, Tensor]:
-        """Splits a state tensor of a bank, [all matrices, ...], into the states of its parameters, by name."""
+        """Splits a state tensor of a bank, [all matrices, ...], by parameter. Returns the parts by name."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         # padding belongs to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients of each bank, f32 [local matrices, ..., rows, columns]. Sums them over the processes,
-        if this has not been done yet."""
+        """Returns the gradients of each bank, f32 [local matrices, ..., rows, columns], summed over the processes."""
         for bank in self.banks:
             if bank.gradient is None:
                 bank.add_up().wait()
@@ -54,7 +53,7 @@ class MatrixRule(UpdateRule[S]):
 
     @abstractmethod
     def direction(self, index: int, gradient: Tensor, work: str, numbers: Sequence[Tensor]) -> Tensor:
-        """Updates the state of a bank, and returns the direction to subtract from its local matrices.
+        """Updates the state of a bank, and returns the update directions of the local matrices.
 
         Args:
             index: the index of the bank.
@@ -71,7 +70,7 @@ class MatrixRule(UpdateRule[S]):
         return 1.0
 
     def exact_in_bf16(self, direction: Tensor) -> bool:
-        """Returns whether `direction` can be sent in bf16 without a loss of precision."""
+        """Returns whether `direction` can be converted to bf16 without a loss of precision."""
         return False
 
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
@@ -89,7 +88,6 @@ class MatrixRule(UpdateRule[S]):
             self._apply(*last, lr)
 
     def _apply(self, bank: Bank, pending: Waiting, directions: Tensor, lr: Tensor) -> None:
-        """Waits for `directions`, [all matrices, ..., rows, columns], and updates the parameters of a bank."""
         pending.wait()
         rows, columns = bank.params[0].shape[-2:]
         moves = directions[: len(bank.params)].to(bank.params[0].dtype) * (lr * self.factor(rows, columns))

@@ -17,13 +17,11 @@ EPS = 1e-10  # added to NorMuon's mean squares, which are about 1 / columns
 
 
 class Muon(MatrixRule[MuonSpec]):
-    """buf = momentum buf + g; u = g + momentum buf (Nesterov) or buf;
-    p -= lr sqrt(max(1, rows / columns)) orthogonalize(u).
+    """buf = momentum buf + g; u = g + momentum buf (Nesterov) or buf; p -= lr sqrt(max(1, rows / columns))
+    orthogonalize(u).
 
-    `equalize_rows` first divides each row of u by its 2-norm (MuonEq-R). Let o be the orthogonalized update.
-    `second_moment` is the decay v of the running mean square m of each row of o (NorMuon). o is divided by sqrt(v m +
-    (1 - v) mean(o^2)) and then rescaled to the previous norm. (Li et al. 2025 instead scale all updates to the same
-    RMS, which would change the meaning of lr.)
+    `equalize_rows` first divides each row of u by its 2-norm (MuonEq-R). `second_moment` normalizes each row of the
+    orthogonalized update by its running mean square (NorMuon), and keeps the norm of the whole update.
     """
 
     name = "muon"
@@ -57,7 +55,7 @@ class Muon(MatrixRule[MuonSpec]):
         moment = self._second_moment[index][local]
         moment.lerp_(direction.square().mean(-1, keepdim=True), 1 - spec.second_moment)
         scaled = direction / (moment + EPS).sqrt_()
-        # rescaled to the previous norm, so that the meaning of the learning rate does not change
+        # The norm is restored. Otherwise, the learning rate would have another meaning.
         before, after = (tensor.norm(dim=(-2, -1), keepdim=True) for tensor in (direction, scaled))
         same_norm: Tensor = scaled * (before / after.clamp_(min=EPS))
         return same_norm

@@ -1,4 +1,4 @@
-"""All optimizers of one model: the assignment of parameters, the update, and the state by parameter name."""
+"""All optimizers of one model. They share one update and one state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,32 +25,31 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
 
 
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`. Raises the same errors as
-    `owners`."""
+    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`. Raises the errors of
+    `owners`.
+    """
     return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are summed in parts, with one part per process. Raises the same errors as
-    `owners`."""
+    """Returns the parameters that are divided among the processes. Raises the errors of `owners`."""
     return frozenset(name for name, index in owners(specs, shapes).items() if rule_of(specs[index]).sharded)
 
 
 class Optimizers:
     """The optimizers of one model.
 
-    `set` writes the numbers that change from step to step, such as learning rates, to the device. `update` reads
-    nothing else from the host, and launches the same kernels for the same `work`. It can therefore be captured in one
-    CUDA graph per `work`, except if `waits` returns True.
+    `set` writes all numbers that change from step to step to the device, such as learning rates. `update` launches the
+    same kernels for the same `work`. It can therefore be captured in one CUDA graph per `work`, unless `waits` returns
+    True.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
         specs: the entries of `train.optimizers`.
-        world: the processes that train together. Before `gather`, a process has state only for its part of the sharded
-            parameters.
+        world: the processes that train together.
 
     Raises:
-        LoweringError: under the conditions of `owners`.
+        LoweringError: if a parameter has no optimizer, or if an optimizer does not fit its parameters.
     """
 
     def __init__(
@@ -73,28 +72,28 @@ class Optimizers:
         return [bank for rule in self._rules for bank in rule.banks]
 
     def set(self, now: Moment) -> None:
-        """Writes the numbers of the update at `now` to the device, without waiting for it."""
+        """Writes the scheduled numbers for `now` to the device, without waiting for it."""
         values = [number for rule in self._rules for number in rule.numbers(now)]
         tensor = torch.tensor(values, dtype=torch.float64).to(self._numbers.dtype)
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
 
     def work(self, step: int) -> Work:
-        """Returns the kind of work of each optimizer in the step after `step` steps."""
+        """Returns the kind of work that each optimizer does in step number `step`, counted from 0."""
         return tuple(rule.work(step) for rule in self._rules)
 
     def waits(self, work: Work) -> bool:
-        """Returns whether a step with this work blocks the host until the GPU has computed."""
+        """Returns whether the host waits for the GPU during this work. A CUDA graph cannot contain such work."""
         return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
 
     def update(self, work: Work) -> None:
-        """Performs one step with the numbers that the last `set` wrote."""
-        # A profile attributes kernels to the optimizer by this range
+        """Performs one update with the numbers that `set` wrote last."""
+        # In a profile, the kernels in this range count as optimizer kernels
         with torch.profiler.record_function("specc.optimizer"):
             for rule, part, numbers in zip(self._rules, work, self._split, strict=True):
                 rule.step(part, numbers)
 
     def gather(self) -> None:
-        """Gathers the complete state on every process. All processes must call this."""
+        """Gathers the complete state on every process. All processes must call this method."""
         for bank in self.banks:
             bank.gather()
 
@@ -109,7 +108,7 @@ class Optimizers:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copies `state` into the current state. `state` must have the names and shapes that `state()` returns."""
+        """Copies `state` into the current state. `state` must have the names and shapes of `state()`."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(state[name])

@@ -1,5 +1,4 @@
-"""Orthogonalization of matrices by quintic iterations toward the nearest semi-orthogonal matrix. The iterations use
-only batched matrix products.
+"""Approximate orthogonalization of matrices, by quintic iterations. They need only batched matrix products.
 
 An iteration is X <- a X + (b A + c A^2) X with A = X X^T. It maps each singular value s to a s + b s^3 + c s^5.
 """
@@ -21,8 +20,8 @@ class Method:
     Attributes:
         name: the name in a spec.
         quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
-        prepare: a function of wide matrices [N, m, n], m <= n, each of Frobenius norm 1 or 0. It returns the start X of
-            the iteration, whose singular values are at most 1, and A = X X^T.
+        prepare: maps matrices [N, m, n], m <= n, to the first X, with singular values of at most 1, and to A = X X^T.
+            Each matrix has the Frobenius norm 1 or 0.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 
@@ -37,19 +36,19 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides row i of X by the square root of the sum of |A| over row i, where A = X X^T, as in an almost-orthogonal
-    layer (Prach and Lampert, 2022). Returns the new X and its A."""
+    """Makes the rows of X almost orthogonal, as in Prach and Lampert (2022). Returns the new X and A.
+
+    Row i is divided by the square root of the sum of |A| over row i.
+    """
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT
 
 
-# The quintic of Jordan (2024): it is steep at 0, so that small singular values grow fast, and maps (0, 1] to values
-# near 1.
+# The quintic of Jordan (2024). Small singular values grow fast, and larger ones are mapped to values near 1.
 NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
 
-# The five minimax quintics of Amsel et al. (2025), one per iteration, with the safety margins of the speed-run records
-# that use them.
+# The five minimax quintics of Amsel et al. (2025), one per iteration, with the safety margins of modded-nanogpt.
 POLAR_EXPRESS = Method(
     "polar_express",
     (
@@ -62,7 +61,7 @@ POLAR_EXPRESS = Method(
     _plain,
 )
 
-# The quintics of the other iterations if almost-orthogonal rows replace the first (Turbo-Muon, arXiv 2512.04632).
+# Turbo-Muon (arXiv 2512.04632): almost-orthogonal rows replace the first iteration. These are the other quintics.
 TURBO = Method(
     "turbo",
     ((4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518), (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)),
@@ -74,11 +73,8 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """Returns, for each matrix, an approximation of the nearest semi-orthogonal matrix. The singular values of the
-    result are roughly 0.7 .. 1.2. The method `turbo` first rescales the rows of a wide matrix or the columns of a tall
-    matrix, and then orthogonalizes the rescaled matrix.
-
-    Products are in bf16 on a GPU and in f32 on the CPU.
+    """For each matrix, returns an approximation of the nearest semi-orthogonal matrix. Its singular values are roughly
+    0.7 .. 1.2. Products are in bf16 on a GPU and in f32 on the CPU.
 
     Args:
         matrices: f32, or f64 on the CPU, [..., rows, columns].

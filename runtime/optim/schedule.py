@@ -1,7 +1,7 @@
-"""The learning-rate multiplier and other scheduled numbers, as pure functions of steps and seconds.
+"""Scheduled numbers, such as the learning-rate multiplier, as functions of steps and seconds.
 
-compiler/changing_values.py defines the schedules and formulas of a spec.
-`step` is the number of updates so far, so the first update has step 0.
+`step` is the number of updates so far, so the first update has step 0. compiler/changing_values.py defines the
+schedules and formulas of a spec.
 """
 
 import math
@@ -13,12 +13,11 @@ from specc.compiler.spec.train import TrainSpec
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The position of a run before an update.
+    """The progress of a run before an update.
 
     Attributes:
         multiplier: the factor of learning rates.
-        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin when this value falls
-            below a limit.
+        warm_down: the multiplier without the warm-up. Some settings begin when this value falls below a limit.
         done: the completed share of the run, 0 to 1.
         step: the number of updates so far.
     """
@@ -30,17 +29,14 @@ class Moment:
 
 
 def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
-    """Returns the position of the run after `step` updates and `seconds` of training.
+    """Returns the progress of a run after `step` updates and `seconds` of training.
 
-    The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, in the
-    shape that the schedule states. In a run that is limited by steps, the warm-down ends just after the last update.
+    The multiplier rises linearly to 1 during the warm-up, and falls to `floor` during the warm-down. The warm-down ends
+    after the last update, or with the budget of a run with `budget_seconds`.
 
-    In a run limited by `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the
-    warm-down ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean
-    seconds per step, and W the warm-down steps. The multiplier is 1 while T - t > W s, and then max((T - t) / (W s),
-    floor), as in the wall-clock schedule of parameter-golf. If the warm-down is given as a fraction f, f T replaces W
-    s. If the warm-up is given as a fraction f, it has f T / s steps. Before the first update, s is unknown and the
-    multiplier is 0.
+    For such a run, let T be the budget, t the seconds so far, and s the mean seconds per step so far. A warm-down of W
+    steps takes W s seconds, and a warm-down with the fraction f takes f T seconds. A warm-up with the fraction f has f
+    T / s steps. Before the first update, s is unknown, and the multiplier is 0.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:
@@ -55,13 +51,13 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         if not warmdown and step:
             warmdown = schedule.warmdown_steps * seconds / step
         left, done = max(0.0, budget - seconds), seconds / budget
-    # step + 1, because an update with a multiplier of 0 would change nothing
+    # step + 1: a multiplier of 0 would change nothing
     up = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    # after the last update, where a benchmark may continue, `left` is at most 0
+    # a benchmark may continue after the last update; `left` is then at most 0
     down = schedule.down(left / warmdown) if warmdown and left < warmdown else 1.0
     return Moment(min(up, down), down, min(1.0, done), step)
 
 
 def value_at(rate: float | str | Schedule, now: Moment) -> float:
-    """Returns the value of a number, a formula or a schedule in the update at `now`."""
+    """Returns a number, or the value of a formula or a schedule, for the update at `now`."""
     return rate_at(rate, now.done, now.step)

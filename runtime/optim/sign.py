@@ -1,4 +1,4 @@
-"""signSGD: all elements move by the learning rate, against the sign of the gradient."""
+"""signSGD: every element moves by the learning rate, against the sign of the gradient."""
 
 from collections.abc import Mapping, Sequence
 

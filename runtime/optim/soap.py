@@ -12,9 +12,9 @@ from specc.runtime.optim.matrix_rule import MatrixRule
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.optim.update_rule import SUM
 
-# Eigenvalues below this share of the largest are treated as zero, because they result from the rounding of gradients
+# Eigenvalues below this share of the largest count as zero, because rounding causes them
 NULL = 1e-5
-# The kinds of updates that compute the bases: the first, and one in every `basis_every`
+# The kinds of work that compute the bases: the first update, and every `basis_every`-th update
 BEGIN, REFRESH = "begin", "refresh"
 
 
@@ -40,17 +40,18 @@ class _Side:
         return _Side(self.rows, self.gram[local], self.basis[local])
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Transforms `x` to the coordinates of the basis or, if `back`, from these coordinates."""
+        """Transforms `x` to the basis. With `back`, transforms `x` from the basis."""
         basis = self.basis.mT if self.rows != back else self.basis
         return basis @ x if self.rows else x @ basis
 
     def add(self, gradient: Tensor, share: float) -> None:
-        """Updates the mean `gram` with the products of a gradient. `share` is the weight of the new products."""
+        """Adds the products of a gradient to the running mean `gram`. `share` is their weight."""
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. In the null space, the eigenvectors would depend on rounding. A term that orders
-        the axes of the null space makes them unique."""
+        """Computes the eigenvectors. A small term makes them unique in the null space, where they would depend on
+        rounding.
+        """
         gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
@@ -61,7 +62,10 @@ class _Side:
         self.basis.copy_(vectors.flip(-1))
 
     def refresh(self, square: Tensor) -> None:
-        """Performs one orthogonal iteration. `square`, the second moment in the basis, is reordered like the basis."""
+        """Performs one orthogonal iteration.
+
+        `square` is the second moment in the basis. Its entries are sorted in the same way as the eigenvectors.
+        """
         gram = self.gram.nan_to_num()
         values = (self.basis * (gram @ self.basis)).sum(-2)
         order = values.argsort(-1, descending=True)
@@ -74,13 +78,11 @@ class _Side:
 class Soap(MatrixRule[SoapSpec]):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
-    L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam's second
-    moment is computed from U^T g V. The first moment is rotated into the same bases, and Adam's update is rotated back.
+    L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam runs on the
+    rotated gradient U^T g V, and its update is rotated back.
 
-    As in the authors' code, the first update only computes U and V. In bases that are computed from a gradient, this
-    gradient is nearly diagonal, and Adam would divide rounding errors by their own size. A refresh first sorts the
-    columns of U, and the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L
-    U.
+    As in the authors' code, the first update only computes U and V. Later, U is refreshed by sorting its columns by
+    eigenvalue, and then by the QR decomposition of L U. V is refreshed in the same way.
     """
 
     name = "soap"

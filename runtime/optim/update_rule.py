@@ -20,10 +20,9 @@ class UpdateRule(ABC, Generic[S]):
     """The update rule of one entry of `train.optimizers`, with the parameters that it updates.
 
     Each subclass is one kind of optimizer, in a file of this package. The settings are in
-    `specc.compiler.spec.optimizers`. This class implements what all kinds share: weight decay, and the sums of
-    gradients between updates. Numbers that change from step to step, such as the learning rate, are read from the
-    device. Steps of equal `work` launch the same kernels and, unless `waits` returns True, do not wait for a GPU, so
-    that CUDA graphs can contain them.
+    `specc.compiler.spec.optimizers`. This class implements weight decay, and sums gradients between updates. CUDA
+    graphs can contain updates. Numbers that change from step to step are therefore read from the device, and equal
+    `work` launches equal kernels.
 
     Args:
         spec: the entry.
@@ -32,8 +31,7 @@ class UpdateRule(ABC, Generic[S]):
 
     Attributes:
         name: the `kind` of the entry.
-        sharded: whether the parameters are in `banks`, in which each process sums only a part of the gradients.
-            Otherwise, each process sums all gradients of the parameters.
+        sharded: whether each process sums and updates only a part of the parameters, in `banks`.
         scheduled: the settings, other than `lr` and `weight_decay`, that may change from step to step.
         banks: groups of parameters that are summed and updated together.
         tensors: the parameters in order.
@@ -50,19 +48,19 @@ class UpdateRule(ABC, Generic[S]):
         self._sums = self.new_slot() if spec.every > 1 else []
 
     def new_slot(self) -> list[Tensor]:
-        """Returns new state of zeros, with the shapes of the parameters."""
+        """Returns new optimizer state of zeros: one tensor per parameter."""
         return [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the part of a state slot that this process updates, with the shapes of `gradients`."""
+        """Returns the part of the state tensors that this process updates, with the shapes of `gradients`."""
         return list(slot)
 
     def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of a state slot by parameter name."""
+        """Returns state tensors by parameter name."""
         return dict(zip(self.parameters, slot, strict=True))
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients of the update on this process. Raises ValueError if a parameter has none."""
+        """Returns the gradients on this process. Raises ValueError if a parameter has none."""
         gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
         if len(gradients) < len(self.tensors):
             raise ValueError("an update needs the gradient of every parameter")
@@ -75,17 +73,18 @@ class UpdateRule(ABC, Generic[S]):
         return (value_at(spec.lr, now) * now.multiplier, value_at(spec.weight_decay, now), *others)
 
     def work(self, step: int) -> str:
-        """Returns the work of the step after `step` steps: SUM, UPDATE, or another kind that `update` knows."""
+        """Returns the work in step number `step`, counted from 0: SUM, UPDATE, or another kind that `update` knows."""
         return SUM if (step + 1) % self.spec.every else UPDATE
 
     def waits(self, work: str) -> bool:
-        """Returns whether a step with this work waits for a GPU, so that a CUDA graph cannot contain it."""
+        """Returns whether the host waits for the GPU during this work. A CUDA graph cannot contain such work."""
         return False
 
     @torch.no_grad()
     def step(self, work: str, numbers: Sequence[Tensor]) -> None:
-        """Performs the work of a step: sums gradients, decays the parameters and updates them. `numbers` are the values
-        returned by the method `numbers`, as tensors of shape []."""
+        """Sums the gradients, and performs the update if `work` is not SUM. `numbers` is a result of the method
+        `numbers`, as tensors.
+        """
         lr, weight_decay, *others = numbers
         if self._sums:
             sums, gradients = self.local(self._sums), self.gradients()
@@ -113,7 +112,7 @@ class UpdateRule(ABC, Generic[S]):
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
-        """Releases the gradients of this step, because later updates read their sums instead."""
+        """Releases the gradients of this step. Later updates read the sums instead."""
 
     @abstractmethod
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
@@ -126,8 +125,10 @@ class UpdateRule(ABC, Generic[S]):
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns the tensors that persist between updates, by slot and parameter name, without a copy. All tensors
-        exist before the first update, in their final shapes."""
+        """Returns all tensors that persist between updates, by kind of state and parameter name, without a copy.
+
+        All tensors exist before the first update, in their final shapes.
+        """
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns `state` and the sums of gradients between updates."""

@@ -1,1 +1,1 @@
-"""Captures Hessians, allocates bits and quantizes the parameters of a trained model."""
+"""Quantizes a trained model: captures Hessians, allocates bits, quantizes parameters."""

@@ -1,7 +1,4 @@
-"""The scheme of each parameter: `base_schemes` reads it from the rules, `resolved` writes it back into a spec.
-
-The schemes themselves are in compiler/quant.
-"""
+"""The storage scheme of each parameter: read from the rules of a spec, and written back as rules."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -15,7 +12,9 @@ Allocation = Mapping[str, Scheme]
 
 
 def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> dict[str, Scheme]:
-    """Returns the scheme of each parameter by the rules of `quant`, before promotion, allocation or correction."""
+    """Returns the scheme of each parameter as the rules of `quant` state, before promotion, allocation or
+    correction.
+    """
     return {name: _without_match(scheme) for name, scheme in allocation(quant, parameters).items()}
 
 

@@ -1,8 +1,8 @@
 """Bit allocation under a byte budget: chooses the bits of each parameter so that the loss increases least.
 
-Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token,
-estimated by runtime/calibration/added_nats.py. The choice over all parameters is a multiple-choice knapsack problem,
-solved by dynamic programming over bytes.
+Each choice for a parameter has a size in bytes and a cost in nats per token. The size is measured by quantizing the
+parameter. runtime/calibration/added_nats.py estimates the cost. Dynamic programming over bytes then solves a
+multiple-choice knapsack problem.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,10 @@ Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Solves a multiple-choice knapsack problem: finds the smallest total cost with at most `budget` bytes.
-
-    Returns the index of the chosen option for each item, or None if even the smallest options exceed the budget. Sizes
-    are rounded up to whole cells of budget / 65536 bytes. The result is optimal up to this rounding, and never exceeds
-    the budget. Among options of equal cost, an option with the fewest cells is chosen; if several have equally few
-    cells, the option with the lowest index.
+    """Chooses one option per item, so that the total cost is minimal within `budget` bytes. Returns the indices of the
+    options, or None if even the smallest options exceed the budget. Sizes are rounded up to multiples of budget / 65536
+    bytes. The result is optimal up to this rounding. Among options of equal cost, a smaller option is preferred, then
+    one with a lower index.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -72,22 +70,20 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """Returns `base` with bits from `allocate.bits`, chosen so that the loss increases least within `budget` bytes.
+    """Returns `base` with other bits, so that the loss increases least within `budget` bytes.
 
-    Bits are chosen for each parameter that matches `allocate.match` and has a scheme with several variants. The schemes
-    of other parameters are unchanged.
+    Bits are chosen for parameters that match `allocate.match`, if their scheme supports several numbers of bits.
 
     Args:
         allocate: the bits and clips to choose from, and the pattern of parameter names.
-        budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
+        budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         base: the scheme of each parameter before allocation.
-        costs: a function that returns the rise of the loss, in nats per token, for each parameter with each of its
-            schemes.
-        estimate: a function that returns the estimated bytes of a parameter with a scheme.
-        exact: a function that returns the bytes of the whole artifact. This size determines whether an allocation fits,
-            and corrects the sum of the estimates.
-        say: a function that is called with a line of text for each allocation that is measured.
-        reserved: the bytes of the budget that are reserved for the code of a submission; used only in messages.
+        costs: returns the increase of the loss, in nats per token, for each parameter and each of its schemes.
+        estimate: returns the estimated bytes of a parameter with a scheme.
+        exact: returns the bytes of the whole artifact. It decides whether an allocation fits, and corrects the
+            estimates.
+        say: is called with a message for each allocation that is measured.
+        reserved: the bytes that are reserved for the code of a submission, for messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
@@ -98,9 +94,11 @@ def allocate_bits(
     able = {name: _variants(name, scheme, allocate) for name, scheme in base.items()}
     able = {name: schemes for name, schemes in able.items() if len(schemes) > 1}
     if not able:
-        message = f"allocate: no parameter of {allocate.match!r} supports several of the bits {list(allocate.bits)}"
+        message = (
+            f"quant.allocate: no parameter of {allocate.match!r} supports several of the bits {list(allocate.bits)}"
+        )
         raise QuantizeError(
-            message, "widen quant.allocate.match, or give the parameters a scheme with a number of bits"
+            message, "widen quant.allocate.match, or give the parameters a scheme with a choice of bits"
         )
     rises, names = costs(able), list(able)
     choices = {name: tuple(zip(able[name], rises[name], strict=True)) for name in names}
@@ -145,12 +143,10 @@ def allocate_bits(
 
 
 def _variants(name: str, scheme: Scheme, allocate: Allocate) -> tuple[Scheme, ...]:
-    """Returns the variants of the scheme of a parameter; empty if `allocate.match` does not match the parameter."""
     return variants(scheme, allocate.bits, allocate.clip_stds) if matches(allocate.match, name) else ()
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:
-    """Returns the `count` names whose errors have the largest Frobenius norms. Names with equal norms are sorted by
-    name."""
+    """Returns the `count` names whose errors have the largest Frobenius norms."""
     norms = {name: float(torch.linalg.vector_norm(errors(name).double())) for name in names}
     return tuple(sorted(names, key=lambda name: (-norms[name], name))[:count])

@@ -1,5 +1,4 @@
-"""Chooses the bits of each parameter as `quant` in the spec requests: by promotion or allocation, with low-rank
-corrections."""
+"""Chooses the bits of each parameter as `quant` in the spec requests: promotion, allocation, low-rank corrections."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,24 +21,24 @@ Measure = Callable[[QuantizedModel], int]
 def choose_bits(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int = 0
 ) -> Allocation:
-    """Returns `base` with the bits and low-rank corrections chosen by `quant.promote`, `allocate` and `correct`.
+    """Returns `base` with other bits and low-rank corrections, as `quant.promote`, `allocate` and `correct` request.
 
-    First, bits are chosen. The parameters with the largest errors at these bits get corrections. Then the bits are
-    chosen again, because the corrections use part of the budget.
+    First, bits are chosen. Then the parameters with the largest errors get corrections. Finally, bits are chosen again,
+    because corrections use a part of the budget.
 
     Args:
-        quantizer: the object that quantizes the weights and estimates their cost and size.
+        quantizer: quantizes the weights, and estimates costs and sizes.
         quant: the settings. Only `promote`, `allocate`, `correct` and `budget_bytes` are used.
         base: the scheme of each parameter according to the rules.
-        measure: a function that returns the exact bytes of the artifact.
-        say: a function that is called with a line of text for each allocation that is measured.
-        reserved: the bytes of the budget that the artifact must not use, for the code of a submission.
+        measure: returns the exact bytes of the artifact.
+        say: is called with a message for each allocation that is measured.
+        reserved: the bytes of the budget that are reserved for the code of a submission.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: under the conditions of `allocate_bits` and `promote`.
+        QuantizeError: as raised by `allocate_bits` and `promote`.
     """
     if quant.budget_bytes is not None:
         quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
@@ -62,8 +61,6 @@ def choose_bits(
 
 
 def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:
-    """Returns the names of the parameters to correct: the parameters with the largest errors among those that `correct`
-    matches."""
     able = [
         name
         for name, scheme in base.items()
@@ -76,8 +73,6 @@ def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: 
 def _widths(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int
 ) -> Allocation:
-    """Returns `base` with the bits chosen by `quant.allocate` or `quant.promote`."""
-
     def exact(schemes: Allocation) -> int:
         return measure(quantizer.model(schemes))
 

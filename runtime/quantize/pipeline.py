@@ -1,7 +1,7 @@
-"""`specc quantize`: quantizes the weights of a trained run and writes the artifact to deploy.
+"""`specc quantize`: quantizes the weights of a trained run and writes an artifact.
 
-The stages are: calibrate, choose the bits of each parameter, quantize, write the resolved spec, and check the exact
-size of the artifact against the byte budget.
+The stages are: calibrate, choose the bits of each parameter, quantize, write the resolved spec, and compare the exact
+size of the artifact with the byte budget.
 """
 
 import json
@@ -45,8 +45,8 @@ from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
 from specc.runtime.train.sources.source import source_of
 
-# The evaluation of a set stops after this number of lines if none of them is exact, so that a barely trained model is
-# scored quickly.
+# Scoring stops after this number of lines if none of them is an exact match. A barely trained model is then scored
+# quickly.
 HOPELESS = 4096
 
 
@@ -56,18 +56,17 @@ class QuantizeResult:
 
     Attributes:
         artifact: the path of the artifact.
-        spec: the resolved spec that the artifact stores, with one rule per parameter.
+        spec: the spec in the artifact, with one rule per parameter.
         step: the training step of the checkpoint that was quantized.
         size: the size of the artifact in bytes, by section.
-        budget: the size limit in bytes; None without a budget.
+        budget: the limit in bytes; None without a budget.
         rows: one report row per parameter.
         inputs: one report row per input of int8 products.
-        promoted: the parameters that have more bits than the rules state, by descending Hessian trace.
+        promoted: the parameters with more bits than the rules state, by descending Hessian trace.
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
-        seconds: the duration of the calibration; 0.0 without a calibration. This value is not in report.json, whose
-            content depends only on the run.
+        seconds: the duration of the calibration; 0.0 without a calibration.
     """
 
     artifact: Path
@@ -89,15 +88,15 @@ class QuantizeOptions:
     """The options of `quantize`. If an option is None, the run or the machine determines its value.
 
     Attributes:
-        data: a data source that `specc.runtime.data.windows.stream.open_stream` accepts. The train split is the
-            calibration text, unless the model generates that text. The loss is measured on the val split.
+        data: a source for `specc.runtime.data.windows.stream.open_stream`. Calibration uses the training split, unless
+            the model generates the calibration text. The loss is measured on the validation split.
         max_tokens: the number of tokens on which the loss is measured; None for all.
         target: the target of the spec whose code is used.
         device: the torch device on which the code runs.
         search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
-        overrides: `--set` texts for the spec's `quant`.
-        reserved: the bytes of the spec's budget that are reserved for files deployed with the artifact.
+        overrides: values of `--set` for the section `quant` of the spec.
+        reserved: the bytes of the budget that are reserved for other files.
     """
 
     data: str | None = None
@@ -162,9 +161,10 @@ class _Quantization:
         return IntegerInputs(self.sources, ranges, trained)
 
     def _trained_scales(self) -> Mapping[str, Tensor]:
-        """Returns the input scales that the run trained with, by the first weight that reads the input.
+        """Returns the input scales of training, by the first weight that reads the input.
 
-        The mapping is empty if the run trained without input scales or if its `quant` has changed since.
+        The mapping is empty if the run trained without input scales, or if the `quant` of the run has changed since
+        training.
         """
         run = self.run
         if run.spec.train.qat is None:
@@ -181,25 +181,24 @@ class _Quantization:
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
-    """Quantizes the final weights of a run as `quant` in its spec requests, and writes the result to `quantized/` in
-    the run.
+    """Quantizes the final weights of a run, and writes the result to the folder `quantized/` of the run.
 
-    That folder contains the artifact, spec.json (resolved) and report.json, and is replaced atomically. For the same
-    run, machine and number of threads, the result is byte-identical. The trained weights are not changed.
+    The folder contains the artifact, spec.json and report.json, and is replaced atomically. Equal runs, machines and
+    numbers of threads give equal bytes. The trained weights are not changed.
 
     Args:
         path: the run directory.
         options: the options of the quantization.
-        say: a function that is called with a line of text per stage.
-        progress: a function that is called as `progress(stage, done, total)` in the stages `write`, `calibrate`,
-            `uses`, `gradients`, `quantize` and `evaluate`.
+        say: is called with a message for each stage.
+        progress: is called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
+            `quantize` and `evaluate`.
 
     Returns:
         The path and size of the artifact, the resolved spec and the report rows.
 
     Raises:
-        QuantizeError: the spec has no `quant`, a scheme cannot store its parameter, or the budget cannot be met.
-            Nothing is written then.
+        QuantizeError: the spec has no `quant`, a scheme cannot store its parameter, or the budget is too small. Nothing
+            is written.
         EnvironmentFailure: the disk is full.
         RunDirectoryError, RunFailure, IntegrityError, DataError: the run or the data cannot be read.
         SpecError: an override is invalid.
@@ -208,7 +207,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} has no `quant` section", "add quant: to the spec")
-        # Locked first, so that a read-only folder causes an error early
+        # The folder is locked first, so that a read-only folder causes an error early
         with locked(run.staged.parent), ExitStack() as stack:
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
@@ -262,8 +261,6 @@ def _quantize(
 
 
 def _calibration_facts(calibrate: Calibrate, seed: int, text: WrittenText | None) -> dict[str, Any]:
-    """Returns the calibration settings for report.json; `text` is the text that the model generated, or None for
-    training data."""
     facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": seed}
     if text is None:
         return facts
@@ -280,7 +277,7 @@ def _write(
     before: Scored,
     after: Scored,
 ) -> QuantizeResult:
-    """Replaces the run's artifact, resolved spec and report. The caller holds the lock of the staging folder."""
+    """Replaces the artifact, the spec and the report of the run. The caller holds the lock of the staging folder."""
     run, quant, quantizer = quantization.run, quantization.quant, quantized.quantizer
     spec = resolved(run.spec, quantized.schemes)
     hessians = traces(quantizer.statistics.hessians)
@@ -319,8 +316,7 @@ def _write(
 
 
 def _clear(staging: Path) -> None:
-    """Removes everything except the lock from the staging folder: folders and artifacts, including those of an
-    interrupted run."""
+    """Removes everything except the lock from the staging folder."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -329,11 +325,10 @@ def _clear(staging: Path) -> None:
 
 
 def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
-    """Returns the text of report.json: sizes, the loss before and after quantization, and one row per parameter and per
-    int8 input.
+    """Returns the text of report.json: sizes, the loss before and after quantization, and rows for parameters and int8
+    inputs.
 
-    `output_error` is null without a Hessian, or if it is infinite because the trained output is zero. `trace` is null
-    without a Hessian.
+    Without a Hessian, `output_error` and `trace` are null. `output_error` is also null if the trained output is zero.
     """
     rows = []
     for row in result.rows:

@@ -1,4 +1,4 @@
-"""Promotion: assigns more bits to the parameters with the largest Hessian traces, by count or within a byte budget."""
+"""Promotion: gives more bits to the parameters with the largest Hessian traces, by count or within a byte budget."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,13 +13,13 @@ Measure = Callable[[Allocation], int]  # bytes
 
 
 def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> QuantizeError:
-    """Returns the exception for an artifact that exceeds its budget even with the fewest bits.
+    """Returns the error for an artifact that exceeds its budget even with the fewest bits.
 
     Args:
         size: the size of the artifact in bytes.
-        when: the state that has this size, e.g. "before any promotion".
-        budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
-        reserved: the bytes of the spec's budget that are reserved for the code of a submission.
+        when: the state of this size, such as "before any promotion".
+        budget: the limit of the artifact in bytes. `reserved` is already subtracted.
+        reserved: the bytes that are reserved for the code of a submission.
         hint: the setting to change.
 
     Returns:
@@ -41,29 +41,26 @@ def promote(
 ) -> Allocation:
     """Returns `base` with more bits for the parameters with the largest Hessian traces, within the budget.
 
-    A candidate is a parameter with a Hessian trace whose scheme has fewer bits than `quant.promote` states, and
-    supports this number of bits. Candidates are promoted by descending trace. The trace is not divided by the size of
-    the parameter (the ranking of parameter-golf PR 1105). Promotion stops before the first candidate that exceeds the
-    budget.
+    A candidate is a parameter with a Hessian trace. Its scheme has fewer bits than `quant.promote` states, and can have
+    that number. Candidates are promoted by descending trace, as in parameter-golf PR 1105. Promotion stops before the
+    first candidate that would exceed the budget.
 
     Args:
-        quant: the settings. Only `promote` and `budget_bytes` are used. `reserved` is already subtracted from the
-            budget.
+        quant: the settings. Only `promote` and `budget_bytes` are used. `reserved` is already subtracted from
+            `budget_bytes`.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
-        estimate: a function that returns a quick estimate of the bytes of an allocation. The estimate, corrected by its
-            error at `base`, determines the first number of promotions to measure.
-        exact: a function that returns the bytes of the compressed artifact, which determine whether an allocation fits.
-        say: a function that is called with a line of text for each promotion that is undone because the artifact
-            exceeds the budget.
-        reserved: the bytes of the budget that are reserved for the code of a submission; used only in messages.
+        estimate: returns a quick estimate of the bytes of an allocation. It determines how many promotions are measured
+            first.
+        exact: returns the bytes of the compressed artifact. It decides whether an allocation fits.
+        say: is called with a message for each promotion that is undone to fit into the budget.
+        reserved: the bytes that are reserved for the code of a submission, for messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: `base` exceeds the budget, the pattern of the promotion matches no parameter, or, without a
-            budget, the count of the promotion exceeds the number of candidates.
+        QuantizeError: `base` exceeds the budget, the pattern matches no parameter, or there are too few candidates.
     """
     promotion, budget = quant.promote, quant.budget_bytes
     smallest = exact(base) if budget is not None else 0
@@ -74,7 +71,9 @@ def promote(
         return base
     wider = _candidates(promotion, base, traces)
     if budget is None and promotion.count is not None and promotion.count > len(wider):
-        message = f"promote has count {promotion.count}, but only {len(wider)} parameters can have int{promotion.bits}"
+        message = (
+            f"quant.promote.count is {promotion.count}, but only {len(wider)} parameters can have int{promotion.bits}"
+        )
         raise QuantizeError(message, "lower quant.promote.count or widen quant.promote.match")
     order = list(wider)[: promotion.count]
 
@@ -97,12 +96,15 @@ def promote(
 
 
 def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float]) -> dict[str, Scheme]:
-    """Returns the candidates with their promoted schemes, by descending trace. Raises QuantizeError if the pattern
-    matches no parameter."""
+    """Returns the candidates with their promoted schemes, by descending trace.
+
+    Raises QuantizeError if the pattern matches no parameter.
+    """
     names = [name for name in base if matches(promotion.match, name)]
     if not names:
         raise QuantizeError(
-            f"promote: {promotion.match!r} matches no parameter", "`specc plan` lists the names of the parameters"
+            f"quant.promote.match: {promotion.match!r} matches no parameter",
+            "`specc plan` lists the names of the parameters",
         )
     wider: dict[str, Scheme] = {}
     for name in sorted(traces.keys() & set(names), key=lambda name: (-traces[name], name)):
@@ -115,7 +117,7 @@ def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float
 def promoted(base: Allocation, schemes: Allocation, traces: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the names of the parameters with more bits than in `base`, by descending Hessian trace.
 
-    Equal traces are ordered by name. Parameters without a trace, such as tables that are only looked up, are last.
+    Equal traces are ordered by name. Parameters without a trace, such as embedding tables, come last.
     """
     changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
     return tuple(sorted(changed, key=lambda name: (-traces.get(name, -1.0), name)))

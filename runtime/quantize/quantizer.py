@@ -1,4 +1,4 @@
-"""`Quantizer`: a cache of quantized parameters, for the search over bit allocations."""
+"""`Quantizer`: a cache of quantized parameters. The search for a bit allocation reads it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class Statistics:
 
     Attributes:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
-        uses: the uses of each parameter that is not used in exactly one matrix product, such as a table that is looked
-            up.
-        rises: a function that returns the estimated rises of the loss, in nats per token, for errors of parameters;
-            None if the quantization does not need them.
+        uses: how the model uses each parameter that does not belong to exactly one matrix product, such as an embedding
+            table.
+        rises: maps errors of parameters to the estimated increase of the loss, in nats per token. None if it is not
+            needed.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class IntegerInputs:
     Attributes:
         sources: the int8 products that read these inputs.
         ranges: the measured range of each input, by weight.
-        trained: the scales with which the run trained, f32 [1] or [K], by the first weight that reads the input; empty
-            if calibration chooses the scales.
+        trained: the input scales of training, f32 [1] or [K], by the first weight that reads the input. Empty if
+            calibration measures the scales.
     """
 
     sources: Sequence[Source] = ()
@@ -54,11 +54,10 @@ class Quantizer:
         weights: the trained parameters, f32, by name.
         statistics: the measurements of the calibration; may be empty if no scheme needs them.
         inputs: the inputs of int8 products; empty if the model has none.
-        progress: a function that is called as `progress("quantize", done, total)` after each parameter that is
-            quantized.
+        progress: is called as `progress("quantize", done, total)` after each parameter.
 
     Attributes:
-        solutions: the damping and the dead columns for each (parameter, scheme) that was solved with its Hessian.
+        solutions: the damping and the dead columns for each pair (parameter, scheme) that was quantized with a Hessian.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Quantizer:
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
         """Returns the model, with every parameter quantized by its scheme.
 
-        Raises QuantizeError, which names the parameter, if a scheme cannot store it.
+        Raises QuantizeError, with the name of the parameter, if a scheme cannot store it.
         """
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._stored:
@@ -93,7 +92,6 @@ class Quantizer:
         return QuantizedModel(dict(schemes), shapes, tensors)
 
     def _quantize(self, name: str, schemes: Mapping[str, Scheme]) -> QuantizedModel:
-        """Returns one parameter quantized by its scheme. The weight of a bias is quantized before the bias."""
         scheme = schemes[name]
         if (name, scheme) not in self._stored:
             weight = self._weight_of.get(name)
@@ -113,8 +111,8 @@ class Quantizer:
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
         """Returns the input scale of a weight; None if the weight has no int8 product.
 
-        Weights with the same input use the scale of their leader, which is the first of these weights. If the run did
-        not train with a scale, it is computed from the measured range.
+        The first weight that reads an input is the leader of all weights that read it. They share one scale: the scale
+        from training if there is one, otherwise a scale for the measured range.
         """
         if name not in self.inputs.ranges:
             return None
@@ -127,10 +125,9 @@ class Quantizer:
         return self._input_scales[leader, scheme]
 
     def _trained_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """Returns the scale, f32 [1] or [K], by which training rounded the input of a weight; None if training did not
-        round it.
+        """Returns the scale with which training rounded the input of a weight, f32 [1] or [K]; None if there was none.
 
-        A run stores one scale per feature. These scales are all equal if the scheme stores one number per input.
+        A run stores one scale per feature. They are all equal if the scheme has a single scale per input.
         """
         trained = self.inputs.trained.get(self._leader_of[name]) if name in self._leader_of else None
         if trained is None or not scheme.integer:
@@ -139,19 +136,19 @@ class Quantizer:
         return trained[:size]
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
-        """Returns a parameter minus its quantized value, in the parameter's shape and on its device."""
+        """Returns a parameter minus its quantized value."""
         stored = self.model({name: scheme}).tensors[name]
         weight = self.weights[name]
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
-        """Returns the estimated increase in the loss, in nats per token, for each parameter with each of its schemes.
+        """Returns the estimated increase of the loss, in nats per token, for each parameter and each of its schemes.
 
         All increases are estimated in one pass over the calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
-            ValueError: the statistics have no estimate of rises.
+            ValueError: the statistics have no function `rises`.
         """
         if self.statistics.rises is None:
             raise ValueError("the calibration measured no gradients")
@@ -162,7 +159,7 @@ class Quantizer:
         return rises
 
     def rise(self, name: str, scheme: Scheme) -> float | None:
-        """Returns the rise of the loss for a parameter with a scheme; None if it was not estimated."""
+        """Returns the estimated increase of the loss for a parameter with a scheme; None if it was not estimated."""
         return self._rises.get((name, scheme))
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:

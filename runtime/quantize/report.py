@@ -1,4 +1,4 @@
-"""The report of a quantization: errors and sizes of each parameter, as rows and as a text table."""
+"""The report of a quantization: errors and sizes of each parameter."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,16 @@ class Row:
 
     Attributes:
         name: the name of the parameter.
-        scheme: the label of its scheme.
-        bits: bits per value.
+        scheme: the label of the scheme.
+        bits: the number of bits per value.
         mse: the mean squared error of the weights.
         output_error: ||dW X|| / ||W X|| over the calibration inputs, computed as sqrt(tr(dW H dW^T) / tr(W H W^T));
             None without a Hessian.
         bytes: the stored bytes before compression.
         compressed: the estimated bytes after compression.
-        added_nats: the estimated increase of the loss by the error, in nats per token, as used by bit allocation; None
-            if it was not estimated.
-        solution: the damping that the solver used, and the number of dead columns; None without a Hessian.
+        added_nats: the estimated increase of the loss, in nats per token, as in bit allocation; None if it was not
+            estimated.
+        solution: the damping of the Hessian, and the number of columns without input; None without a Hessian.
     """
 
     name: str
@@ -52,19 +52,17 @@ class InputRow:
 
     Attributes:
         maker: the node that computes the input.
-        weights: the names of the weights by which it is multiplied.
+        weights: the names of the weights that multiply the input.
         features: the number of features K.
-        peak: the largest magnitude in the calibration.
-        rms: the root mean square of its values in the calibration.
-        scale: the largest scale of its features.
+        peak: the largest magnitude during calibration.
+        rms: the root mean square of the values during calibration.
+        scale: the largest scale of any feature.
         spread: the largest scale divided by the smallest.
-        bits: the bits of the input. With 16 bits, a step of the first code is divided into 254 steps.
-        reach: the largest ratio of a magnitude to the range that the scale of its feature covers. Inputs beyond the
-            range are clipped. The ratio can exceed 1 if the run trained with the scale.
-        clipped: the share of values that clipping changes by more than half a scale. In a 16-bit input, the second code
-            absorbs smaller differences.
-        error: the expected error of rounding to these scales, including clipping, relative to the root mean square:
-            sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
+        bits: 8, or 16 if a second int8 code refines the first.
+        reach: the largest magnitude, divided by the largest magnitude that the scale can represent. Larger values are
+            clipped.
+        clipped: the share of values that clipping changes by more than half a scale.
+        error: the root mean square of the expected error of rounding and clipping, divided by `rms`.
     """
 
     maker: str
@@ -84,10 +82,10 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
     """Returns one row per input of `sources`, in the order of their first products.
 
     Args:
-        sources: the int8 products. Products that share an input scale have the same `leader`, which is the first of
-            their weights.
-        ranges: the measured range of each input. The key is the name of the leader.
-        model: the quantized arrays, which hold the input scales.
+        sources: the int8 products. Products that share an input scale have the same `leader`: the first of their
+            weights.
+        ranges: the measured range of each input, by the name of the leader.
+        model: the quantized arrays, with the input scales.
     """
     shared: dict[str, list[Source]] = {}
     for source in sources:
@@ -119,8 +117,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
-    """Returns a line about the inputs that exceed the range of their scales, sorted by descending `reach`; empty if
-    there are none."""
+    """Returns a line that lists the clipped inputs, by descending `reach`; empty if there are none."""
     clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not clipped:
         return ""
@@ -169,7 +166,7 @@ def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ..
 def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
     """Returns sqrt(tr(dW H dW^T) / tr(W H W^T)), with the traces summed over experts.
 
-    If the trained output is zero, returns 0 if the quantized output is zero too, otherwise infinity.
+    If the trained output is zero, returns 0 or infinity.
     """
     # The Hessian is scaled so that its largest entry is 1, to avoid underflow and overflow. This does not change the
     # ratio.
@@ -183,9 +180,9 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
 
 def solution_line(rows: Sequence[Row]) -> str:
-    """Returns a line about the Hessian solutions; empty if no parameter was solved with its Hessian.
+    """Returns a line about the damping of Hessians; empty if there are no Hessians.
 
-    It states the damping, the parameters that needed more damping, and the parameters with columns that had no input.
+    Lists the parameters that needed more damping, or that have columns without input.
     """
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
@@ -204,8 +201,8 @@ def solution_line(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as aligned text of at most 100 columns, with a header and a total.
 
-    With more than 40 rows, parameters whose names differ only in their numbers, such as the layer index, share a line.
-    The line has the largest error and the sums of nats and bytes of these parameters.
+    If there are more than 40 rows, parameters whose names differ only in numbers share a line. The line shows their
+    largest error, and their sums of nats and bytes.
     """
     roles: dict[str, list[Row]] = {}
     for row in rows:
@@ -226,7 +223,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns the cells of one line of `table`, which summarizes `rows`, without the name."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]
     nats = [row.added_nats for row in rows if row.added_nats is not None]
@@ -241,7 +237,7 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _shortened(name: str, room: int) -> str:
-    """Returns a name shortened to `room` characters; the middle is elided because the ends distinguish names."""
+    """Returns a name in at most `room` characters. Replaces the middle by `…`, because the ends distinguish names."""
     if len(name) <= room:
         return name
     end = (room - 1) // 2
@@ -249,7 +245,6 @@ def _shortened(name: str, room: int) -> str:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]], left: int = 2) -> str:
-    """Returns lines of aligned columns: the first `left` columns left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = []
     for line in cells:

@@ -1,7 +1,6 @@
-"""Quantizes the weights of a trained model: calibrates, chooses the bits, quantizes.
+"""Quantizes the weights of a trained model: calibrates, chooses bits, quantizes.
 
-`specc quantize` calls `quantize_weights` for a run. The script of a submission calls it for the model that the script
-has trained.
+`specc quantize` calls `quantize_weights` for a run. The program of a submission calls it after training.
 """
 
 import time
@@ -29,18 +28,17 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A trained model to quantize. specc generates its modules from the spec, whereas a submission contains their code.
+    """A trained model to quantize.
 
     Attributes:
         text: the model that generates text, with its tokenizer and device.
-        weights: the trained parameters, f32 on that device, by name.
+        weights: the trained parameters by name, f32, on the device of `text`.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters that are not used in exactly one matrix product, as `reused` in
-            compiler/passes/assign_quant.py returns them.
-        unfused: a function that returns the module without fusions. The module has the parameters `weights`, and is in
-            eval mode on the device. Each linear layer is a separate node.
-        windows: a function that yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes in
+        reused: the parameters that do not belong to exactly one matrix product, from `reused` in
+            compiler/passes/assign_quant.py.
+        unfused: returns the module without fusions, with the parameters `weights`, in eval mode.
+        windows: yields batches (ids, targets) of the training text, i64 [rows, window] each, with the sizes in
             `quant.calibrate`.
     """
 
@@ -83,25 +81,25 @@ def quantize_weights(
     integer_inputs: Callable[[WrittenText | None], IntegerInputs] | None = None,
     reserved: int = 0,
 ) -> QuantizedWeights:
-    """Quantizes the weights of `model` by `quant`.
+    """Quantizes the weights of a model.
 
     Args:
         model: the weights, the modules to calibrate, and the data.
-        quant: the settings for calibration, the settings for the choice of bits, and the byte budget.
-        base: the scheme of each parameter by the rules of `quant`.
-        measure: a function that returns the exact bytes of an artifact. The choice of bits calls it.
-        say: a function that is called with a line of text for each stage and each allocation that is measured.
-        progress: a function that is called as `progress(stage, done, total)` in the stages `write`, `calibrate`,
-            `uses`, `gradients`, `quantize`.
-        integer_inputs: a function that measures the inputs of int8 products on a text, or on the training data if its
-            argument is None. None if the model has no int8 products.
-        reserved: the bytes of the budget that the artifact must not use, for the code of a submission.
+        quant: the settings.
+        base: the scheme of each parameter, as the rules of `quant` state.
+        measure: returns the exact bytes of an artifact.
+        say: is called with a message for each stage and each allocation that is measured.
+        progress: is called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`
+            and `quantize`.
+        integer_inputs: measures the inputs of int8 products on the given text, or on the training data if the text is
+            None. Pass None if the model has no int8 products.
+        reserved: the bytes of the budget that are reserved for the code of a submission.
 
     Returns:
         The chosen schemes, the stored arrays and the measurements.
 
     Raises:
-        QuantizeError: a scheme cannot store its parameter, or the budget cannot be met.
+        QuantizeError: a scheme cannot store its parameter, or the budget is too small.
         RunFailure: GPU memory is full.
         DataError: the training data cannot be read.
     """
@@ -131,7 +129,7 @@ def quantize_weights(
 def _statistics(
     model: TrainedModel, quant: QuantSpec, base: Mapping[str, Scheme], text: WrittenText | None, progress: Progress
 ) -> Statistics:
-    """Returns the statistics of the unfused model on `text`, or on the training text if `text` is None."""
+    """Measures the unfused model on `text`, or on the training text if `text` is None."""
 
     def windows() -> Windows:
         return model.windows() if text is None else text.windows(quant.calibrate.batch)
@@ -154,16 +152,15 @@ def statistics_of(
 
     Args:
         unfused: the model without fusions, on `device`.
-        windows: a function that returns batches of (ids, targets) of the text, i64 [rows, window] each.
+        windows: returns batches (ids, targets) of the text, i64 [rows, window] each.
         device: the device of the model.
         reused: the parameters whose uses are measured.
-        progress: a function that is called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and
-            `gradients`.
+        progress: is called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
         sequences: the number of rows of the text.
-        rises: whether to also return a function that estimates the rise of the loss for errors.
+        rises: whether to also return `Statistics.rises`.
 
     Returns:
-        The Hessians of all weights, the uses of `reused`, and a function that estimates rises.
+        The statistics.
     """
 
     def counted(stage: str) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""The artifact of a quantized model: its contents, and the file that is written for them."""
+"""The artifact of a quantized model: its contents and its file."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,10 @@ from specc.runtime.storage.data_digests import DataDigests
 
 
 def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None) -> ArtifactContents:
-    """Returns the contents of the artifact of `stored`, with zeros for the digests of interface and code.
+    """Returns the contents of the artifact of a quantized model.
 
-    The digests would need a build, and do not change the size of the file. `spec` is the spec of the trained run.
+    The digests of interface and code are zeros, because they need a build. `write_quantized` adds them. `spec` is the
+    spec of the run.
     """
     text = canonical(resolved(spec, stored.schemes)).encode()
     table = described(stored.schemes, stored.tensors)
@@ -33,14 +34,14 @@ def write_quantized(
         path: the file to write or to replace.
         spec: the spec of the trained run.
         stored: the arrays of the artifact.
-        trained_on: digests of the training data; None if they are not known.
+        trained_on: the digests of the training data; None if unknown.
         codec: the compression of all sections.
 
     Returns:
         The size of the file in bytes, by section.
 
     Raises:
-        RunFailure, IntegrityError, EnvironmentFailure: under the conditions of `write_artifact`.
+        RunFailure, IntegrityError, EnvironmentFailure: as raised by `write_artifact`.
     """
     deployment = Deployment.of(resolved(spec, stored.schemes))
     contents = artifact_contents(spec, stored, trained_on)

@@ -1,4 +1,4 @@
-"""Calibration text that the model generates. It needs no data and resembles the training text."""
+"""Calibration text that the model generates. It resembles the training text, and needs no data."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ REPORT_EVERY = 64  # the number of tokens per row between two calls of `progress
 
 
 class TextModel(Protocol):
-    """A language model with its tokenizer, loaded on `device`."""
+    """A language model on `device`, with its tokenizer."""
 
     @property
     def text_model(self) -> GeneratedText: ...
@@ -38,7 +38,7 @@ class WrittenText:
         tokens: i64 [sequences, length + 1] on the CPU. The first token of each row is the prompt.
         separators: the number of document separators among the sampled tokens.
         seconds: the total duration.
-        capture_seconds: the part of `seconds` in which steps were captured as CUDA graphs.
+        capture_seconds: the part of `seconds` for capturing CUDA graphs.
     """
 
     tokens: Tensor
@@ -56,23 +56,22 @@ class WrittenText:
 def write_text(
     model: TextModel, calibrate: Calibrate, window: int, seed: int, progress: Callable[[int, int], None] | None = None
 ) -> WrittenText:
-    """Samples `calibrate.sequences` rows of `calibrate.length` tokens (`window` if unset) in one batch.
+    """Samples `calibrate.sequences` rows of `calibrate.length` tokens in one batch. The default length is `window`.
 
-    On the same machine and with the same number of threads, the rows depend only on the weights, `calibrate` and
-    `seed`. Row r is sampled with the seed `seed * sequences + r`, modulo 2**63.
+    The same weights, settings and seed give the same rows on the same machine with the same number of threads.
 
     Args:
         model: the model that generates the text.
         calibrate: sizes, temperature and the first token.
-        window: the length of the model's context in tokens.
+        window: the context length of the model in tokens.
         seed: the seed of the run.
-        progress: a function that is called as `progress(sampled tokens per row, tokens per row)`.
+        progress: is called as `progress(sampled tokens per row, tokens per row)`.
 
     Returns:
         The sampled tokens, i64 [sequences, length + 1], with timings.
 
     Raises:
-        QuantizeError: `calibrate.begin` is "bos" and the tokenizer has no document separator.
+        QuantizeError: `calibrate.begin` is "bos", but the tokenizer has no document separator.
         RunFailure: the logits are not finite, or GPU memory is full.
     """
     tokenizer, rows = model.tokenizer, calibrate.sequences
@@ -82,7 +81,7 @@ def write_text(
         first = torch.randint(tokenizer.vocab, (rows,), generator=torch.Generator().manual_seed(seed))
     elif tokenizer.bos is None:
         hint = "calibrate with `begin: uniform`, or on the training text"
-        raise QuantizeError(f"{tokenizer.name} has no document separator for the start of a text", hint)
+        raise QuantizeError(f"{tokenizer.name} has no document separator, which is needed as the first token", hint)
     else:
         first = torch.full((rows,), tokenizer.bos)
     seeds = [(seed * rows + row) % 2**63 for row in range(rows)]

@@ -1,1 +1,1 @@
-"""The report of a run: one HTML page that loads no other files."""
+"""The report of a run: a single HTML page that loads no other files."""

@@ -1,7 +1,7 @@
-"""Pictures of a report as inline SVG: curves and maps, with axes, units and a legend.
+"""Charts of a report as inline SVG: curves and maps, with axes, units and a legend.
 
 Lines differ in color, dashes and marks, so that charts can be read without color. The style sheet of the page defines
-the colors by class, in a dark and a light variant. Markup escapes every string.
+the colors, for dark and light mode. `Markup` escapes every string.
 """
 
 import math
@@ -15,7 +15,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 14, 46
 LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend, and the width of a letter of its labels
-# The most points of a curve; a longer curve is divided into this number of parts, whose means are drawn
+# The maximum number of points of a curve. A longer curve is divided into so many parts, whose means are drawn.
 MOST_POINTS = 300
 STYLES = 8  # the number of line styles in the style sheet
 LOG_RANGE = 30  # if the ratio of the values is larger, the axis is logarithmic
@@ -122,8 +122,10 @@ def cells(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """Reduces a curve to at most `most` points: divides a longer curve into `most` parts of nearly equal size, and
-    returns the mean of each part."""
+    """Returns a curve with at most `most` points. A longer curve is divided into `most` parts. Each point is the mean
+    of a part.
+
+    """
     if len(points) <= most:
         return points
     parts = [points[i * len(points) // most : (i + 1) * len(points) // most] for i in range(most)]
@@ -156,7 +158,7 @@ class _Axis:
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
     def rounded(self) -> "_Axis":
-        """Returns the axis, extended so that it ends at ticks. A logarithmic axis gets a margin instead."""
+        """Returns the axis with ends at ticks. A logarithmic axis gets a margin instead."""
         if self.logarithmic:
             return replace(self, low=self.low / 1.2, high=self.high * 1.2)
         low, high = math.floor(self.low / self.step + 1e-9), math.ceil(self.high / self.step - 1e-9)
@@ -181,14 +183,12 @@ class _Axis:
 
 
 def _short(value: float, digits: int) -> str:
-    """Returns the label of a tick, with thousands separated. Large values are written as multiples of a million."""
     if digits == 0 and abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value + 0.0:,.{digits}f}"
 
 
 def _legend_rows(labels: Sequence[str]) -> list[list[tuple[int, float, str]]]:
-    """Returns the rows of a legend. Each entry is a triple (number, left end, label)."""
     rows: list[list[tuple[int, float, str]]] = [[]]
     x = float(LEFT)
     for number, label in enumerate(labels):
@@ -224,7 +224,7 @@ def _svg(title: str, width: float, height: float, parts: Sequence[Markup]) -> Ma
 
 
 def _f(template: str, *values: object) -> Markup:
-    """Returns a template filled with values. Each value is escaped, and floats have one decimal."""
+    """Fills a template. Values are escaped, and floats get one decimal."""
     return Markup(template).format(*_texts(values))
 
 

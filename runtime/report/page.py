@@ -1,6 +1,6 @@
-"""The page of a report: tables and pictures of a run in one HTML file, which loads nothing and runs no script.
+"""The page of a report: tables and charts of a run in one HTML file, without scripts.
 
-Everything is read from the files of the run. The template escapes every string.
+All numbers are read from the files of the run. The template escapes every string.
 """
 
 import json
@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as text. The columns from index `numbers` on contain numbers."""
+    """A table as text. The columns from index `numbers` on are numeric."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -68,7 +68,7 @@ def report_page(facts: RunFacts, samples: Samples | None, no_samples: str = "") 
     Args:
         facts: the facts of the run.
         samples: the samples to show.
-        no_samples: the reason, if there are no samples.
+        no_samples: why there are no samples.
     """
     curves_of_run = [picture for picture in _training(facts) if picture is not None]
     loads = facts.records.last("experts").get("loads")
@@ -108,7 +108,6 @@ def _template() -> jinja2.Template:
 
 
 def _tiles(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yields the main figures as (label, value)."""
     yield "parameters", f"{facts.count:,}"
     if facts.step is not None:
         yield "steps", f"{facts.step:,}"
@@ -123,7 +122,6 @@ def _tiles(facts: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def _training(facts: RunFacts) -> Iterator[Picture | None]:
-    """Yields the curves of training."""
     records = facts.records
     raw, averaged = ({"weights": name} for name in ("raw", "average"))
     several = len(records.series("validation", "nats", **averaged)) > 0
@@ -172,7 +170,6 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
 
 
 def _terms(records: Records) -> dict[str, list[tuple[float, float]]]:
-    """Returns the points (step, mean) of each term of the training loss, by the name of the term."""
     points: dict[str, list[tuple[float, float]]] = {}
     for record in records.of("losses", weights="raw"):
         step, terms = record.get("step"), record.get("terms")
@@ -193,7 +190,6 @@ def _rates(facts: RunFacts) -> str:
 
 
 def _missing(facts: RunFacts) -> list[str]:
-    """Returns one sentence for each kind of record that the log lacks."""
     records = facts.records
     if not records.of("step"):
         return ["The log of the run has no steps, so there are no curves."]
@@ -206,7 +202,6 @@ def _missing(facts: RunFacts) -> list[str]:
 
 
 def _parameters(facts: RunFacts) -> Table:
-    """Returns the parameters by role. Parameters with the same name in all blocks share one row."""
     roles: dict[str, list[Any]] = {}
     for parameter in facts.parameters:
         roles.setdefault(_BLOCK.sub(lambda m: m[0].replace(m[1], "*"), parameter.name), []).append(parameter)
@@ -218,7 +213,6 @@ def _parameters(facts: RunFacts) -> Table:
 
 
 def _validations(facts: RunFacts) -> Table | None:
-    """Returns a table of the validations in the log; None if there are none."""
     records = facts.records.of("validation")
     keys = [key for key in VALIDATED if any(is_number(record.get(key[0])) for record in records)]
     if all(record.get("bpb") == record.get("bpb_pieces") for record in records):
@@ -245,7 +239,6 @@ def _scores(facts: RunFacts) -> Table | None:
 
 
 def _sizes(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yields (label, value) pairs about the artifact."""
     report = facts.quantization
     if report is None:
         return
@@ -268,7 +261,6 @@ def _rows(facts: RunFacts) -> Sequence[Record]:
 
 
 def _quantized(facts: RunFacts) -> Table | None:
-    """Returns one row per parameter; None if the run is not quantized."""
     head = ("parameter", "scheme", "bits", "MSE", "relative output error", "estimated rise, nats per token",
             "stored bytes", "compressed bytes")  # fmt: skip
     rows = [
@@ -290,7 +282,6 @@ def _quantized(facts: RunFacts) -> Table | None:
 
 
 def _quantized_pictures(facts: RunFacts) -> Iterator[Picture]:
-    """Yields the error and the bits of each parameter, by block."""
     errors: dict[str, list[tuple[float, float]]] = {}
     bits: dict[tuple[str, str], float] = {}
     for row in _rows(facts):
@@ -321,7 +312,6 @@ def _are_loads(record: Record) -> bool:
 
 
 def _experts(facts: RunFacts) -> Iterator[Picture]:
-    """Yields the load of each expert at the last validation."""
     record = facts.records.last("experts")
     if not _are_loads(record):
         return

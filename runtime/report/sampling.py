@@ -23,8 +23,8 @@ class SampleOptions:
     """The samples to show.
 
     Attributes:
-        prompts: the prompts, or the source lines. If empty, the empty prompt with two seeds is used for a text model,
-            and the first lines of the validation split for a model of lines.
+        prompts: the prompts, or the source lines. The default for text is the empty prompt with two seeds. The default
+            for lines is the first lines of the validation split.
         seed: the seed of each prompt.
         max_tokens: the maximum number of tokens of a text.
         temperature: the temperature of the sampling.
@@ -41,18 +41,18 @@ class SampleOptions:
 
 
 def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
-    """Returns the samples of a run: the stored samples, or new samples, which are then stored.
+    """Returns the stored samples of a run. Generates and stores new samples if there are none, or if they do not fit
+    the step or the options.
 
     Args:
         run: the run.
         step: the step of the newest checkpoint; None if there is none.
         options: the samples to generate.
-        stated: whether the user specified the options. If not, stored samples are returned even if their options
-            differ.
-        say: a function that is called with lines of text for the user.
+        stated: whether the user specified the options. If not, stored samples with other options are returned.
+        say: is called with messages for the user.
 
     Raises:
-        The errors of `open_model` and of `generate`.
+        RuntimeFailure: the model cannot be opened, or cannot generate.
         EnvironmentFailure: the samples cannot be stored.
     """
     stored, lines = recorded_samples(run.directory), run.spec.model.reads == "lines"
@@ -65,7 +65,7 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
 
 
 def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
-    """Returns whether `stored` answers `options`; any lines do where no prompts are asked for."""
+    """Returns whether stored samples have these options. Without `options.prompts`, any source lines fit."""
     shown = [(sample.prompt, sample.seed) for sample in stored.samples]
     if lines:
         return shown == [(prompt, None) for prompt in options.prompts] or not options.prompts
@@ -74,7 +74,6 @@ def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
 
 
 def _asked(options: SampleOptions) -> list[tuple[str, int]]:
-    """Returns the prompts of a text model, each with its seed."""
     if options.prompts:
         return [(prompt, options.seed) for prompt in options.prompts]
     return [("", options.seed), ("", options.seed + 1)]
@@ -101,7 +100,6 @@ def _lines(opened: OpenedModel, options: SampleOptions) -> Samples:
 
 
 def _validation_lines(opened: OpenedModel) -> list[str]:
-    """Returns the first source lines of a run's validation split."""
     assert not isinstance(opened.spec.train.data, TextData)
     task = task_of(opened.spec.train.data)
     if opened.data in (None, task.name):

@@ -22,9 +22,9 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
         run: the run directory.
         out: the file; None for report.html in the run.
         options: the samples to generate if the run does not store them; None generates none.
-        stated: whether the user specified the options of the samples. If not, stored samples are shown even if their
-            options differ.
-        say: a function that is called with lines of text for the user.
+        stated: whether the user specified the options of the samples. If not, stored samples with other options are
+            shown.
+        say: is called with messages for the user.
 
     Raises:
         RunDirectoryError: `run` is not a run (exit code 2).
@@ -42,13 +42,14 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
 
 
 def write_card(run: Path, out: Path | None) -> Path:
-    """Writes the model card of a run, by default as README.md in the run, and returns its path. Raises the same errors
-    as `write_report`."""
+    """Writes the model card of a run, by default README.md in the run, and returns the path.
+
+    Raises the same errors as `write_report`.
+    """
     return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
 
 
 def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: Say) -> tuple[Samples | None, str]:
-    """Returns the samples to show and an empty text, or None and the reason why there are none."""
     try:
         if options is not None:
             return samples_of(facts.run, facts.step, options, stated, say), ""

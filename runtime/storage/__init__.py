@@ -1,1 +1,1 @@
-"""Storage of runs, checkpoints and quantized runs. A file or directory is written completely or not at all."""
+"""Runs, checkpoints and quantized runs on disk. Every file or directory is written completely or not at all."""

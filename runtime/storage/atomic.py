@@ -1,6 +1,6 @@
 """Writes a file completely or not at all.
 
-The content is written to a temporary file in the same folder, synced and checked. Then the file is renamed, and the
+The content is written to a temporary file in the same folder, synced and checked. The file is then renamed, and the
 folder is synced.
 """
 
@@ -15,17 +15,14 @@ from specc.runtime.errors import cannot_write
 
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
-    """Writes `parts` to `path`, replacing an existing file.
-
-    Temporary files of interrupted writers are removed first. After an error, no temporary file remains and `path` is
-    unchanged, with one exception: if only the sync of the folder fails, `path` has the new content, but a power failure
-    may still undo the write.
+    """Writes a file, or replaces an existing file. After an error, no temporary file remains, and `path` is unchanged.
+    Exception: if the sync of the folder fails, `path` has the new content, but a power failure may undo the write.
 
     Args:
         path: the file to write.
         parts: the content, in order.
-        check: a function that is called with the finished temporary file before the rename. It raises an exception to
-            reject the file.
+        check: is called with the finished temporary file before the rename. It may raise an exception to reject the
+            file.
 
     Raises:
         EnvironmentFailure: if the file cannot be written.
@@ -44,16 +41,16 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
 
 
 def write_all(descriptor: int, part: bytes) -> None:
-    """Writes `part` in full to an open file."""
+    """Writes all bytes of `part` to an open file."""
     view = memoryview(part)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def create_folder(folder: Path) -> None:
-    """Creates a folder, with its parents, if it does not exist, and syncs the entry of each new folder.
+    """Creates a folder and its parents, and syncs their entries.
 
-    Without this sync, a power failure may remove a new folder and all files in it, although the files were synced.
+    A power failure could otherwise remove the folder together with the files in it.
     """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,8 +69,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """Creates a new file next to `path` and locks it. The lock ends with this process, so a temporary file without a
-    lock belongs to a process that has ended."""
+    """Creates a new file next to `path` and locks it.
+
+    The lock ends with this process. `_sweep` can thus recognize files of processes that have ended.
+    """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -90,7 +89,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _sweep(path: Path) -> None:
-    """Removes the temporary files for `path` that no running process has locked."""
+    """Removes the temporary files for `path` that no process has locked."""
     prefix = f".{path.name}."
     for entry in sorted(os.listdir(path.parent)):
         if not (entry.startswith(prefix) and entry.endswith(".tmp") and len(entry) == len(prefix) + 12):

@@ -1,9 +1,9 @@
-"""Checkpoints: one committed directory per step (see committed.py), of safetensors and JSON, never pickles.
+"""Checkpoints: directories of safetensors and JSON files. Each is written completely or not at all.
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
-rng.safetensors, state.json and COMMIT. It also contains ema.safetensors if the run averages its weights. Tensors are
-stored by parameter name. If a run starts from existing weights, `checkpoints/step_00000000/` contains only
-model.safetensors, state.json and COMMIT.
+rng.safetensors, state.json and COMMIT (see committed.py). If the run averages its weights, it also contains
+ema.safetensors. Tensors are stored by parameter name. If a run starts from existing weights,
+`checkpoints/step_00000000/` contains only model.safetensors, state.json and COMMIT.
 """
 
 import platform
@@ -36,18 +36,18 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The complete state that a run needs to continue. Tensors are f32 by parameter name.
+    """The complete state of a run between two steps. Tensors are f32, by parameter name.
 
     Attributes:
         step: the number of updates.
         seconds: the seconds of training.
         weights: the master weights.
         average: the averaged weights. None if the run does not average its weights.
-        optimizer: the optimizers' state, by `kind.slot/parameter`.
+        optimizer: the optimizer state. Keys have the form `kind.slot/parameter`.
         rng: the states of the random generators, u8.
         loader: the position of the data loader.
-        spec_digest: SHA-256 (hex) of the canonical spec.
-        done: the completed share of the run before the last update, which determines the phase of the run.
+        spec_digest: the SHA-256 (hex) of the spec.
+        done: the completed share of the run before the last update, 0 to 1.
     """
 
     step: int
@@ -62,14 +62,14 @@ class Snapshot:
 
     @property
     def weights_alone(self) -> bool:
-        """True if the snapshot contains only weights from which a run starts. The state of optimizers, generators and
-        data does not exist yet."""
+        """Whether the snapshot has only initial weights, and no state of optimizers, random generators and data."""
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
-        """Returns a snapshot with copies of the weights, the average and the optimizer state in host memory, so that
-        they occupy no GPU memory. The copy of a tensor of zeros, such as the state of an optimizer that has not begun,
-        is one expanded zero on the device of the tensor."""
+        """Returns a snapshot with all tensors in host memory.
+
+        A tensor of zeros, such as unused optimizer state, is copied as one expanded zero, to save memory.
+        """
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
@@ -86,8 +86,8 @@ class Snapshot:
 class State(StrictModel):
     """The content of state.json.
 
-    `weights` names the file of the final weights if the run ended at this step. `threads` is the number of CPU threads,
-    which determines the order of sums.
+    `weights` names the file with the final weights of a run that ends at this step. `threads` is the number of CPU
+    threads. The order of sums depends on it.
     """
 
     step: int
@@ -101,10 +101,10 @@ class State(StrictModel):
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
-    """Commits `snapshot` as `folder/step_NNNNNNNN`, then removes all checkpoints except the `keep` newest.
+    """Writes `snapshot` to `folder/step_NNNNNNNN`. Then removes all checkpoints except the `keep` newest.
 
-    A valid checkpoint of the same step is left unchanged, and a damaged checkpoint is replaced. Raises
-    EnvironmentFailure if the checkpoint cannot be written, and ValueError if `keep` is below 2.
+    A valid checkpoint of the same step remains. A damaged checkpoint is replaced. Raises EnvironmentFailure if the
+    checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
@@ -124,12 +124,12 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
 
 
 def save_weights(folder: Path, model: Iterable[bytes], spec_digest: str) -> Path:
-    """Commits the weights from which a run starts, as `folder/step_00000000`.
+    """Writes the initial weights of a run as the checkpoint `folder/step_00000000`.
 
     Args:
         folder: the folder of the checkpoints of the run.
-        model: the parts of the file model.safetensors, which holds f32 tensors by parameter name.
-        spec_digest: SHA-256 (hex) of the canonical spec.
+        model: the content of model.safetensors, in parts. It has f32 tensors by parameter name.
+        spec_digest: the SHA-256 (hex) of the spec.
 
     Raises:
         EnvironmentFailure: if the checkpoint cannot be written.
@@ -155,8 +155,9 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Returns the newest valid checkpoint in `folder`, or None. Calls `warn` with the reason for each newer checkpoint
-    that is damaged."""
+    """Returns the newest valid checkpoint in `folder`, or None. For each newer damaged checkpoint, calls `warn` with
+    the reason.
+    """
     for path in reversed(all_in(folder)):
         reason = fault(path)
         if reason is None:
@@ -166,8 +167,7 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def fault(path: Path) -> str | None:
-    """Returns the reason why the checkpoint cannot be used, or None if it is complete and unchanged since it was
-    committed."""
+    """Returns why the checkpoint cannot be used, or None if it is valid."""
     try:
         load(path)
     except IntegrityError as error:
@@ -176,8 +176,7 @@ def fault(path: Path) -> str | None:
 
 
 def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint. Raises IntegrityError unless it is complete and unchanged since it was
-    committed."""
+    """Reads and verifies a checkpoint. Raises IntegrityError if it is incomplete or was changed after writing."""
     files = Committed.open(path)
     state = read_state(path)
     if state.step == 0 and files.members.keys() == {STATE, MODEL}:
@@ -192,8 +191,7 @@ def load(path: Path) -> Snapshot:
 
 
 def read_state(path: Path) -> State:
-    """Reads the state.json of a checkpoint. Raises IntegrityError if it is missing or has changed since it was
-    committed."""
+    """Reads the state.json of a checkpoint. Raises IntegrityError if it is missing or was changed after writing."""
     try:
         state = State.model_validate_json(Committed.open(path).read(STATE))
     except ValidationError as error:
@@ -206,17 +204,16 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights that are final if the run ends at this checkpoint, f32 by parameter name: the averaged
-    weights if the run averages, and the plain weights otherwise.
+    """Returns the final weights of a run that ends at this checkpoint, f32 by parameter name.
 
-    Raises IntegrityError if the checkpoint is incomplete or has changed since it was committed.
+    These are the averaged weights if the run averages its weights, otherwise the plain weights. Raises IntegrityError
+    if the checkpoint is incomplete or was changed after writing.
     """
     return _tensors(Committed.open(path), read_state(path).weights)
 
 
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises IntegrityError, which lists the differences, unless both mappings have the same names, shapes and
-    dtypes."""
+    """Raises IntegrityError, with the differences, unless both mappings have equal names, shapes and dtypes."""
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [
@@ -227,7 +224,7 @@ def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[st
     if differences:
         more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
         message = f"{what} does not fit the model: {', '.join(differences[:8])}{more}"
-        raise IntegrityError(message, "use the spec and the version of specc that the run was made with")
+        raise IntegrityError(message, "use the spec and the version of specc of the run")
 
 
 def _form(tensor: Tensor) -> str:
@@ -254,7 +251,6 @@ def _state(
     loader: Mapping[str, int],
     done: float,
 ) -> bytes:
-    """Returns the content of state.json, with the fields of `State`."""
     state = State(
         step=step,
         seconds=seconds,
@@ -276,8 +272,7 @@ def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
 
 
 def _outdated(folder: Path, keep: int) -> list[Path]:
-    """Returns the checkpoints older than the `keep` newest complete checkpoints. A damaged checkpoint does not count
-    toward `keep`."""
+    """Returns the checkpoints that are older than the `keep` newest complete checkpoints."""
     steps = all_in(folder)
     complete = [path for path in steps if _is_complete(path)]
     return [path for path in steps if len(complete) >= keep and steps.index(path) < steps.index(complete[-keep])]

@@ -1,8 +1,8 @@
-"""Directories that are written completely or not at all, and are valid only with their COMMIT file.
+"""Directories that are written completely or not at all.
 
-COMMIT is JSON, and contains the size and SHA-256 of every other file. A directory is written under a temporary name.
-The files and the directory are synced before the rename, and the parent directory after it. Neither a kill nor a power
-failure therefore leaves a partial directory under the final name. Reading verifies the digest of the returned bytes.
+COMMIT is a JSON file with the size and SHA-256 of every other file. A directory without a valid COMMIT is not valid. A
+directory is written under a temporary name, synced, and then renamed. A killed process or a power failure therefore
+leaves no partial directory under the final name.
 """
 
 import errno
@@ -39,15 +39,17 @@ class Commit(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A directory whose COMMIT has been read. Each file is checked when it is read."""
+    """A directory whose COMMIT file was read. Each file is checked when it is read."""
 
     path: Path
     members: dict[str, Member]
 
     @classmethod
     def open(cls, path: Path) -> "Committed":
-        """Reads the COMMIT of a directory. Raises IntegrityError if the directory or its COMMIT is missing, or if the
-        COMMIT is that of another directory."""
+        """Reads the COMMIT file of a directory.
+
+        Raises IntegrityError if the directory or its COMMIT file is missing, or if COMMIT is from another directory.
+        """
         try:
             commit = Commit.model_validate_json((path / COMMIT).read_bytes())
         except FileNotFoundError:
@@ -62,7 +64,7 @@ class Committed:
         return cls(path, commit.members)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of one file. Raises IntegrityError if it differs from what was committed."""
+        """Returns the content of one file. Raises IntegrityError if it differs from the file that was written."""
         member, path = self.members.get(name), self.path / name
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
@@ -79,7 +81,7 @@ class Committed:
         return data
 
     def in_full_size(self) -> bool:
-        """Returns whether all files exist with the sizes in COMMIT. Does not read the files."""
+        """Returns whether all files exist and have the sizes in COMMIT. Does not read the files."""
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.members}
         except OSError:
@@ -88,9 +90,9 @@ class Committed:
 
 
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-    """Creates the directory `path`, which must not exist. `files` are pairs of a name and the parts of the content.
+    """Creates the directory `path`, which must not exist. `files` are pairs (name, parts of the content).
 
-    Raises OSError if an operation fails, in which case nothing remains.
+    Raises OSError if an operation fails. In this case, nothing remains.
     """
     temporary = _aside(path)
     try:
@@ -106,30 +108,31 @@ def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a committed directory. It is renamed first, so that a kill cannot leave a partial directory under its
-    name."""
+    """Removes a directory. It is first renamed, so that its old name never refers to a partial directory."""
     aside = _aside(path)
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def replace(path: Path, new: Path) -> None:
-    """Replaces `path` with the committed directory `new`, which has the same name and is in another folder on the same
-    disk.
+    """Replaces `path` by the directory `new`. Both must have the same name and be on the same disk.
 
-    The previous directory is moved next to `new` under the name `before`, and the caller removes it. A kill between the
-    two renames leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if an operation fails.
+    The previous directory is renamed to `before` beside `new`, for the caller to remove. If the process is killed
+    between the two renames, `path` does not exist. `settle` then finishes the replacement. Raises OSError if an
+    operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
     settle(path, new)
     if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "it was removed during the replacement", str(path))
+        raise FileNotFoundError(errno.ENOENT, "the directory was removed during the replacement", str(path))
 
 
 def settle(path: Path, new: Path) -> None:
-    """Finishes an interrupted `replace`: if nothing is at `path` and `new` is committed, renames `new` to `path`. Any
-    process may call this at any time. Raises OSError if an operation fails."""
+    """Finishes an interrupted `replace`: renames `new` to `path` if `path` does not exist and `new` is complete.
+
+    Any process may call this at any time. Raises OSError if an operation fails.
+    """
     if path.exists() or not new.is_dir():
         return
     with suppress(IntegrityError, FileNotFoundError):  # `new` is incomplete, or another process renamed it first
@@ -139,13 +142,13 @@ def settle(path: Path, new: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the temporary directories of interrupted writers in `folder`. The caller must be its only writer."""
+    """Removes the temporary directories of interrupted writers in `folder`. The caller must be the only writer."""
     for stray in sorted(folder.glob(".*.tmp")):
         shutil.rmtree(stray, ignore_errors=True)
 
 
 def in_words(error: ValidationError) -> str:
-    """Returns the first problem in a JSON file as text: `members.state.json.size: Field required`."""
+    """Returns the first problem in a JSON file as text, such as `members.state.json.size: Field required`."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
 

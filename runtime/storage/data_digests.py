@@ -1,4 +1,4 @@
-"""Digests of training data. Two data sets are the same if their digests are equal."""
+"""Digests of training data. Equal digests mean equal data."""
 
 from typing import Annotated
 
@@ -10,14 +10,15 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class DataDigests(StrictModel):
-    """SHA-256 digests (hex) of the two splits of a data set. They depend only on the content, and not on its
-    location."""
+    """The SHA-256 digests (hex) of the two splits of a data set. They depend only on the content, not on the
+    location.
+    """
 
     train: Sha256
     val: Sha256
 
     def packed(self) -> bytes:
-        """Returns 64 bytes: the digest of the training split, then that of the validation split."""
+        """Returns 64 bytes: the digest of the training split, then the digest of the validation split."""
         return bytes.fromhex(self.train + self.val)
 
     @classmethod
@@ -25,5 +26,5 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Returns whether the text with this digest is the validation split; None if it is neither split."""
+        """Returns whether this is the digest of the validation split. None if it is the digest of neither split."""
         return digest == self.val if digest in (self.train, self.val) else None

@@ -12,11 +12,10 @@ FOLDER = "evaluations"
 
 
 def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
-    """Writes a result of a run, and returns the path of its file. An earlier result for the same file and model is
-    replaced.
+    """Writes the result of an evaluation into a run directory, and returns the path of the file.
 
-    `facts` contains the results of the task, and the keys `model` (`run` or `quantized`) and `step`. Raises
-    EnvironmentFailure if the file cannot be written.
+    Replaces an earlier result for the same task file and model. `facts` has the results of the task, and the keys
+    `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file cannot be written.
     """
     folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"
@@ -30,7 +29,7 @@ def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
 
 
 def recorded_evaluations(run: Path) -> list[dict[str, Any]]:
-    """Returns the results in a run, sorted by file name. Files that cannot be read are left out."""
+    """Returns all results in a run directory, sorted by file name. Files that cannot be read are omitted."""
     results = []
     for path in sorted((run / FOLDER).glob("*.json")):
         try:

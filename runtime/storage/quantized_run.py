@@ -1,4 +1,4 @@
-"""The quantized artifact of a run, and the check that it was made from the newest weights of the run."""
+"""Finds the quantized artifact of a run, and warns if the run has newer weights."""
 
 import json
 import shlex
@@ -16,7 +16,7 @@ REPORT = "report.json"
 
 
 def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
-    """Returns the path of the run's quantized model.
+    """Returns the path of the artifact of a run.
 
     Calls `say` with a warning if the run has newer weights, or if the step of the artifact is unknown. Raises
     RunFailure if the run is not quantized.
@@ -43,8 +43,10 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
 
 
 def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
-    """Returns `path` if it is an artifact, or the artifact of the run at `path`. Raises RunDirectoryError if nothing is
-    at `path`, and the errors of `quantized_artifact` and `Run.open`."""
+    """Returns `path` if it is an artifact, or the artifact of the run at `path`.
+
+    Raises RunDirectoryError if nothing is at `path`, and the errors of `quantized_artifact` and `Run.open`.
+    """
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)
     require_path(path)

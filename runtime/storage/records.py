@@ -1,4 +1,4 @@
-"""Reads the records of the log of a run: only complete lines, and each step once."""
+"""Reads the log records of a run. Repeated steps and incomplete lines are removed."""
 
 import json
 import math
@@ -14,11 +14,11 @@ Record = Mapping[str, Any]
 class Records:
     """The records of a log, in order.
 
-    A resumed run repeats steps. A `start` record at step n therefore removes the earlier records of steps after n.
+    A resumed run may repeat steps, so a `start` record at step n removes all earlier records of later steps.
 
     Attributes:
         all: the records.
-        unreadable: the number of lines that are not records, such as a line that a kill cut off.
+        unreadable: the number of lines that are not records, such as the last line of a killed process.
     """
 
     all: tuple[Record, ...] = ()
@@ -48,7 +48,7 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event whose fields have these values."""
+        """Returns the records of an event that have all `fields`."""
         return [
             record
             for record in self.all
@@ -56,15 +56,15 @@ class Records:
         ]
 
     def last(self, event: str, **fields: object) -> Record:
-        """Returns the last record of an event whose fields have these values; an empty record if there is none."""
+        """Returns the last record of an event that has all `fields`; an empty record if there is none."""
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:
-        """Returns a pair (step, value) for each record that has a finite number in `field`."""
+        """Returns a pair (step, value) for each record with a finite number in `field`."""
         records = self.of(event, **fields)
         return [(r["step"], r[field]) for r in records if is_number(r.get("step")) and is_number(r.get(field))]
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Returns whether a value of a record is a finite number."""
+    """Returns whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

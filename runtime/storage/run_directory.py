@@ -1,9 +1,9 @@
 """The run directory: the inputs, the settings and all results of a training run.
 
 runs/gpt_mini-001/
-    spec.json        the resolved spec with its overrides; every command that reads a spec accepts it
-    run.json         target, data and overrides, as given, and the source of the weights from which the run started
-    lock.json        the measured kernels of the run, if the spec had any
+    spec.json        the spec with all defaults and overrides; every command that reads a spec accepts it
+    run.json         target, data and overrides, as given, and the source of the initial weights
+    lock.json        the kernels that were fastest in measurements, if there are any
     files/           other files that the run needs, such as its tokenizer
     generated/       the generated code
     log.jsonl        one line per step, and one per event between steps
@@ -52,12 +52,12 @@ class RunDirectoryError(RuntimeFailure):
 
 
 def require_path(path: Path) -> None:
-    """Raises RunDirectoryError if `path`, which names a run or an artifact, does not exist or is a spec."""
+    """Raises RunDirectoryError if a path does not exist, or is a spec instead of a run or artifact."""
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     if path.is_file() and path.suffix in (".yaml", ".yml"):
         hint = f"train it with `specc train {path}`, then name the run directory"
-        raise RunDirectoryError(f"{path}: a spec has no weights; this opens a run or a .specc artifact", hint)
+        raise RunDirectoryError(f"{path}: this file is a spec, which has no weights", hint)
 
 
 class _Record(StrictModel):
@@ -76,20 +76,19 @@ def _digest_of(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and the recorded settings of the run.
+    """A run directory, and the settings in its files.
 
     Attributes:
         directory: the run directory.
         spec: the resolved spec.
-        target: the target that the run uses for training.
+        target: the target on which the run trains.
         data: the training data, as given to `--data`.
-        overrides: the `--set` texts that `spec` contains.
-        lock: the measured kernels of the run.
-        data_digests: the digests of the content of `data` at the start of the run. None if an older version of specc
-            started the run.
-        trained_digest: the digest in the checkpoints, if it is not that of `spec`: the recorded spec has an old format
-            version, or its `quant` was changed.
-        start: the weights from which the run started; None for initial values.
+        overrides: the values of `--set`. `spec` already contains them.
+        lock: the kernels that were fastest in measurements.
+        data_digests: the digests of the training data at the start of the run. None for runs of old versions.
+            trained_digest: the spec digest in the checkpoints, if `spec` has another digest. This happens for a spec of
+            an old version, and after a change of `quant`.
+        start: the weights from which the run started; None for random weights.
     """
 
     directory: Path
@@ -124,31 +123,35 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next `quantized` is written. Its parent folder has a separate lock, so that a run can
-        be quantized from its last checkpoint while it trains."""
+        """The folder in which the next folder `quantized` is written.
+
+        Its parent folder has a separate lock, so that a run can be quantized while it trains.
+        """
         return self.directory / ".quantizing" / "quantized"
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run, without `--gpus` and limits."""
+        """The command that continues the run, without options for GPUs and limits."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
     def spec_digest(self) -> str:
-        """SHA-256 (hex) of the canonical spec, stored in checkpoints."""
+        """The SHA-256 (hex) of the spec, as in the checkpoints."""
         return self.trained_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns the validation loss after `step`, in nats per token; None if the log has no validation at that step.
+        """Returns the validation loss at `step`, in nats per token; None if there was no validation at `step`.
 
-        A validation of averaged weights does not count.
+        Validations of averaged weights do not count.
         """
         loss: float | None = Records.read(self.log).last("validation", step=step, weights="raw").get("nats")
         return loss
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
-        """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
-        is not empty, and EnvironmentFailure if it cannot be written."""
+        """Creates the directory, with copies of `files`, and returns the run.
+
+        Raises RunDirectoryError if the directory is not empty, and EnvironmentFailure if it cannot be written.
+        """
         require_free(self.directory)
         try:
             for folder in (*([self.files] if files else []), self.generated, self.checkpoints, self.quantized):
@@ -186,7 +189,7 @@ class Run:
         return cls(directory, spec, record.target, record.data, record.overrides, lock, digests, digest, record.start)
 
     def record(self) -> None:
-        """Writes run.json. Raises EnvironmentFailure if it cannot be written."""
+        """Writes run.json. Raises EnvironmentFailure if the file cannot be written."""
         record = _Record(
             format=1,
             target=self.target,
@@ -198,11 +201,10 @@ class Run:
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
-        """Returns the run with `--set` overrides of the `quant` section of its spec. During training, only
-        quantization-aware training reads this section.
+        """Returns the run with other settings in the `quant` section of its spec.
 
         Raises:
-            SpecError: if a build of the resulting spec for the run's target fails.
+            SpecError: if the resulting spec cannot be built for the target of the run.
             RunDirectoryError: if the overrides change more than `quant`.
         """
         if not overrides:
@@ -215,7 +217,7 @@ class Run:
         return replace(self, spec=spec, trained_digest=self.spec_digest)
 
     def require_same(self, spec: Spec, target: str) -> None:
-        """Raises RunDirectoryError, which lists the differences, unless the run has this spec and target."""
+        """Raises RunDirectoryError, with the differences, unless the run has this spec and target."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
         changed = [f"{path}: {old} in the run, {new} now" for path, old, new in differences(here, there)]
         changed += [f"the target: {self.target} in the run, {target} now"] if target != self.target else []
@@ -224,8 +226,7 @@ class Run:
             raise RunDirectoryError(f"{self.directory} has other settings: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:
-        """Raises RunDirectoryError if the digests differ from those recorded at the start of the run. Does nothing if
-        the run recorded none."""
+        """Raises RunDirectoryError if the digests differ from those at the start of the run."""
         known = self.data_digests
         if known is None or known == digests:
             return
@@ -234,8 +235,10 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with the data location `data`, which the function `lasting` returned. Does not compare the
-        data with those of the run. Raises RunDirectoryError if `data` is the recorded location and does not exist."""
+        """Returns the run with its data at another location. `data` is a result of `lasting`.
+
+        Does not compare the data. Raises RunDirectoryError if `data` is the recorded location and does not exist.
+        """
         built_in = data in ("stdlib", *generated_data())
         if data == lasting(self.data) and not built_in and not Path(data).expanduser().exists():
             hint = f"state the new location: {self.resume_command} --data PATH"
@@ -244,21 +247,21 @@ class Run:
 
 
 def lasting(data: str) -> str:
-    """Returns `data` in a form that is valid in any working directory: the absolute path if the path exists, otherwise
-    `data` unchanged."""
+    """Returns the absolute path if `data` is an existing path, otherwise `data`."""
     path = Path(data).expanduser()
     return data if data in ("stdlib", *generated_data()) or not path.exists() else str(path.absolute())
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether this directory is a run, whether valid or damaged. A quantized directory also has a spec.json,
-    and differs from a run by its COMMIT."""
+    """Returns whether this directory is a run, valid or damaged.
+
+    A quantized directory also has a spec.json, but additionally a COMMIT file.
+    """
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
 def require_free(directory: Path) -> None:
-    """Raises RunDirectoryError unless a run can begin here: the directory contains at most the files of an interrupted
-    start."""
+    """Raises RunDirectoryError if the directory has files, except those of an interrupted start."""
     left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
@@ -270,11 +273,9 @@ def require_free(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """A context manager that creates the directory and locks it against other processes until the end of the block or
-    of this process.
+    """A context manager that creates the directory, and locks it against other processes.
 
-    Raises RunDirectoryError if another process has the lock, and EnvironmentFailure if the directory cannot be
-    created.
+    Raises RunDirectoryError if another process has the lock, and EnvironmentFailure if the directory cannot be created.
     """
     try:
         create_folder(directory)
@@ -292,7 +293,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def readable(spec: Spec) -> str:
-    """Returns the resolved spec as indented JSON with all defaults and sorted keys."""
+    """Returns the spec as indented JSON with all defaults and sorted keys."""
     data = spec.model_dump(mode="json", by_alias=True)
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -304,13 +305,11 @@ def default_run(name: str, root: Path = Path("runs")) -> Path:
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """Returns the run with the highest number among the `runs/NAME-NNN` in which training began; None if there is
-    none."""
+    """Returns the directory `runs/NAME-NNN` with the highest number in which training began; None if there is none."""
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 
 def _numbered(name: str, root: Path) -> list[Path]:
-    """Returns the entries `NAME-NNN` of a folder, sorted by number."""
     pattern = re.compile(re.escape(name) + r"-\d{3,9}")
     names = os.listdir(root) if root.is_dir() else []
     return [root / n for n in sorted(filter(pattern.fullmatch, names), key=lambda n: int(n.rpartition("-")[2]))]

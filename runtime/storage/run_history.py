@@ -1,5 +1,4 @@
-"""Reads the history of a run from its log: steps, validations and the end. Repeated records after interruptions are
-removed."""
+"""Reads the history of a run from its log: steps, validations and the end. Repeated steps are removed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ class LoggedStep:
     Attributes:
         step: the number of the step.
         loss: the mean training loss of the step, in nats per token.
-        seconds: the seconds of training up to the end of the step.
-        tokens: the number of tokens used for training up to the end of the step.
+        seconds: the seconds of training until the end of the step.
+        tokens: the number of training tokens until the end of the step.
     """
 
     step: int
@@ -33,7 +32,7 @@ class LoggedValidation:
     Attributes:
         step: the number of updates of the weights.
         weights: `raw` or `average`.
-        values: the measured values by name; `nats` is the mean loss in nats per token. A value may be None.
+        values: the measured values by name. `nats` is the mean loss in nats per token. A value may be None.
     """
 
     step: int
@@ -45,12 +44,12 @@ class LoggedValidation:
 class RunHistory:
     """The content of the log of a run.
 
-    A run that resumes from a checkpoint repeats the steps after it; the history has only the last record of each step.
+    If a resumed run repeats steps, only the last record of each step counts.
 
     Attributes:
         steps, validations: the records in order of steps.
-        end: the fields of the last `end` record, which a process writes when it finishes; None if there is none.
-        message: the reason why the last process stopped early or failed; empty if it did neither.
+        end: the fields of the last `end` record; None if there is none.
+        message: why the last process stopped early or failed; empty otherwise.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
@@ -73,8 +72,7 @@ class RunHistory:
 
     @property
     def final(self) -> Mapping[str, Any] | None:
-        """The validation of the final weights, which are the averaged weights if the run has any. None if the run is
-        not complete."""
+        """The validation of the final weights; None if the run is not complete."""
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:
@@ -85,12 +83,12 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """Seconds of training."""
+        """The seconds of training."""
         return float(self.end["seconds"]) if self.end is not None else self.steps[-1].seconds if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of training; None before the first step."""
+        """The tokens per second of training; None before the first step."""
         return self.steps[-1].tokens / self.seconds if self.steps and self.seconds else None
 
     def _add(self, event: Mapping[str, Any]) -> None:
@@ -101,7 +99,7 @@ class RunHistory:
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
-                # older logs contain only the rate
+                # logs of old versions contain only the rate
                 tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
                 self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
             case "validation":

@@ -1,4 +1,4 @@
-"""Writes safetensors one tensor at a time, so that the whole file is never in memory."""
+"""Writes safetensors files one tensor at a time, so that the whole file is never in memory."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ DTYPES: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.float16: "F16",
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor to write: its name, dtype and shape."""
+    """The name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -34,8 +34,7 @@ def stream(
 
     Args:
         entries: the tensors, in the order of the file.
-        read: a function that returns a tensor by name, in its dtype and shape. The function is called once for each
-            entry, in order.
+        read: returns the tensor with a given name. It is called once for each entry, in order.
         metadata: texts in the header.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The texts that the final model of a run has generated. They are stored, so that each report shows the same texts."""
+"""Texts that the final model of a run generated. They are stored, so that every report shows the same texts."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HINT = "delete it; `specc report` generates it again"
 
 
 class Sample(StrictModel):
-    """A prompt, the seed of its random numbers, and the generated text. Samples of models of lines have no seed."""
+    """A prompt, the seed of the random numbers, and the generated text. Greedy samples have no seed."""
 
     prompt: str
     text: str

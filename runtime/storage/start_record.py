@@ -12,7 +12,7 @@ class StartRecord(StrictModel):
     Attributes:
         path: the absolute path of the source.
         kind: the kind of the source.
-        step: if the source is a run, the step of its checkpoint; None for files.
+        step: the step of the checkpoint if the source is a run; None for other sources.
         tensors: for each loaded parameter, the SHA-256 (hex) of its f32 bytes.
     """
 

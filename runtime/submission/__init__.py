@@ -1,1 +1,1 @@
-"""Submissions to the parameter-golf challenge: one file that trains, quantizes and scores a model without specc."""
+"""Submissions to the parameter-golf challenge. A submission trains, quantizes and scores a model without specc."""

@@ -1,10 +1,8 @@
-"""Builds train_gpt.py, a single file that contains the entry program, the parts of specc that it needs, the model and
-the plan.
+"""Builds train_gpt.py, a single file with the entry program, the needed parts of specc, the model and the plan.
 
-The needed code is extracted from the sources of specc (shake.py), stripped of docstrings and annotations, and
-compressed. At start, train_gpt.py unpacks the code into a temporary folder, because Triton and nvcc read sources from
-files. The file is encoded as Latin-1, so that each character of a string stores one compressed byte. The alternative,
-base85, would be 25 % larger.
+The code is extracted from the sources of specc without docstrings and annotations (see shake.py), and compressed. At
+start, train_gpt.py unpacks the code into a temporary folder, because Triton and nvcc read sources from files. In the
+encoding Latin-1, one character of a string stores one compressed byte.
 """
 
 import bz2
@@ -61,8 +59,8 @@ class _Facts:
 
     Attributes:
         spec, quant: the settings.
-        base: the scheme of each parameter by the rules.
-        reused: the parameters whose uses calibration measures.
+        base: the storage scheme of each parameter, as the rules of the spec state.
+        reused: the parameters that several products read. Calibration measures them separately for each product.
         experts: whether the model has experts.
         gpu: whether a target is a GPU.
     """
@@ -76,12 +74,12 @@ class _Facts:
 
     @property
     def writes_text(self) -> bool:
-        """Returns True if the model generates its calibration text."""
+        """Whether the model generates its own calibration text."""
         return self.quant.calibrate.source == "self"
 
     @property
     def corrects(self) -> bool:
-        """Returns True if a matrix has a low-rank correction, by a rule or by the choice of bits."""
+        """Whether a matrix has a low-rank correction, by a rule or by the choice of bits."""
         ranks = (getattr(scheme, "correction_rank", 0) for scheme in self.base.values())
         return self.quant.correct is not None or any(ranks)
 
@@ -109,7 +107,7 @@ _BUFFERS: Mapping[str, Symbol] = {
 }  # the classes that set buffers of a model, by the storage format of the buffers
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
 MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len to try; which is best depends on the data
-# Matches C++ string and character literals, which are preserved, and comments, which are removed.
+# Matches C++ string and character literals, which are preserved. Also matches comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
 # coding: latin-1
@@ -129,20 +127,20 @@ if __name__=="__main__":
 
 
 def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> bytes:
-    """Returns the bytes of train_gpt.py, which are a Python source in Latin-1.
+    """Returns the content of train_gpt.py: a Python source in Latin-1.
 
     Args:
-        spec: the spec of the run, with its bits not yet chosen.
-        lock: the tuned tiles of the kernels, by target.
+        spec: the spec of the run. Quantization has not chosen bits yet.
+        lock: the kernels that were fastest in measurements.
         targets: the targets to generate code for.
-        tokenizer: the tokenizer, whose byte table is included.
+        tokenizer: the tokenizer. Its byte table is included.
         codec: the compression of the weights that the program writes.
 
     Returns:
         The content of the file.
 
     Raises:
-        ShakeError: the sources of specc contain a construct that cannot be followed.
+        ShakeError: the sources of specc contain a construct that shake.py does not support.
     """
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
@@ -155,10 +153,9 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
 
 def quoted(data: bytes) -> str:
-    """Returns the content of a string literal in three single quotes, whose characters are the bytes of `data`.
+    """Returns the content of a ''' string literal whose characters are the bytes of `data`.
 
-    NUL and CR are escaped, because a Python source cannot contain them. Characters with a special meaning in the
-    literal are also escaped.
+    NUL, CR and characters with a special meaning are escaped.
     """
     text = data.decode("latin-1")
     text = re.sub(r"\\|'(?=''|\Z)", lambda match: "\\" + match[0], text)
@@ -170,17 +167,17 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     """Returns the files of the package that train_gpt.py unpacks.
 
     Args:
-        spec: the spec of the run, with its bits not yet chosen.
-        lock: the tuned tiles of the kernels, by target.
+        spec: the spec of the run. Quantization has not chosen bits yet.
+        lock: the kernels that were fastest in measurements.
         targets: the targets to generate code for.
-        tokenizer: the tokenizer, whose byte table is included.
+        tokenizer: the tokenizer. Its byte table is included.
         codec: the compression of the weights that the program writes.
 
     Returns:
         The source texts by path, in the order in which they compress best.
 
     Raises:
-        ShakeError: the sources of specc contain a construct that cannot be followed.
+        ShakeError: the sources of specc contain a construct that shake.py does not support.
     """
     facts = _facts(spec, targets)
     plan, generated, storages = _plan(facts, lock, targets, tokenizer, codec)
@@ -200,22 +197,17 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 
 
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
-    """Returns a sort key that places similar files together, so that they compress well.
-
-    A kernel is placed next to the same kernel of other targets, and the joined module is last.
-    """
+    """Returns a sort key that puts similar files side by side, for better compression."""
     path = PurePosixPath(file[0])
     return path.stem == JOINED, path.suffix, len(path.parts) > 1, path.name, file[0]
 
 
 def _without_comments(text: str) -> str:
-    """Returns CUDA C++ without comments, blank lines and indentation."""
     code = _CUDA_TOKEN.sub(lambda token: "" if token[0].startswith("/") else token[0], text)
     return "".join(f"{line.strip()}\n" for line in code.splitlines() if line.strip())
 
 
 def _sources() -> dict[str, str]:
-    """Returns the source texts of all modules of `specc.compiler` and `specc.runtime`, by module name."""
     texts: dict[str, str] = {}
     for package in (specc.compiler, specc.runtime):
         root = Path(str(package.__file__)).parent
@@ -239,8 +231,6 @@ def _facts(spec: Spec, targets: Sequence[str]) -> _Facts:
 def _plan(
     facts: _Facts, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
 ) -> tuple[str, dict[str, str], set[str]]:
-    """Returns the source of the module `plan`, the generated files by path, and the kinds of buffers that the model
-    has."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
     built, unfused = (compiled(each, targets, lock) for each in (spec, spec.plain))
@@ -294,24 +284,25 @@ def _plan(
 
 
 def _without_rules(spec: Spec) -> str:
-    """Returns the canonical text of a spec without the rules of `quant`, which the program contains separately."""
+    """Returns the canonical text of a spec without `quant.rules`. The program contains the rules in another form."""
     data = json.loads(canonical(spec))
     data["quant"]["rules"] = []
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def _piece_table(pieces: PieceBytes) -> str:
-    """Returns one character per id. The code point is 32, plus twice the bytes of the piece without a leading space,
-    plus 1 if the piece has a leading space."""
+    """Returns one character per token id: the code point 32 + 2 * (bytes without a leading space) + (1 for a leading
+    space).
+    """
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)
 
 
 def spelled(value: Any, classes: set[type]) -> str:
-    """Returns a Python expression for `value`: settings, plain values, or tuples, lists and mappings of these.
+    """Returns a Python expression for `value`.
 
-    The classes in the expression are added to `classes`. Fields with default values are omitted. Raises TypeError if
-    `value` is of another type.
+    `value` may be settings, a plain value, or a tuple, list or mapping of these. Adds the classes in the expression to
+    `classes`. Omits fields with default values. Raises TypeError for values of other types.
     """
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:
@@ -334,4 +325,4 @@ def spelled(value: Any, classes: set[type]) -> str:
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if value is None or isinstance(value, str | int | float | bool | bytes):
         return repr(value)
-    raise TypeError(f"a submission cannot hold {type(value).__name__}")
+    raise TypeError(f"a submission cannot contain a value of type {type(value).__name__}")

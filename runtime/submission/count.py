@@ -1,4 +1,4 @@
-"""Counts the bytes of a submission, its code file plus its weights file, by the rules of parameter-golf."""
+"""Counts the bytes of a submission by the rules of parameter-golf: code file plus weights file."""
 
 import stat
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class SubmissionSize:
         path: the folder of the submission.
         code: the size of the code file.
         weights: the size of the weights file.
-        budget: the size limit of the code and the weights together.
-        others: the names of other files in the folder, which are not counted.
+        budget: the limit of code and weights together.
+        others: the names of other files in the folder. They are not counted.
     """
 
     path: Path
@@ -51,10 +51,9 @@ class SubmissionSize:
 
 
 def is_submission(path: Path) -> bool:
-    """Returns True if `path` is a folder with the code file of a submission.
+    """Returns whether `path` is a folder with the code file of a submission.
 
-    Raises IntegrityError for the folder of an interrupted export: an empty folder, or a folder with temporary files or
-    weights but no code.
+    Raises IntegrityError if an interrupted export left weights without code.
     """
     if (path / CODE).exists() or not path.is_dir() or is_run(path):
         return (path / CODE).exists()
@@ -62,28 +61,26 @@ def is_submission(path: Path) -> bool:
     temporary = tuple(f".{name}." for name in (CODE, WEIGHTS))
     if not names or any(name == WEIGHTS or (name.startswith(temporary) and name.endswith(".tmp")) for name in names):
         message = f"{path} is not a complete submission: it has no {CODE}, which is written last"
-        raise IntegrityError(message, "export it again: specc export RUN --format submission --force")
+        raise IntegrityError(message, "export the submission again: specc export RUN --format submission --force")
     return False
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
-    """Returns the size of the submission in the folder `path`, with its budget in bytes.
+    """Returns the size of the submission in a folder, with its budget in bytes.
 
-    If `budget` is None, the budget is `quant.budget_bytes` of the spec in the weights file. If the spec has none, it is
-    the limit of parameter-golf, 16,000,000 bytes.
-
-    Raises IntegrityError if the code or the weights are missing or not a regular file, or if `budget` is None and the
-    weights are not a valid artifact.
+    The default budget is `quant.budget_bytes` of the spec in the weights file. If the spec has none, the default is the
+    limit of parameter-golf, 16,000,000 bytes. Raises IntegrityError if a file is missing or is not a regular file, or
+    if the budget must be read from a weights file that is not valid.
     """
     sizes = []
     for name in (CODE, WEIGHTS):
         try:
             status = (path / name).lstat()
         except OSError as error:
-            hint = "export it again: specc export RUN --format submission --force"
+            hint = "export the submission again: specc export RUN --format submission --force"
             raise IntegrityError(f"{path / name}: {error.strerror}", hint) from error
         if not stat.S_ISREG(status.st_mode):
-            raise IntegrityError(f"{path / name} is not a regular file", "replace a link by the file that it names")
+            raise IntegrityError(f"{path / name} is not a regular file", "replace the link by a copy of the file")
         sizes.append(status.st_size)
     others = tuple(sorted(entry.name for entry in path.iterdir() if entry.name not in (CODE, WEIGHTS)))
     if budget is None:

@@ -1,8 +1,8 @@
 """The program of a submission: trains, quantizes, writes the weights and scores them.
 
-`python train_gpt.py [train]` runs all stages; `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts it on
-several GPUs. The trained weights are saved until they are quantized. If quantization fails, `python train_gpt.py
-quantize WEIGHTS` resumes from them. The data are token shards in the folder `--data` or, if it is not given, DATA_PATH.
+`python train_gpt.py [train]` runs all stages. `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts the
+program on several GPUs. The trained weights are saved until they are quantized. If quantization fails, `python
+train_gpt.py quantize WEIGHTS` continues with them. The data are token shards in the folder `--data`, or in DATA_PATH.
 """
 
 import argparse
@@ -63,8 +63,7 @@ DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program with command-line `arguments`, and returns its exit code, which has the same meaning as for
-    specc."""
+    """Runs the program with command-line `arguments`. Returns its exit code, which has the same meaning as in specc."""
     options = _options(arguments)
     try:
         with joined() if is_launched() else nullcontext(World.alone()) as world:
@@ -102,14 +101,13 @@ def _options(arguments: Sequence[str] | None) -> Any:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)
 
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights, which replaces the checkpoints of a run. It is removed once the weights are
-    quantized."""
+    """The file of trained weights. It replaces the checkpoints of a run, and is removed after quantization."""
 
     weights: Path  # the path of the quantized weights, in the same folder
     target: str
@@ -125,14 +123,13 @@ class TrainedFile:
         return self.weights.with_name(f"{self.weights.name}.trained")
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns None. A submission trains from the first step and has no log."""
+        """Returns None, because a submission trains from the first step and has no log."""
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Writes the final weights atomically, f32, and returns the path.
+        """Writes the final weights atomically, in f32, and returns the path.
 
-        Raises RunFailure if the file cannot be written, or if the run has not reached its last phase. In an earlier
-        phase, the weights do not belong to the model that is scored.
+        Raises RunFailure if the file cannot be written, or if the run has not reached its last phase.
         """
         if any(snapshot.done < phase.until for phase in plan.PHASES):
             raise _too_few(snapshot.step)
@@ -148,13 +145,13 @@ class TrainedFile:
     def load(self, device: torch.device) -> dict[str, Tensor]:
         """Returns the weights that `save` wrote, by name, on `device`.
 
-        Raises RunFailure if the file is missing or does not contain the weights of this model.
+        Raises RunFailure if the file is missing, or has the weights of another model.
         """
         try:
             weights = torch.load(self.path, map_location=device, weights_only=True)
         except FileNotFoundError:
             message = f"there is no {self.path}"
-            raise RunFailure(message, "train first: there are no trained weights to quantize") from None
+            raise RunFailure(message, "train first: quantization needs trained weights") from None
         except Exception as error:
             raise RunFailure(f"{self.path} contains no trained weights: {error}", "train again") from error
         if not isinstance(weights, dict) or {n: tuple(getattr(t, "shape", ())) for n, t in weights.items()} != SHAPES:
@@ -163,13 +160,13 @@ class TrainedFile:
 
 
 def _show(step: Step, done: float) -> None:
-    """Prints the first ten updates, and every hundredth update."""
+    """Prints the first ten steps, and every hundredth step."""
     if step.step % 100 == 0 or step.step <= 10:
         _print(f"step {step.step}: loss {step.loss:.4f}, {step.seconds:.1f} s")
 
 
 def _train_and_quantize(world: World, target: str, options: Any) -> None:
-    """Trains, unless the command is `quantize`, then quantizes on rank 0 and writes `options.weights`."""
+    """Trains the model if the command is not `quantize`. Then quantizes it on rank 0, and writes `options.weights`."""
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
         raise RunFailure(f"{out} is not the path of a file", "name a file in a folder that exists")
@@ -218,8 +215,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
         trained: the file to which the weights are saved.
 
     Raises:
-        RunFailure: training ends before the last phase of the run. If the spec states the number of steps, this is
-            checked before the first update.
+        RunFailure: training ends before the last phase of the run.
     """
     spec, window, compiled = plan.TRAIN, plan.WINDOW, world.device.type == "cuda"
     last = (steps - 1) / spec.steps if steps is not None and spec.steps is not None else 1.0
@@ -252,10 +248,10 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
         model: the trained model.
         out: the weights file.
         trained_on: digests of the training data.
-        budget: the size limit in bytes of the code and the weights together; if None, the budget of the spec.
+        budget: the limit of code and weights together, in bytes; None for the budget of the spec.
 
     Raises:
-        QuantizeError, RunFailure, DataError: under the conditions of `quantize_weights`.
+        QuantizeError, RunFailure, DataError: as raised by `quantize_weights`.
     """
     quant = plan.QUANT
     if budget is not None:
@@ -273,7 +269,7 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
 
 
 def score(world: World, target: str, options: Any) -> BitsPerByte:
-    """Returns the bits per byte of a weights file on the validation text. The ranks share the work.
+    """Returns the bits per byte of a weights file on the validation text. Several ranks share the work.
 
     Raises RunFailure if the loss is not finite, and IntegrityError if the weights file is not valid.
     """

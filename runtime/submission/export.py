@@ -36,30 +36,28 @@ def export_submission(
 ) -> SubmissionSize:
     """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`.
 
-    The weights are those of the run's artifact. The code trains, quantizes and scores; it needs only torch and numpy,
-    and brotli if `codec` is brotli. The code is written last, so that a folder with the code is complete.
+    The weights come from the artifact of the run. The code trains, quantizes and scores. It needs torch, numpy, and the
+    package of `codec`. The code is written last, so that a folder with code is complete.
 
     Args:
         path: the run directory.
-        out: the output folder, created if it does not exist.
+        out: the output folder. It is created if it does not exist.
         codec: the compression of the weights.
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
         force: whether to overwrite existing files.
-        say: a function that is called with lines of text. They state what the code requires, whether the run has
-            weights that are newer than its artifact, and whether code and weights exceed their limit:
-            `quant.budget_bytes` of the spec, or 16,000,000 bytes if the spec has none.
+        say: is called with messages about requirements of the code, an outdated artifact, and an exceeded budget.
 
     Returns:
         The sizes of the code and the weights in bytes.
 
     Raises:
-        ExportError (exit code 2): one of the files exists and `force` is False, `out` is not a folder, or the run is of
-            a kind that cannot be a submission.
+        ExportError (exit code 2): a file exists and `force` is False, `out` is not a folder, or the run cannot be a
+            submission.
         TargetError (2): a target is not valid for the spec.
         DataError: the tokenizer is missing.
         RunDirectoryError: `path` is not a run.
-        RunFailure: the run is not quantized or ended before its last phase, or its spec changed after it was quantized.
+        RunFailure: the run is not quantized, ended before its last phase, or has a changed spec.
         IntegrityError: the run or its artifact is damaged.
         EnvironmentFailure: a file cannot be written.
     """
@@ -86,7 +84,7 @@ def export_submission(
             raise RunFailure(
                 f"{path} ended before its last phase; a submission needs the weights after it", run.resume_command
             )
-        raise RunFailure(f"{source} was written for another spec than the current spec of the run", again)
+        raise RunFailure(f"{source} was written before the spec of the run changed", again)
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):
         try:
@@ -98,11 +96,11 @@ def export_submission(
 
         def check(temporary: Path) -> None:
             if temporary.read_bytes() != text:
-                message = f"{code}: the data read back differ from what was written"
+                message = f"{code}: the file does not contain what was written"
                 raise IntegrityError(message, "check disk and memory")
 
         write_atomically(code, [text], check)
-    # Because ast.unparse may write syntax that older versions cannot parse
+    # ast.unparse may write syntax that older versions of Python cannot parse
     python = ".".join(map(str, sys.version_info[:2]))
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
@@ -120,8 +118,9 @@ def export_submission(
 
 @contextmanager
 def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
-    """A context manager that removes `file`, `folder` and its parents if the block raises. Paths that existed before
-    remain."""
+    """A context manager that removes `file`, `folder` and its parents if the block raises. What existed before
+    remains.
+    """
     fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
     try:
         yield
@@ -135,22 +134,20 @@ def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
     """Returns the size in bytes of the train_gpt.py that `export_submission` would write for the run at `path`.
 
-    The code supports all targets of the spec, and weights that are compressed by brotli. Raises ExportError or
-    DataError under the conditions of `export_submission`.
+    Assumes all targets of the spec, and compression with brotli. Raises the same ExportError and DataError as
+    `export_submission`.
     """
     return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI))
 
 
 def _of_text(run: Run) -> Run:
-    """Returns the run. Raises ExportError if it cannot be a submission: if it is not a quantized text model, trains by
-    teacher forcing, or starts from other weights."""
     spec = run.spec
     if spec.quant is None or not isinstance(spec.eval, BitsSpec):
-        raise ExportError(f"{spec.name} is not a quantized model of text", "a submission is scored in bits per byte")
+        raise ExportError(f"{spec.name} is not a quantized text model", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
     if spec.train.start is not None:
-        raise ExportError(f"{spec.name} starts from other weights", "a submission trains from initial values")
+        raise ExportError(f"{spec.name} starts from other weights", "a submission trains from random weights")
     return run
 
 
@@ -160,7 +157,6 @@ def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec
 
 
 def _without_rules(text: str) -> object:
-    """Parses a resolved spec and removes the settings that quantization chooses."""
     data = json.loads(text)
     for decided in ("rules", "promote", "allocate", "correct"):
         data["quant"].pop(decided, None)

@@ -1,4 +1,4 @@
-"""Joins the statements of several modules into one module, which then needs no imports of its own parts."""
+"""Joins several modules into one module. The result does not import the original modules."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,11 @@ Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for t
 
 
 class Part(Protocol):
-    """A module: its `imports` by bound name, the `bound` names of its other statements, and its needed `statements`."""
+    """A module.
+
+    `imports` are the symbols that it imports, by name in the module. `bound` are the names that its other statements
+    define. `statements` are the statements that are needed.
+    """
 
     @property
     def imports(self) -> Mapping[str, Symbol]: ...
@@ -29,11 +33,10 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
     Args:
         parts: the modules, by name.
-        resolved: a function that maps a symbol to the module that defines it and to its name in that module.
+        resolved: maps a symbol to the module that defines it, and its name in that module.
 
     Returns:
-        The module, whose statements are in the order in which the imports of the modules execute them, and the name of
-        each symbol in it.
+        The joined module, and the name of each symbol in it.
     """
     joiner = _Joiner(parts, resolved)
     body = [joiner.joined(name, statement) for name in sorted(parts) for statement in parts[name].statements()]
@@ -41,11 +44,9 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
 
 def _ordered(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Returns statements in an order in which they can be executed: each statement follows the statements that define
-    the names it evaluates.
+    """Sorts statements so that each follows the definitions of the names that it evaluates.
 
-    If possible, a statement also follows the statements that the functions in it need, because it may call these
-    functions.
+    If possible, a statement also follows the definitions that its functions need, because it may call these functions.
     """
     binders: dict[str, list[int]] = {}
     for place, statement in enumerate(body):
@@ -94,7 +95,7 @@ class _Joiner:
         self._dotted: set[str] = set()  # submodules outside of the package, which `import a.b` loads
 
     def joined(self, owner: str, statement: ast.stmt) -> ast.stmt:
-        """Returns a statement of the module `owner` with the names of the joined module."""
+        """Returns a statement of the module `owner` with the names that the joined module uses."""
         late = {
             alias.asname or alias.name: (str(node.module), alias.name)
             for node in ast.walk(statement)
@@ -119,7 +120,7 @@ class _Joiner:
         return _Lookups(modules, self.name, late).visit(statement)  # type: ignore[no-any-return]
 
     def import_lines(self) -> Iterator[ast.stmt]:
-        """Yields the imports from outside of the package."""
+        """Yields the imports of other packages."""
         yield from (ast.Import([ast.alias(name)]) for name in sorted(self._dotted))
         lines: dict[str, list[ast.alias]] = {}
         for (source, symbol), name in sorted(self.names.items(), key=lambda item: (item[0][0], item[0][1] or "")):
@@ -144,8 +145,10 @@ class _Joiner:
 
 
 class _Lookups(ast.NodeTransformer):
-    """Replaces `module.name`, for a module of the package, by the name in the joined module. Removes imports of the
-    package inside functions."""
+    """Replaces `module.name` by the name in the joined module, and removes imports inside functions.
+
+    Both apply only to modules of the package.
+    """
 
     def __init__(self, modules: Mapping[int, str], name: Callable[[Symbol], str], late: Mapping[str, Symbol]) -> None:
         self._modules, self._name, self._late = modules, name, late

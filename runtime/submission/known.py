@@ -1,4 +1,6 @@
-"""Replacements, in a submission, for functions that need the compiler, a text tokenizer or Pydantic."""
+"""Functions that replace functions of specc in a submission, where the compiler, a text tokenizer and Pydantic are
+missing.
+"""
 
 import json
 import math
@@ -26,33 +28,33 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
 
 
 def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
-    """Returns the optimizer index of each parameter of `shapes`, by name, as assigned by the compiler."""
+    """Returns the index of the optimizer for each parameter, as the compiler assigned them."""
     assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
     index = {name: i for name, i in assigned if i is not None}
     return {name: index[name] for name in shapes}
 
 
 def formula(most: float = 1.0) -> None:
-    """Returns None instead of a validator, because the spec was validated when it was exported."""
+    """Returns None instead of a validator. The spec was validated when it was exported."""
 
 
 def formula_at(text: str, t: float) -> float:
-    """Returns the value of a formula of the spec. Raises NameError for functions that `math` does not have."""
+    """Returns the value of a formula of the spec at `t`. Raises NameError for functions that `math` does not have."""
     names = {"t": t, "min": min, "max": max, "abs": abs, **vars(math)}
     return float(eval(text, {"__builtins__": {}}, names))  # the text is trusted, because it is part of this file
 
 
 def unused(*arguments: object) -> NoReturn:
-    """Replaces functions that the settings of the spec never call."""
+    """Replaces functions that are never called for this spec."""
     raise NotImplementedError("the spec of this submission does not call this function")
 
 
 def nothing(*arguments: object) -> None:
-    """Replaces `compile_ahead` if the model has no sources to compile."""
+    """Replaces `compile_ahead` if the model has no CUDA C++ sources."""
 
 
 class NoBuffers:
-    """Replaces the classes that set buffers of a model, for a model without such buffers."""
+    """Replaces classes that set buffers, for a model without such buffers."""
 
     def __init__(self, *arguments: object) -> None: ...
 
@@ -78,7 +80,7 @@ def missing_source(path: Path) -> DataError:
 
 
 def parsed(text: bytes) -> "ShardRecord":
-    """Parses the record of a folder of shards without Pydantic. Raises ValidationError if it is invalid."""
+    """Parses shards.json without Pydantic. Raises ValidationError if the text is invalid."""
     from specc.runtime.data.shards.record import (
         ShardEntry,
         ShardRecord,

@@ -1,6 +1,6 @@
-"""The model of a submission: generated modules and a tokenizer table that are included in the package.
+"""The model of a submission: generated modules, and a table of token sizes.
 
-`CarriedModel` and `artifact_contents` replace the opened run and the artifact of `specc`, which need the compiler.
+`CarriedModel` and `artifact_contents` replace classes of specc that need the compiler.
 """
 
 import importlib
@@ -38,7 +38,7 @@ SHAPES = {parameter.name: tuple(parameter.shape) for parameter in PARAMETERS}
 
 
 class TokenTable:
-    """The part of the tokenizer that token shards need: its separator and the number of bytes of each token."""
+    """The data of the tokenizer that token shards need: the id that separates documents, and the size of each token."""
 
     name, vocab, bos, lossless, _digest = plan.TOKENIZER
 
@@ -56,14 +56,14 @@ TOKENIZER: Any = TokenTable()
 
 
 def module(target: str, plain: bool = False) -> nn.Module:
-    """Returns the generated model, f32, with uninitialized parameters; without fusions if `plain`."""
+    """Returns the generated model in f32, with uninitialized parameters. `plain` selects the code without fusions."""
     package = __name__.rpartition(".")[0]
     model: nn.Module = importlib.import_module(f"{package}.{target}{'_plain' if plain else ''}.model").Model()
     return model
 
 
 def folder(target: str) -> Path:
-    """Returns the folder of a target's generated sources."""
+    """Returns the folder of the generated sources of a target."""
     return Path(__file__).with_name(target)
 
 
@@ -84,7 +84,7 @@ def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, p
         plain: whether to use the code without fusions.
 
     Returns:
-        The model in the dtypes of its target, in eval mode on `device`.
+        The model in its compute dtypes, in eval mode, on `device`.
     """
     model = module(target, plain)
     assign(model, weights)
@@ -110,7 +110,7 @@ class CarriedModel:
 
 
 def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
-    """Returns the model as `quantize_weights` accepts it, to be calibrated on the training text `stream`."""
+    """Returns the model in the form that `quantize_weights` accepts. It is calibrated on the training text `stream`."""
     seed, window = plan.TRAIN.seed, plan.WINDOW
     return TrainedModel(
         model,
@@ -124,7 +124,7 @@ def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
 
 
 def artifact_contents(stored: QuantizedModel, trained_on: DataDigests) -> ArtifactContents:
-    """Returns the contents of the weights file of `stored`."""
+    """Returns the contents of the weights file for `stored`."""
     data = json.loads(plan.SPEC)
     data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the canonical form of the compiler
@@ -133,7 +133,7 @@ def artifact_contents(stored: QuantizedModel, trained_on: DataDigests) -> Artifa
 
 
 def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
-    """Reads a weights file and returns its quantized parameters and the digests of their training data.
+    """Reads a weights file. Returns the quantized parameters, and the digests of the training data.
 
     Raises IntegrityError if the file is not a valid weights file of this model.
     """
@@ -143,12 +143,12 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
         data = json.loads(text)
         rules, data["quant"]["rules"] = data["quant"]["rules"], []
         if data != json.loads(plan.SPEC):
-            raise ValueError("it belongs to another model")
+            raise ValueError("the weights belong to another model")
         for rule in rules:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}
             schemes[rule["match"]] = plan.SCHEMES[rule["scheme"]](**settings)
         if list(schemes) != list(plan.BASE):
-            raise ValueError("it has other parameters")
+            raise ValueError("the file has parameters of another model")
         return _interface(schemes), layout(schemes, SHAPES)
 
     artifact = read_artifact(path, expected)
@@ -156,5 +156,4 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
 
 
 def _interface(schemes: Mapping[str, Scheme]) -> bytes:
-    """Returns the digest of the model's parameters and their storage, which identifies the model of a weights file."""
     return interface_digest(PARAMETERS, {name: storage_name(scheme) for name, scheme in schemes.items()})

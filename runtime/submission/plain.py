@@ -1,4 +1,4 @@
-"""The size of an artifact's arrays in the plain format of parameter-golf's PR 1105, as a baseline."""
+"""The size of an artifact in the simpler format of parameter-golf's PR 1105, as a baseline."""
 
 import io
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from specc.runtime.submission.names import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class PlainSize:
-    """Two sizes of the same arrays in bytes: `artifact` in the artifact at `path`, and `plain` in the plain format."""
+    """The sizes of the same arrays in two formats, in bytes: in the artifact (`artifact`), and in the simpler format
+    (`plain`).
+    """
 
     path: Path
     artifact: int
@@ -32,7 +34,7 @@ def plain_size(path: Path) -> PlainSize:
     """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
 
     The format is a dict of int8 codes (one byte per code), f16 scales and all other arrays. `torch.save` writes it, and
-    brotli of quality 11 compresses it in one stream. For 30 million codes, this takes minutes. Raises the errors of
+    brotli compresses it. For 30 million codes, this takes minutes. Raises the errors of
     `specc.runtime.open_model.read_verified`.
     """
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)

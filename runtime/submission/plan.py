@@ -1,4 +1,4 @@
-"""The constants of a submission's model. This module declares their types; bundle.py generates their values."""
+"""The constants of a submission. This module declares their types, and bundle.py generates their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +28,9 @@ RULES: Mapping[str, type[UpdateRule[Any]]]  # the names of parameters, by kind o
 SPEC: str  # the spec as JSON, without the rules of `quant`
 SPEC_DIGEST: str
 CODE: bytes
-# TOKENIZER: name, number of ids, id of the separator, lossless, digest. PIECES: a character per id: 32 + 2 x the number
-# of bytes without a leading space, + 1 if it has one. BOUNDARIES: the ids that are boundaries.
+# TOKENIZER: name, number of ids, id that separates documents, lossless, digest.
+# PIECES: one character per id, as `_piece_table` of bundle.py computes it.
+# BOUNDARIES: the ids that are boundaries (see `PieceBytes`).
 TOKENIZER: tuple[str, int, int | None, bool, str]
 PIECES: str
 BOUNDARIES: Sequence[int]

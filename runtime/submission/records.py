@@ -1,7 +1,7 @@
-"""A minimal replacement for pydantic in a submission, whose settings were validated when it was exported.
+"""A minimal replacement for Pydantic in a submission.
 
-Only the rules in a weights file are external input. The fields of these rules are validated against the ranges in their
-annotations.
+The settings were validated at export. Only the rules in a weights file are external input. Their fields are checked
+against the ranges in their annotations.
 """
 
 import inspect
@@ -18,7 +18,7 @@ class ValidationError(ValueError):
 
 
 class _Field:
-    """The default of a field, its range, and the condition under which `model_dump` omits the field."""
+    """A field: its default, its range, and the condition under which `model_dump` omits it."""
 
     def __init__(self, default: Any = ..., **settings: Any) -> None:
         self.default, self.settings = default, settings
@@ -36,7 +36,7 @@ _BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", ope
 
 
 class BaseModel:
-    """A frozen record of the fields that its class annotates."""
+    """A frozen record. Its fields are the annotations of its class."""
 
     model_fields: ClassVar[dict[str, Any]] = {}
     _left_out: ClassVar[dict[str, Any]] = {}
@@ -61,7 +61,7 @@ class BaseModel:
 
     @classmethod
     def model_construct(cls) -> Self:
-        """Returns a record with the default values of its class."""
+        """Returns a record with default values."""
         return cls()
 
     def __init__(self, **values: Any) -> None:
@@ -100,5 +100,5 @@ class BaseModel:
         return type(self)(**{**dict(self), **update})
 
     def model_dump(self) -> dict[str, Any]:
-        """Returns the fields as a dict, without those whose `exclude_if` is true."""
+        """Returns the fields as a dict, without fields whose `exclude_if` is true."""
         return {name: value for name, value in self if not (name in self._left_out and self._left_out[name](value))}

@@ -1,5 +1,4 @@
-"""Names of variables in a Python syntax tree: finds the names that belong to the module, and replaces all names by
-shorter names.
+"""Variables in a Python syntax tree: finds variables of a module, and shortens names.
 
 Names of attributes and modules do not change. Parameters that any call passes by keyword do not change either.
 """
@@ -18,11 +17,11 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def global_names(statement: ast.AST, aliases: Collection[str] = ()) -> Iterator[ast.Name]:
-    """Yields the nodes of a statement that name a variable of the module, or a built-in name.
+    """Yields the nodes of a statement that refer to a variable of the module or to a built-in.
 
     Args:
         statement: the statement.
-        aliases: names that import statements in functions bind, but that count as variables of the module.
+        aliases: names that imports inside functions define. They count as variables of the module.
     """
     yield from _global_names(statement, frozenset(), frozenset(), aliases)
 
@@ -30,8 +29,6 @@ def global_names(statement: ast.AST, aliases: Collection[str] = ()) -> Iterator[
 def _global_names(
     node: ast.AST, local: frozenset[str], body: frozenset[str], aliases: Collection[str]
 ) -> Iterator[ast.Name]:
-    """Yields the names of `global_names` below `node`. `local` contains the variables of the enclosing functions, and
-    `body` the variables of the enclosing class."""
     if isinstance(node, ast.Name):
         if node.id not in local and node.id not in body:
             yield node
@@ -63,14 +60,13 @@ def _global_names(
 
 
 def local_names(statement: ast.AST) -> set[str]:
-    """Returns the variables and parameters of the functions and classes in a statement."""
     outer = {id(node) for node in global_names(statement)}
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and id(node) not in outer}
     return names | {node.arg for node in ast.walk(statement) if isinstance(node, ast.arg)}
 
 
 def _locals(body: Iterable[ast.AST], aliases: Collection[str]) -> frozenset[str]:
-    """Returns the names that the statements of a function or class bind in its scope."""
+    """Returns the names that a function or class defines in its own scope."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
@@ -104,7 +100,7 @@ def _stored(target: ast.AST) -> set[str]:
 def shorten(
     tree: ast.Module, keywords: Collection[str], opaque: Collection[str], public: Collection[str]
 ) -> dict[str, str]:
-    """Renames the variables of a module, and the variables and parameters of its functions, in place.
+    """Renames variables of a module, and variables and parameters of its functions, in place.
 
     A function and the functions inside it share one mapping of names. Names of the module begin with capitals, so that
     they differ from those of functions.
@@ -112,8 +108,8 @@ def shorten(
     Args:
         tree: the module.
         keywords: the names of the keyword arguments of all calls.
-        opaque: the classes of the module whose methods may be called from outside the package, with any keyword.
-        public: the variables of the module to keep.
+        opaque: the classes with methods that other packages may call, with any keyword.
+        public: the variables that must not be renamed.
 
     Returns:
         The new names of the module's variables, by old name.
@@ -151,7 +147,7 @@ def shorten(
 
 def _shorten_function(function: _Function, fixed: Collection[str], parameters: bool) -> None:
     nodes = list(ast.walk(function))
-    # These statements bind names by special rules
+    # These statements define names by special rules
     if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):
         return
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
@@ -182,12 +178,10 @@ def _shorten_function(function: _Function, fixed: Collection[str], parameters: b
 
 
 def _short_names() -> Iterator[str]:
-    """Yields a, b, .. z, aa, ab, .. zz, without keywords."""
     pairs = ("".join(pair) for pair in product(ascii_lowercase, repeat=2))
     return (name for name in chain(ascii_lowercase, pairs) if not keyword.iskeyword(name))
 
 
 def _capitals() -> Iterator[str]:
-    """Yields A, B, .. Z, AA, AB, .. ZZ, Aa, Ab, .. Zz."""
     pairs = product(ascii_uppercase, ascii_uppercase + ascii_lowercase)
     return (name for name in chain(ascii_uppercase, map("".join, pairs)) if not keyword.iskeyword(name))

@@ -1,11 +1,9 @@
-"""Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
+"""Tree shaking: extracts the statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. The search starts at the entry function. The search follows each name to the
-statements that bind the name, and each import to the statements of other modules. Every statement that the search
-reaches is included. A class is included with its special methods. Its other methods are included if their names occur
-anywhere in the included code, as an attribute or a string. Docstrings and annotations are removed, and imports are
-regenerated. A module that is used only in annotations is therefore not included. Local variables and parameters get
-short names (scopes.py).
+Modules are parsed, never executed. The search starts at the entry function. It follows each name to the statements that
+define the name, and each import to statements of other modules. All visited statements are included. A method of an
+included class is included if its name occurs in included code, as an attribute or a string. Special methods are always
+included. Docstrings and annotations are removed. Local variables and parameters get short names (see scopes.py).
 """
 
 import ast
@@ -19,16 +17,15 @@ from specc.runtime.submission.scopes import shorten
 
 
 class ShakeError(Exception):
-    """Raised if the sources contain a construct that cannot be followed."""
+    """Raised if the sources contain a construct that is not supported."""
 
 
 @dataclass
 class _Module:
     """A parsed module without docstrings and annotations.
 
-    `imports` maps the names that import statements bind to their symbols. `bound` maps all other names to the indices
-    of the statements that bind them. `needed` contains the indices of the statements to include, and `used` the names
-    of their imports.
+    `imports` maps imported names to their symbols. `bound` maps all other names to the indices of the statements that
+    define them. `needed` are the indices of statements to include. `used` are the imported names in these statements.
     """
 
     body: list[ast.stmt]
@@ -47,10 +44,10 @@ class Shaker:
 
     Args:
         root: the name of the package.
-        sources: the source texts of its modules, by module name.
-        replaced: the replacement of each symbol that is replaced. Symbols are pairs (module, name). A pair (module,
-            None) replaces all names of a module outside the package.
-        joined: the name of the new module, in its package.
+        sources: the source texts of the modules, by module name.
+        replaced: the replacements of symbols. Symbols are pairs (module, name). A pair (module, None) replaces all
+            names of a module outside the package.
+        joined: the name of the joined module.
     """
 
     def __init__(
@@ -61,12 +58,12 @@ class Shaker:
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
         self._named: set[str] = set()  # the attributes and strings in the included code
-        # The methods, by name, that no included code names so far
+        # The methods whose names do not occur in included code so far, by name
         self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}
         self._keywords: set[str] = set()  # the names of keyword arguments in calls of the included code
 
     def reach(self, module: str, name: str) -> None:
-        """Includes the statements that bind `name` in `module`, and all statements that they need."""
+        """Includes the statements that define `name` in `module`, and all statements that these need."""
         self._reach(self._resolved((module, name)))
         self._drain()
 
@@ -87,10 +84,10 @@ class Shaker:
         self._outside[file] = tree
 
     def texts(self, *public: Symbol) -> dict[str, str]:
-        """Returns the sources of the new package by file name: the joined module, and the modules from outside.
+        """Returns the sources of the new package by file name: the joined module, and modules from outside the package.
 
         Args:
-            public: the functions of the joined module whose names must not change.
+            public: functions of the joined module. Their names do not change.
         """
         unnamed = {id(method) for methods in self._methods.values() for _, method in methods}
         for module in self._modules.values():
@@ -111,7 +108,7 @@ class Shaker:
         return texts
 
     def resolved(self, module: str, name: str) -> Symbol:
-        """Returns the symbol that `from module import name` binds, in the module that defines it."""
+        """Returns the symbol of `from module import name`: the module that defines it, and its name there."""
         return self._resolved((module, name))
 
     def inside(self, module: str) -> bool:
@@ -180,15 +177,16 @@ class Shaker:
                 self._queue.append((name, statement))
 
     def _offer(self, owner: str, method: ast.FunctionDef) -> None:
-        """Includes a method, now or as soon as the included code names it."""
+        """Includes a method as soon as its name occurs in the included code."""
         if method.name in self._named:
             self._queue.append((owner, method))
         else:
             self._methods.setdefault(method.name, []).append((owner, method))
 
     def _name(self, node: ast.AST) -> None:
-        """Includes the methods that a node names, by an attribute or by a string that could be an argument of
-        `getattr`."""
+        """Includes the methods whose name occurs in a node as an attribute or string. A string may be an argument of
+        `getattr`.
+        """
         if isinstance(node, ast.keyword) and node.arg is not None:
             self._keywords.add(node.arg)
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
@@ -197,7 +195,9 @@ class Shaker:
             self._queue += self._methods.pop(name, [])
 
     def _is_called_from_outside(self, owner: str, statement: ast.ClassDef) -> bool:
-        """Returns True if a base class is outside the package, such as `torch.nn.Module`, and may call any method."""
+        """Returns whether a base class is outside the package, such as `torch.nn.Module`. The base class may call any
+        method.
+        """
         module = self._module(owner)
         for base in statement.bases:
             expression = base.value if isinstance(base, ast.Subscript) else base
@@ -245,23 +245,18 @@ class Shaker:
                 self._reach(symbol)
 
     def _through(self, module: str, attribute: str | None) -> None:
-        """Includes the statements that bind `attribute` in `module`.
-
-        Raises ShakeError if the module only imports the name, because imports are regenerated.
-        """
         if attribute is None or attribute not in self._module(module).bound:
-            raise ShakeError(f"{module} may only be used to look up a name that it defines ({attribute})")
+            raise ShakeError(f"{module} may only be used to look up a name that it defines")
         self._reach((module, attribute))
 
 
 def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
-    """Returns True for a method whose name does not begin with two underscores. Python itself calls methods such as
-    `__init__`."""
+    """Returns whether a statement is a method, but not a special method."""
     return isinstance(statement, ast.FunctionDef) and not (statement.name.startswith("__"))
 
 
 def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
-    """Returns a class without the statements of its body whose ids are in `left_out`. Other nodes are not changed."""
+    """Returns a class without the statements whose ids are in `left_out`. Returns other statements unchanged."""
     if not isinstance(statement, ast.ClassDef):
         return statement
     body = [each for each in statement.body if id(each) not in left_out]
@@ -270,7 +265,6 @@ def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
 
 
 def _absolute(tree: ast.AST, package: str) -> None:
-    """Makes the relative imports of a module in `package` absolute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             parents = package.split(".")
@@ -279,12 +273,10 @@ def _absolute(tree: ast.AST, package: str) -> None:
 
 
 def _text(tree: ast.AST) -> str:
-    """Returns the source of a module, indented by one space. Multi-line strings are written on one line."""
     return re.sub("(?m)^( {4})+", lambda spaces: " " * (len(spaces[0]) // 4), ast.unparse(tree)) + "\n"
 
 
 def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
-    """Returns the (module, name) pairs of a `from` import statement; empty for other nodes."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [(node.module, alias.name) for alias in node.names]
     return []
@@ -300,7 +292,7 @@ def _bindings(statement: ast.stmt) -> set[str]:
 
 
 class _Imports(ast.NodeTransformer):
-    """Replaces imports from the old package by imports from the joined module."""
+    """Replaces imports of the old package by imports of the joined module."""
 
     def __init__(self, shaker: Shaker, names: Mapping[Symbol, str], joined: str) -> None:
         self._shaker, self._names, self._joined = shaker, names, joined
@@ -315,10 +307,10 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings. With `annotations`, also removes code for type checkers: annotations, casts and assertions.
+    """Removes docstrings. With `annotations`, also removes annotations, casts and assertions.
 
-    Annotations in a class body become `int`, because dataclasses identify their fields by annotations. Two kinds remain
-    unchanged: the range of a number in `Field(...)`, and the marker of keyword-only fields.
+    Annotations in a class body become `int`, because dataclasses find their fields by annotations. Ranges in
+    `Field(...)` and the marker of keyword-only fields remain.
     """
 
     def __init__(self, annotations: bool) -> None:

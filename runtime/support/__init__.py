@@ -1,1 +1,1 @@
-"""The support library of generated code: operand checks, exact int8 sums, and the compilation of CUDA sources."""
+"""Functions that generated code calls: operand checks, exact int8 sums, and compilation of CUDA sources."""

@@ -1,6 +1,6 @@
-"""Checks the operands of int8 products and LSTM steps at every launch.
+"""Checks the operands of int8 products and LSTM steps at every call.
 
-Kernels receive pointers without shapes, so these checks are the only protection against operands that do not fit.
+Kernels receive pointers without shapes, so no later check would detect wrong operands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ Named = Mapping[str, tuple[Tensor, torch.dtype]]
 class Operand(NamedTuple):
     """A tensor with its required shape and dtype.
 
-    The tensor must be contiguous, except that a `state` that is a matrix may have a row stride larger than its row.
+    The tensor must be contiguous. If `state` is True, a matrix may have a row stride that is larger than its row.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Operand(NamedTuple):
 
 
 def named(nodes: Sequence[str]) -> str:
-    """Returns, for a message, the names of the nodes that share a function. One of them is the caller."""
+    """Returns the names of the nodes that share a function, for an error message."""
     return nodes[0] if len(nodes) == 1 else f"one of {', '.join(nodes)}"
 
 
@@ -52,11 +52,11 @@ def check_operands(
         w: the weight, i8 [N, K].
         offset: the offset of the sums, i32 [N].
         extent: (N, K) of the kernel.
-        columns: further operands of shape [N], each with its dtype, by name.
-        tiles: further operands of shape [..., N], each with its dtype, by name.
+        columns: other operands of shape [N], each with its dtype, by name.
+        tiles: other operands of shape [..., N], each with its dtype, by name.
 
     Raises:
-        ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
+        ValueError: an operand has a wrong shape, dtype, stride, alignment or device.
     """
     n, k = extent
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
@@ -86,14 +86,14 @@ def check_step(
 ) -> None:
     """Checks the operands of an LSTM step with an int8 product.
 
-    All tensors must be on one device, and contiguous and 16-byte aligned except for h and c.
+    All tensors must be on one device. All except h and c must be contiguous and 16-byte aligned.
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.
-        h: the hidden state, [..., H] in `dtype`. If h is a matrix, its row stride may be a larger multiple of 4
-            elements. The pointer of h must be aligned to 4 elements, or to 16 bytes if that is less.
+        h: the hidden state, [..., H] in `dtype`, aligned to 4 elements or 16 bytes. A matrix may have a larger row
+            stride, if it is a multiple of 4 elements.
         c: the cell state, with the shape, dtype, strides and alignment of h.
-        x: the input contribution to the gates, f32 [..., 4H].
+        x: the contribution of the input to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].
         offset: the offset of the sums, i32 [4H].
         scale: the scale of the sums, f32 [4H].
@@ -102,7 +102,7 @@ def check_step(
         dtype: the dtype of the state.
 
     Raises:
-        ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
+        ValueError: an operand has a wrong shape, dtype, stride, alignment or device.
     """
     size, k = extent
     rows, n = h.shape[:-1], 4 * size
@@ -119,15 +119,14 @@ def check_step(
 
 
 def _require(nodes: Sequence[str], operands: Sequence[Operand]) -> None:
-    """Raises ValueError for the first operand that does not fit, or that is on another device than the first
-    operand."""
     if problem := _misfit(operands):
         raise ValueError(f"{named(nodes)}: {problem}")
 
 
 def _misfit(operands: Sequence[Operand]) -> str | None:
-    """Describes the first tensor that does not fit, or that is on another device than the first tensor. Returns None if
-    all fit."""
+    """Returns a message about the first tensor that does not fit, or is on another device than the first tensor;
+    otherwise None.
+    """
     first = operands[0]
     for name, tensor, shape, dtype, state in operands:
         if tensor.dtype != dtype:
@@ -148,5 +147,5 @@ def _misfit(operands: Sequence[Operand]) -> str | None:
 
 
 def _spaced(tensor: Tensor) -> bool:
-    """Returns True if the tensor is a matrix with contiguous rows whose stride is a multiple of `QUAD` elements."""
+    """Returns whether the tensor is a matrix of contiguous rows whose stride is a multiple of `QUAD` elements."""
     return tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) % QUAD == 0

@@ -15,10 +15,9 @@ def int8_sums(x: Tensor, w: Tensor) -> Tensor:
 
 
 def exact() -> bool:
-    """Returns True if `torch._int_mm` is exact on this CPU.
+    """Returns whether `torch._int_mm` is exact on this CPU.
 
-    A CPU without an instruction that adds four int8 products in int32 may add pairs in int16, which saturates.
-    `int8_sums` then computes in f64, which represents every sum exactly.
+    On some CPUs, sums of pairs saturate in int16. `int8_sums` then computes in f64, which is always exact.
     """
     ends = torch.tensor([[127], [-127]], dtype=torch.int8).expand(2, 64).contiguous()
     expected = torch.tensor([[1, -1], [-1, 1]]) * 64 * 127**2

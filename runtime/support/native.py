@@ -1,7 +1,7 @@
 """Compiles generated CUDA C++ with nvcc and loads it with ctypes. Files with equal content are compiled once.
 
-Compiled libraries are cached in `native/` of the user's cache directory (or of SPECC_CACHE_DIR). Only the user may have
-write access to that folder, because its files are loaded as code.
+Libraries are cached in the folder `native` of SPECC_CACHE_DIR, or of the user's cache directory. Only the user may have
+write access to this folder, because its files are loaded as code.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ FLAGS = (
 )
 HEADERS = ("include", "tools/util/include")  # paths relative to cutlass_library/source in the wheel
 CUTLASS = "nvidia-cutlass"
-# The line that states the architecture of a source; sm_90a if it is absent
+# The line of a source that states the architecture. Without it, the architecture is sm_90a.
 ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)
 RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # the release in the output of `nvcc --version`
 LOG_LINES = 40
@@ -62,8 +62,7 @@ def library(source: Path) -> ctypes.CDLL:
 def compile_only(source: Path) -> Path:
     """Compiles a .cu file, unless it is cached, and returns the path of the shared library.
 
-    The cache key ignores `//` comment lines. A damaged library is compiled again. Raises under the conditions of
-    `library`.
+    The cache key ignores `//` comment lines. A damaged library is compiled again. Raises the same errors as `library`.
     """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
@@ -79,17 +78,17 @@ def compile_only(source: Path) -> Path:
 
 
 def flags(text: bytes) -> tuple[str, ...]:
-    """Returns the nvcc flags of a source: `FLAGS` and the architecture that the source states."""
+    """Returns the nvcc flags of a source: `FLAGS` plus the architecture that the source names."""
     match = ARCH.search(text)
     arch = match[1].decode() if match else "90a"
     return (*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
 
 
 def compile_ahead(directory: Path) -> None:
-    """Starts to compile every .cu file of a folder in background threads, at most one compilation per core.
+    """Starts to compile every .cu file of a folder in background threads, at most one file per core.
 
-    nvcc takes longer than torch.compile, so nvcc and torch.compile run in parallel. Errors are ignored here: the first
-    call of the kernel compiles it again and raises them.
+    nvcc then runs in parallel to torch.compile. Errors are ignored. The first call of a kernel compiles the file again,
+    and raises the error.
     """
     cores = threading.Semaphore(os.cpu_count() or 1)
 
@@ -102,8 +101,10 @@ def compile_ahead(directory: Path) -> None:
 
 
 def initialize_driver() -> None:
-    """Starts a background thread that initializes the CUDA driver. On a machine with many GPUs, this takes as long as
-    the import of Torch. Torch reports any error when it uses the driver."""
+    """Starts a background thread that initializes the CUDA driver. On a machine with many GPUs, this is slow.
+
+    Torch reports errors when it uses the driver.
+    """
 
     def initialize() -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -131,8 +132,9 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
 
 
 def _is_sound(compiled: Path) -> bool:
-    """Returns whether the cache has a library, and whether the file ends with the digest of its content. Loaders ignore
-    this digest."""
+    """Returns whether a compiled library ends with the digest of its content. Loaders of libraries ignore the
+    digest.
+    """
     try:
         content = compiled.read_bytes()
     except FileNotFoundError:
@@ -141,8 +143,9 @@ def _is_sound(compiled: Path) -> bool:
 
 
 def slow(log: str) -> str | None:
-    """Returns the reason why a kernel is slow, according to a ptxas log: spilled registers or serialized wgmma. None if
-    there is no such reason."""
+    """Returns why a kernel is slow, according to a log of ptxas: spilled registers or serialized wgmma; otherwise
+    None.
+    """
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
     spilled = [f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)]
@@ -157,7 +160,7 @@ def cache_root() -> Path:
 def cache_folder(name: str = "native") -> Path:
     """Returns a folder of files that are loaded as code, created with mode 0700.
 
-    Raises IntegrityError under the conditions of `private_folder`.
+    Raises IntegrityError as `private_folder` does.
     """
     return private_folder(cache_root() / name)
 
@@ -165,8 +168,7 @@ def cache_folder(name: str = "native") -> Path:
 def private_folder(folder: Path) -> Path:
     """Creates a folder with mode 0700, unless it exists, and returns it.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others, or if others could
-    replace it because all users can write to a folder above it.
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable or replaceable by others.
     """
     with contextlib.suppress(FileExistsError):  # the path is a dangling link, or a file
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -189,7 +191,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def find_nvcc() -> str:
-    """Returns the path of nvcc. Searches PATH first, then CUDA_HOME, which is /usr/local/cuda if unset.
+    """Returns the path of nvcc. Searches PATH first, then CUDA_HOME. The default of CUDA_HOME is /usr/local/cuda.
 
     Raises EnvironmentFailure if there is no nvcc.
     """
@@ -211,7 +213,7 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def nvcc_release(nvcc: str) -> str:
-    """Returns the release of nvcc, e.g. `13.0.88`, or the first line of its output if that has no release.
+    """Returns the release of nvcc, such as `13.0.88`, or the first line of its output if there is no release.
 
     Raises EnvironmentFailure if `nvcc --version` fails.
     """
@@ -221,7 +223,7 @@ def nvcc_release(nvcc: str) -> str:
 
 
 def find_cutlass() -> tuple[str, Path]:
-    """Returns the version of the CUTLASS wheel and the folder of its sources, which contains the headers.
+    """Returns the version of the CUTLASS wheel, and the folder of its sources and headers.
 
     Raises EnvironmentFailure if the wheel or its headers are missing.
     """

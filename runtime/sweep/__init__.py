@@ -1,1 +1,3 @@
-"""Sweeps: many training runs of one spec, described by one file, with a table and a picture of their results."""
+"""Sweeps: training runs of one spec with various settings, from one file. Makes a table and a picture of the
+results.
+"""

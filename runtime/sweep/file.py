@@ -20,8 +20,8 @@ class Setting(StrictModel):
 
     Attributes:
         name: the name. The names of the run directories contain it.
-        set: overrides `path=value`, which follow those of the sweep.
-        seeds: the seeds of this setting, which replace those of the sweep.
+        set: overrides `path=value`. They are applied after the overrides of the sweep.
+        seeds: the seeds of this setting, instead of the seeds of the sweep.
     """
 
     name: Title
@@ -30,12 +30,12 @@ class Setting(StrictModel):
 
 
 class Quantization(StrictModel):
-    """An entry of `quantize`: settings with which finished runs of the sweep are quantized.
+    """An entry of `quantize`: settings for quantizing finished runs of the sweep.
 
     Attributes:
         name: the name.
-        of: the name of the setting whose runs are quantized. By default, the first setting.
-        set: overrides of the section `quant` of these runs.
+        of: the setting whose runs are quantized. The default is the first setting.
+        set: overrides of the section `quant`.
     """
 
     name: Title
@@ -51,11 +51,11 @@ class SweepFile(StrictModel):
         data: the data, as for `specc train --data`.
         target: the target, as for `specc train --target`.
         set: overrides `path=value` of all runs.
-        seeds: the values of `train.seed`; one run for each. By default, the seed of the spec.
-        grid: the values of each path in the spec. Every combination of values, with every entry of `settings`, is a
-            setting.
+        seeds: the values of `train.seed`, one per run. The default is the seed of the spec.
+        grid: maps paths in the spec to lists of values. Every combination of values is a setting. If there are
+            `settings`, every entry is combined with every combination.
         settings: the list of settings. The table compares all settings with the first.
-        quantize: the list of settings with which finished runs are quantized.
+        quantize: the list of settings for quantizing finished runs.
     """
 
     described: ClassVar[str] = "the sweep"

@@ -2,7 +2,7 @@
 
 runs/widths/
     sweep.json        the settings, seeds and overrides, and the digest of each spec
-    spec/             a copy of the spec and its lock from the start of the sweep, which all runs use
+    spec/             a copy of the spec and its lock at the start of the sweep; all runs use it
     output/           the output of each run
     dim_64-seed1/     an ordinary run
     results.json      the table of results, as `specc sweep --json` prints it
@@ -40,7 +40,7 @@ class SweepError(RuntimeFailure):
 
 
 class RecordedWork(StrictModel):
-    """A run or a quantization in sweep.json. The fields are those of PlannedRun or PlannedQuantization."""
+    """A run or a quantization in sweep.json. The fields are described at PlannedRun and PlannedQuantization."""
 
     name: str
     setting: str
@@ -48,8 +48,11 @@ class RecordedWork(StrictModel):
     overrides: tuple[str, ...]
 
     def change(self, other: "RecordedWork | None") -> str | None:
-        """Describes the difference between this record and `other`, the record of the same name. Returns None if they
-        are equal. `other` is None if there is no such record."""
+        """Describes how `other`, the new record of the same name, differs from this record. Returns None if the two are
+        equal.
+
+        `other` is None if there is no such record.
+        """
         if other is None:
             return "no entry has the settings and seed"
         if other.overrides != self.overrides:
@@ -75,8 +78,7 @@ class SweepRecord(StrictModel):
     Attributes:
         format: the version of the format.
         data, target: as for `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. This number does not change after the first start, so that a
-            resumed run rounds its sums in the same order.
+        threads: the number of CPU threads of each run. It never changes, because the order of sums depends on it.
         runs, quantizations: the runs and quantizations of the sweep.
     """
 
@@ -100,7 +102,7 @@ class SweepRecord(StrictModel):
 
     @classmethod
     def read(cls, directory: Path) -> "SweepRecord | None":
-        """Returns the record of a folder; None if it has none. Raises IntegrityError if the record is damaged."""
+        """Returns the record of a folder; None if there is none. Raises IntegrityError if the record is damaged."""
         try:
             return cls.model_validate_json((directory / RECORD).read_bytes())
         except FileNotFoundError:
@@ -109,9 +111,8 @@ class SweepRecord(StrictModel):
             raise IntegrityError(f"{directory / RECORD}: is damaged: {error}") from None
 
     def changes(self, new: "SweepRecord") -> Iterator[str]:
-        """Compares this record with `new`, the record of the edited sweep file. Yields one sentence per difference.
-
-        Additions are not differences.
+        """Yields one sentence per difference to `new`, the record of the edited sweep file. Added runs are not
+        differences.
         """
         for name in ("data", "target"):
             if getattr(self, name) != getattr(new, name):
@@ -142,7 +143,7 @@ def _changed(before: tuple[str, ...], after: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class SweepFolder:
-    """The folder of a sweep whose record fits its file."""
+    """The folder of a sweep. Its record matches the sweep file."""
 
     directory: Path
     sweep: PlannedSweep
@@ -150,12 +151,12 @@ class SweepFolder:
 
     @classmethod
     def open(cls, directory: Path, sweep: PlannedSweep, threads: int, extend: bool = False) -> "SweepFolder":
-        """Opens or begins the folder of a sweep. The caller holds its lock.
+        """Opens or begins the folder of a sweep. The caller must hold the lock of the folder.
 
         Args:
             directory: the folder.
             sweep: the checked sweep.
-            threads: the number of CPU threads of each run, if the sweep begins.
+            threads: the number of CPU threads of each run, for a new sweep.
             extend: whether to accept a sweep file with more runs than the folder has.
 
         Returns:
@@ -163,8 +164,8 @@ class SweepFolder:
 
         Raises:
             SweepError: if the folder belongs to another sweep, or the file has changed since the sweep began.
-            IntegrityError: if its record is damaged.
-            EnvironmentFailure: if it cannot be written.
+            IntegrityError: if the record is damaged.
+            EnvironmentFailure: if the folder cannot be written.
         """
         known = SweepRecord.read(directory)
         new = SweepRecord.of(sweep, known.threads if known is not None else threads)
@@ -177,17 +178,22 @@ class SweepFolder:
 
     @classmethod
     def existing(cls, directory: Path, sweep: PlannedSweep) -> "SweepFolder":
-        """Opens the folder of a sweep to read its results. Raises SweepError if it does not exist or belongs to another
-        sweep, and IntegrityError if its record is damaged."""
+        """Opens the folder of a sweep to read the results.
+
+        Raises SweepError if the folder does not exist or belongs to another sweep, and IntegrityError if the record is
+        damaged.
+        """
         known = SweepRecord.read(directory)
         if known is None:
-            raise SweepError(f"{directory} is not the folder of a sweep", "name it with --out, or run the sweep first")
+            raise SweepError(
+                f"{directory} is not the folder of a sweep", "name the folder with --out, or run the sweep first"
+            )
         new = SweepRecord.of(sweep, known.threads)
         _require_unchanged(directory, known, new, extend=True)
         return cls(directory, sweep, new)
 
     def _begin(self, sweep: PlannedSweep) -> None:
-        """Writes the record, and copies the spec and its lock."""
+        """Writes the record, and copies the spec and its lock file."""
         try:
             for name in ("spec", "output"):
                 (self.directory / name).mkdir(exist_ok=True)
@@ -212,26 +218,27 @@ class SweepFolder:
         return self.directory / "output" / f"{name}.txt"
 
     def history(self, run: PlannedRun) -> RunHistory:
-        """Returns the history of a run, from its log. Raises SweepError if the directory contains another run, and
-        IntegrityError if it is damaged."""
+        """Returns the history of a run, from its log.
+
+        Raises SweepError if the directory contains another run, and IntegrityError if the run is damaged.
+        """
         directory = self.run(run.name)
         if not is_run(directory):
             return RunHistory()
         if Run.open(directory).spec_digest != run.spec_digest:
             message = f"{directory} is a run of another spec"
-            raise SweepError(message, "move it away, and start the sweep again")
+            raise SweepError(message, "move this run away, and start the sweep again")
         return RunHistory.read(directory / "log.jsonl")
 
     def is_finished(self, run: PlannedRun) -> bool:
         return self.history(run).complete
 
     def report(self, entry: PlannedQuantization) -> Path:
-        """The report of a quantization, which exists once it is finished."""
+        """The report of a quantization. The file exists after the quantization."""
         return self.run(entry.name) / "quantized" / "report.json"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
-        """Copies the run that is quantized, unless this has been done. Checkpoints become hard links, because they are
-        never changed in place."""
+        """Copies the run to quantize, unless this was done before. Checkpoints become hard links."""
         target, partial = self.run(entry.name), self.directory / f".{entry.name}"
         if target.exists():
             return
@@ -259,12 +266,14 @@ class SweepFolder:
 
 
 def require_free_or_begun(directory: Path) -> None:
-    """Raises SweepError if the directory contains files that do not belong to a sweep. Must be called before the
-    directory is locked, because the lock adds a file."""
+    """Raises SweepError if the directory contains files that do not belong to a sweep.
+
+    Must be called before the directory is locked, because the lock adds a file.
+    """
     if not directory.exists() or (directory / RECORD).is_file():
         return
     if not directory.is_dir() or any(entry.name[0] != "." for entry in directory.iterdir()):
-        raise SweepError(f"{directory} is not empty, and not the folder of a sweep", "name another one with --out")
+        raise SweepError(f"{directory} is not empty, and not the folder of a sweep", "name another folder with --out")
 
 
 def _require_unchanged(directory: Path, known: SweepRecord, new: SweepRecord, extend: bool) -> None:

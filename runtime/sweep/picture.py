@@ -15,8 +15,8 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    If the values of the grid's first path are numbers, the settings of the grid are drawn as lines over these numbers,
-    with one line per combination of the other paths. All other settings are drawn as rows, in the order of the file.
+    If the values of the first path of the grid are numbers, they are the x axis. There is one line per combination of
+    the other paths. Otherwise, settings are drawn as rows, in the order of the file.
 
     Args:
         results: the results, with at least one finished run.
@@ -42,7 +42,6 @@ def sweep_picture(results: SweepResults, title: str) -> bytes:
 
 
 def _numeric_axis(rows: Sequence[SettingResult]) -> str | None:
-    """Returns the first path of the grid, if all of its values are different numbers; None otherwise."""
     path = next(iter(rows[0].grid), None)
     values = [row.grid.get(path or "") for row in rows]
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
@@ -83,7 +82,6 @@ def _lines(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult], p
 
 
 def _others(row: SettingResult, path: str) -> str:
-    """Returns the name of a setting without the value of one path of the grid."""
     number = list(row.grid).index(path)
     parts = row.setting.split(", ")
     index = len(parts) - len(row.grid) + number

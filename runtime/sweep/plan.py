@@ -1,6 +1,6 @@
-"""Plans the runs of a sweep file: their names, overrides and checked specs.
+"""Plans the runs of a sweep file: names, overrides and checked specs.
 
-This module starts no runs and does not import torch, so that a sweep can be checked on any machine.
+This module starts no runs, and needs no torch. A sweep can thus be checked on any machine.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ class PlannedRun:
     """A training run of a sweep.
 
     Attributes:
-        name: the name of its run directory.
-        setting: the name of its setting.
+        name: the name of the run directory.
+        setting: the name of the setting.
         seed: the seed.
-        overrides: all `--set` texts.
-        spec_digest: SHA-256 (hex) of the canonical spec.
+        overrides: all values of `--set`.
+        spec_digest: the SHA-256 (hex) of the spec.
         estimated_bytes: the estimated size of the artifact; None if the spec has no section `quant`.
     """
 
@@ -56,11 +56,11 @@ class PlannedQuantization:
     """The quantization of a copy of a finished run.
 
     Attributes:
-        name: the name of the copy's run directory.
+        name: the name of the directory of the copy.
         setting: the name of the entry of `quantize`.
-        of: the name of the run.
-        seed: the seed of the run.
-        overrides: the `--set` texts of `specc quantize`.
+        of: the name of the original run.
+        seed: the seed of the original run.
+        overrides: the values of `--set` for `specc quantize`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class PlannedSweep:
 
     Attributes:
         spec: the path of the spec.
-        model: the name of the model, which is also the name of its lock.
+        model: the name in the spec. The lock file has the same name.
         targets: the targets of the spec, or the single target of the sweep.
         data: the data as for `specc train --data`; None for the default data of the spec.
         target: the target of all runs; None for the best target of the machine.
@@ -107,8 +107,10 @@ class PlannedSweep:
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """An override, and its position in the sweep file: the position of an entry `path=value`, or the positions of a
-    path and a value of the grid."""
+    """An override, and its position in the sweep file.
+
+    `path` is the position of an entry `path=value`. In a grid, `path` and `value` are the positions of the two parts.
+    """
 
     text: str
     path: DataPath
@@ -119,7 +121,7 @@ class _Override:
         return f"{FLAG} {self.text.partition('=')[0].strip()}" if "=" in self.text else FLAG
 
     def moved(self, problem: Diagnostic, sweep: Source) -> Diagnostic:
-        """Returns a diagnostic about this override at its position in the sweep file."""
+        """Moves a diagnostic about this override to the position in the sweep file."""
         offset = problem.mark.column - 1
         if self.value is None:
             place = sweep.inside(self.path, offset)
@@ -141,15 +143,14 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
     Args:
         path: the sweep file.
-        data, target: values that replace those of the file.
+        data, target: values that replace the values in the file.
 
     Returns:
         The sweep.
 
     Raises:
         SpeccError: if the file is a spec.
-        SpecError: with all problems of the file and of the specs. Problems of an override are located in the sweep
-            file.
+        SpecError: with all problems of the sweep file and of the specs.
     """
     source = read(path)
     if isinstance(source.data, dict) and "spec_version" in source.data:
@@ -184,15 +185,16 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
 
 def _spec_of(path: Path, file: SweepFile) -> Path:
-    """Returns the path of the spec. A path in a sweep file is relative to the working directory or, if it does not
-    exist there, to the folder of the sweep file."""
+    """Returns the path of the spec. It is relative to the working directory, or else to the folder of the sweep
+    file.
+    """
     spec = Path(file.spec).expanduser()
     beside = path.parent / spec
     return beside if not spec.exists() and beside.exists() else spec
 
 
 def _settings(file: SweepFile) -> Iterator[_Setting]:
-    """Yields the settings: every entry of the list, at every point of the grid."""
+    """Yields the settings: every entry of `settings` at every point of the grid."""
     shared = tuple(_Override(text, ("set", i)) for i, text in enumerate(file.set))
     keys, labels = list(file.grid), _labels(file.grid)
     entries = file.settings or (Setting(name=Path(file.spec).stem if not file.grid else "-"),)
@@ -210,7 +212,7 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
 
 
 def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Returns, for each dotted path, the shortest suffix that no other path has."""
+    """Returns, for each dotted path, the shortest suffix that identifies it."""
     labels: dict[str, str] = {}
     for key in keys:
         parts = key.split(".")
@@ -221,7 +223,7 @@ def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Returns YAML on one line for a value of a sweep file. Texts are as short as possible; other values are JSON."""
+    """Returns a value of a sweep file as YAML on one line."""
     if isinstance(value, str):
         try:
             bare = read_from(f"x={value}", "", 2).data == value
@@ -238,8 +240,7 @@ def _shown(value: Any) -> str:
 
 
 def _folders(names: Sequence[str]) -> dict[str, str]:
-    """Returns a readable folder name for each name. If two folder names would be equal, a digest is appended to
-    both."""
+    """Returns a readable and unique folder name for each name. Appends a digest to names that would be equal."""
     plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
     counts = Counter(folder.lower() for folder in plain.values())  # some file systems ignore case
     return {
@@ -291,8 +292,9 @@ class _Plan:
         runs: Sequence[PlannedRun],
         taken: set[str],
     ) -> Iterator[PlannedQuantization]:
-        """Yields the quantizations. `firsts` maps each setting to its first run, and `taken` contains the names of
-        existing folders."""
+        """Yields the quantizations. `firsts` maps each setting to its first run. `taken` has the names of existing
+        folders.
+        """
         folders = _folders([entry.name for entry in entries])
         names = tuple(dict.fromkeys(run.setting for run in runs))
         for number, entry in enumerate(entries):
@@ -313,8 +315,9 @@ class _Plan:
                     yield PlannedQuantization(name, entry.name, run.name, run.seed, tuple(entry.set))
 
     def _quantizes(self, spec: Spec, name: str, overrides: tuple[_Override, ...], number: int) -> bool:
-        """Returns whether the overrides of a quantization are valid, and records problems. Checks what `specc quantize`
-        checks."""
+        """Checks the overrides of a quantization as `specc quantize` does, and records problems. Returns whether they
+        are valid.
+        """
         place = self._at(("quantize", number))
         if spec.quant is None:
             message = f"{quote(name)}: the spec has no section `quant`"
@@ -353,8 +356,11 @@ class _Plan:
         overrides: Sequence[_Override],
         instead: tuple[str, Any] | None = None,
     ) -> None:
-        """Records the problems of the spec of a setting. Problems of an override are located in the sweep file. If the
-        spec is not a file, all other problems are located at `instead`."""
+        """Records problems in the spec of a setting.
+
+        A problem gets the position of the responsible override in the sweep file. If no override is responsible, and
+        the spec is not a file, the problem gets the position `instead`.
+        """
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
             override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
@@ -390,12 +396,12 @@ class _Plan:
 
 
 def digest_of(spec: Spec) -> str:
-    """Returns the SHA-256 (hex) of the canonical spec, as a run records it."""
+    """Returns the SHA-256 (hex) of the spec, as a run records it."""
     return hashlib.sha256(canonical(spec).encode()).hexdigest()
 
 
 def estimated_bytes(planned: Planned) -> int | None:
-    """Returns the estimated size of the artifact; None if the spec does not quantize."""
+    """Returns the estimated size of the artifact; None if the spec has no section `quant`."""
     if planned.spec.quant is None:
         return None
     target, plan = next(iter(planned.plans.items()))

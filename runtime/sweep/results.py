@@ -43,13 +43,12 @@ class SettingResult:
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None without a finished run.
         nats: the final validation loss in nats per token.
-        raw: the metric of the raw weights, if the final weights are averaged.
-        difference: the mean of `metric` minus that of the first setting.
+        raw: the metric of the weights before averaging; None if weights are not averaged.
+        difference: the mean of `metric` minus the mean of the first setting.
         seconds: the mean seconds of training.
         tokens_per_second: the mean tokens per second of training.
-        bytes: the size of the largest artifact among quantized runs, or the estimate for the spec if no run is
-            quantized; None without `quant`.
-        measured: whether `bytes` is the size of an artifact, and not an estimate.
+        bytes: the size of the largest artifact, or an estimate if no run is quantized; None without `quant`.
+        measured: whether `bytes` is the size of an artifact. Otherwise, it is an estimate.
         unfinished: the reason for each run that is not finished.
     """
 
@@ -75,8 +74,8 @@ class QuantizedResult:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the metric after quantization minus the metric before it, averaged over the runs.
-        bytes: the largest artifact.
+        difference: the mean change of the metric by quantization.
+        bytes: the size of the largest artifact.
         unfinished: the reason for each run that is not finished.
     """
 
@@ -147,7 +146,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         The results so far.
 
     Raises:
-        SweepError, IntegrityError: under the conditions of `SweepFolder.history`.
+        SweepError, IntegrityError: as raised by `SweepFolder.history`.
     """
     sweep = folder.sweep
     histories = {run.name: folder.history(run) for run in sweep.runs}
@@ -196,8 +195,7 @@ def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list
 def _reader(
     runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
 ) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
-    """Returns a function that summarizes a measurement over all runs. The function returns None if a run lacks the
-    value."""
+    """Returns a function that summarizes a measurement over all runs, or returns None if a run lacks the value."""
 
     def read(value: Callable[[RunHistory], Any]) -> Sample | None:
         values = [value(history) for history in _of(runs, histories)]
@@ -215,7 +213,6 @@ def _reason(name: str, history: RunHistory, folder: SweepFolder, failed: Mapping
 
 
 def _sizes(folder: SweepFolder) -> dict[str, int]:
-    """Returns the bytes of the artifact of each run that has been quantized in place, by `specc quantize`."""
     sizes = {}
     for run in folder.sweep.runs:
         report = folder.run(run.name) / "quantized" / "report.json"

@@ -1,5 +1,4 @@
-"""Runs the jobs of a sweep. Each job is one process, on one GPU or on a part of the CPU, and several jobs run at
-once."""
+"""Runs the jobs of a sweep, several at once. Each job is one process, on one GPU or on a part of the CPU."""
 
 import os
 import shlex
@@ -30,9 +29,9 @@ class Job:
     Attributes:
         name: the name of the run.
         arguments: the arguments of `specc`.
-        output: the file to which its output is appended.
-        prepare: a function that is called directly before the command starts.
-        result: a function that returns a line about the result after the command has ended.
+        output: the file to which the output is appended.
+        prepare: is called directly before the command starts.
+        result: returns a line about the result. It is called after the command has ended.
     """
 
     name: str
@@ -44,8 +43,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slot on a GPU or on the CPU, in which one job runs at a time. `environment` contains the environment variables
-    that select the GPU."""
+    """A GPU, or a part of a GPU or of the CPU. It runs one job at a time. `environment` has the variables that select
+    the GPU.
+    """
 
     name: str
     environment: Mapping[str, str]
@@ -67,8 +67,8 @@ class Outcome:
 
 
 def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
-    """Returns the slots for jobs: `jobs` slots on each GPU. If the targets run on the CPU, or this machine has no GPU,
-    returns `jobs` slots on the CPU.
+    """Returns `jobs` slots for each GPU. Returns `jobs` slots on the CPU if the targets need the CPU, or there is no
+    GPU.
 
     Args:
         targets: the targets of the spec, or the single target of the sweep.
@@ -92,7 +92,6 @@ def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
 
 
 def _visible_gpus() -> list[str]:
-    """Returns the names of the GPUs of this machine as CUDA_VISIBLE_DEVICES accepts them."""
     import torch
 
     count = torch.cuda.device_count()
@@ -101,8 +100,7 @@ def _visible_gpus() -> list[str]:
 
 
 def threads_of(slots: int) -> int:
-    """Returns the number of CPU threads for each of `slots` jobs: OMP_NUM_THREADS if it is set, and an equal part of
-    the cores otherwise."""
+    """Returns the number of CPU threads for each of `slots` jobs: OMP_NUM_THREADS, or an equal part of the cores."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(stated) if stated.isdecimal() and int(stated) else max(1, cores // slots)
@@ -124,13 +122,13 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
         slots: the slots.
         threads: the number of CPU threads of each job.
         until: the value of `time.monotonic` after which no job starts.
-        say: a function that is called with a line for each start and each end.
+        say: is called with a message for each start and each end.
 
     Returns:
         The names of the jobs that are done and of those that failed, and the number of jobs that were not started.
 
     Raises:
-        Preempted, Interrupted: after a signal. The signal is forwarded to the jobs, which first save and end.
+        Preempted, Interrupted: after a signal. The signal was forwarded to the jobs, and they have saved and ended.
     """
     waiting, free, running = deque(jobs), deque(slots), list[_Running]()
     outcome, received, sent = Outcome(), list[int](), 0
@@ -175,7 +173,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
         with job.output.open("ab") as file:
             file.write(f"$ specc {shlex.join(job.arguments)}\n".encode())
             file.flush()
-            # in a new session, Ctrl-C reaches the job only once, through this process
+            # In a new session, Ctrl-C reaches the job only through this process
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )
@@ -185,7 +183,6 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
 
 
 def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
-    """Adds an ended job to `outcome`, and says how the job ended."""
     job, code = entry.job, entry.process.returncode
     seconds = time.monotonic() - entry.began
     if code == 0:
@@ -199,7 +196,7 @@ def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
 
 
 def last_error(output: Path) -> str:
-    """Returns the first line of the last error in the output of a command. Without an error, returns the last line."""
+    """Returns the first line of the last error in the output of a command, or the last line if there is no error."""
     try:
         lines = output.read_text(encoding="utf-8", errors="replace").rpartition("$ specc ")[2].splitlines()[1:]
     except OSError:

@@ -1,1 +1,1 @@
-"""Trackers: programs that receive the records of a run's log in addition to log.jsonl. Each tracker is one file."""
+"""Trackers: programs that receive the log records of a run, such as TensorBoard. Each tracker is one file."""

@@ -30,7 +30,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Checks that trackers exist and that their packages are installed, without importing the packages.
 
     Raises:
-        UnknownTracker: no tracker has a name.
+        UnknownTracker: no tracker has one of the names.
         EnvironmentFailure: the package of a tracker is not installed.
     """
     known = classes(trackers, Tracker)
@@ -43,12 +43,11 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Passes the records of a log to a tracker. The first error of the tracker is reported and ends the tracker, but
-    the run continues.
+    """Passes log records to a tracker. After the first error of the tracker, passes no more records.
 
     Args:
         tracker: the tracker.
-        say: a function that is called with a line of text about an error.
+        say: is called with a message about an error.
     """
 
     def __init__(self, tracker: Tracker, say: Say) -> None:
@@ -81,12 +80,12 @@ class Follower:
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitStack) -> list[Follower]:
-    """Starts trackers, which `stack` closes.
+    """Starts trackers.
 
     Args:
         names: the names of the trackers; repetitions count once.
         run: the run that the trackers show.
-        say: a function that is called with lines of text for the user.
+        say: is called with messages for the user.
         stack: the exit stack that closes the trackers.
 
     Raises:

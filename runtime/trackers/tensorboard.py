@@ -1,4 +1,4 @@
-"""TensorBoard: event files in tensorboard/ of the run, which `tensorboard --logdir RUN` shows."""
+"""TensorBoard: event files in the folder `tensorboard` of the run. `tensorboard --logdir RUN` shows them."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,9 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Tracker):
-    """Writes event files with `torch.utils.tensorboard`. Earlier records of steps that a resumed run repeats are
-    hidden."""
+    """Writes event files with `torch.utils.tensorboard`. If a resumed run repeats steps, the earlier records of these
+    steps are hidden.
+    """
 
     name, package, extra = "tensorboard", "tensorboard", "tensorboard"
 

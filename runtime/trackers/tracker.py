@@ -1,4 +1,4 @@
-"""The interface of trackers, and the numbers that they receive."""
+"""The interface of trackers, and the values that they receive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ class TrackedRun:
     Attributes:
         directory: the run directory.
         project: the name of the spec.
-        digest: SHA-256 (hex) of the canonical spec.
-        config: the resolved spec as data.
-        step: the step after which training begins: 0, or the step of the checkpoint from which the run resumes.
+        digest: the SHA-256 (hex) of the spec.
+        config: the spec as data, with all defaults.
+        step: the step at which training begins: 0, or the step of the checkpoint to resume from.
     """
 
     directory: Path
@@ -27,8 +27,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """The interface of a tracker, which receives the records of a run. Only the process that writes the log creates and
-    calls trackers.
+    """The interface of a tracker. It receives the log records of a run, in the process that writes the log.
 
     Attributes:
         name: the value of `specc train --track`.
@@ -46,7 +45,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Receives the numbers of a record. Their names are, for example, `step/loss`."""
+        """Receives the numeric values of a record. A name is, for example, `step/loss`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -54,10 +53,10 @@ class Tracker(ABC):
 
 
 def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record of the log, by name.
+    """Returns the numeric values of a log record, by name.
 
-    Names are `event/field`, or `event/weights/field` if the record is about plain or averaged weights. The load of
-    experts is reported per layer, as the largest share divided by the mean share.
+    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. The value for the loads of
+    experts is, per layer, the largest load divided by the mean load.
 
     Args:
         event: the event of the record.

@@ -1,4 +1,4 @@
-"""Trackio: a database on this machine, which `trackio show` displays. TRACKIO_DIR is its folder."""
+"""Trackio: a database on this machine, in the folder TRACKIO_DIR. `trackio show` displays it."""
 
 import sys
 from collections.abc import Mapping
@@ -9,8 +9,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """Writes to the local database of Trackio. The project has the name of the spec, and the run has the name of its
-    directory."""
+    """Writes to the local database of Trackio. The project is named after the spec, and the run after its directory."""
 
     name, package, extra = "trackio", "trackio", "trackio"
 

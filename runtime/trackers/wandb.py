@@ -1,4 +1,4 @@
-"""Weights & Biases: files in wandb/ of the run. Nothing is sent unless WANDB_MODE is `online`."""
+"""Weights & Biases: files in the folder `wandb` of the run. Nothing is uploaded unless WANDB_MODE is `online`."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """Writes with `wandb`, offline by default: `wandb sync` sends the files later. A resumed run has the same id."""
+    """Writes with `wandb`, offline by default. `wandb sync` uploads the files later. A resumed run has the same id."""
 
     name, package, extra = "wandb", "wandb", "wandb"
 

@@ -1,1 +1,1 @@
-"""Training of a generated model: the loop over steps, the state of a run, and the resuming of runs."""
+"""Trains a generated model: the steps, the state of a run, and resuming."""

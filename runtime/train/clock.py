@@ -13,18 +13,19 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """The training seconds measured by this process."""
+        """The seconds of training in this process."""
         return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @property
     def common(self) -> float:
-        """The training seconds on which decisions depend. With several processes, this is the last agreed value; with a
-        single process, it is `seconds`."""
+        """The seconds of training for decisions that all processes must agree on.
+
+        With several processes, this is the last value passed to `agree`. With one process, it is `seconds`.
+        """
         return self._agreed if self._agreed is not None else self.seconds
 
     def agree(self, seconds: float) -> None:
-        """Sets the agreed seconds. All processes of a run call this with the same number once per step, so that all
-        make the same decision."""
+        """Sets `common`. All processes of a run call this with the same value, once per step."""
         self._agreed = seconds
 
     def set(self, seconds: float) -> None:

@@ -16,13 +16,12 @@ _MISSING = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context manager in which repeated calls of Torch, its compiler and its libraries return the same bits. Without
-    `wanted`, the context manager does nothing. Enter the context before the first matrix product on a GPU, and before
-    the processes form a group.
+    """A context manager in which repeated computations with Torch return the same bits. Without `wanted`, it does
+    nothing. Enter it before the first matrix product on a GPU, and before torch.distributed is initialized.
 
     Raises:
-        EnvironmentFailure: if the environment selects a cuBLAS workspace with which sums have no fixed order.
-        RunFailure: if an operation of Torch has no deterministic form on the device.
+        EnvironmentFailure: if the environment selects a cuBLAS workspace for which results may vary.
+        RunFailure: if a Torch operation has no deterministic implementation on the device.
     """
     if not wanted:
         yield
@@ -58,6 +57,5 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
 
 
 def _set(stack: ExitStack, owner: object, name: str, value: bool) -> None:
-    """Sets an attribute until the stack is closed."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)

@@ -1,5 +1,6 @@
-"""The random numbers of dropout in text models. Keys depend on seed, step and node, and rows are counted within a
-step."""
+"""The random numbers of dropout in text models. They depend on seed, step and node, and on the index of a row in the
+step.
+"""
 
 import hashlib
 
@@ -13,14 +14,13 @@ from specc.runtime.distributed.world import World
 class DropoutDraws:
     """Writes the keys and row numbers of dropout into the buffers of a model; see `specc.compiler.ops.dropout`.
 
-    Of W processes, the process with rank r computes every W-th sequence of the step. Its micro-batch number `part`
-    begins at sequence `part * rows * W + r`.
+    With W processes, rank r computes the sequences r, r + W, r + 2 * W, ... of a step.
 
     Args:
-        model: the model that trains.
+        model: the model in training.
         seed: the seed of the run.
-        rows: the number of windows of a backward pass on this process.
-        window: the number of tokens of a window.
+        rows: the number of windows per backward pass on this process.
+        window: the number of tokens per window.
         world: the processes that train together.
     """
 
@@ -33,7 +33,7 @@ class DropoutDraws:
         self._keys: tuple[int, list[int]] = (-1, [])
 
     def write(self, step: int, part: int) -> None:
-        """Sets the numbers of a backward pass, without waiting for the device.
+        """Writes the keys and row numbers for one backward pass. Does not wait for the device.
 
         Args:
             step: the number of updates so far.
@@ -49,5 +49,5 @@ class DropoutDraws:
 
 
 def key_of(seed: int, step: int, node: str) -> int:
-    """Returns the key of a node in a step, 63 bits."""
+    """Returns the key of the random numbers of a node in a step, an integer of 63 bits."""
     return int.from_bytes(hashlib.sha256(f"specc dropout {seed} {step} {node}".encode()).digest()[:8]) >> 1

@@ -1,4 +1,4 @@
-"""The delayed scales of matrix products in 8-bit floats (`train.precision.fp8`)."""
+"""The scales of matrix products in 8-bit floats, for `train.precision.fp8`. They are computed from earlier steps."""
 
 from collections.abc import Mapping
 
@@ -14,19 +14,15 @@ X, WEIGHT, DY = range(len(FACTORS))
 
 
 class Fp8Scales:
-    """The scales of matrix products with delayed scaling. They are computed from the largest magnitudes of the operands
-    of each product in past steps.
-
-    A product reads its scales from a buffer f32 [2 + H, 3] of the model, and records magnitudes there; see
-    `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates: the gradient
-    of a mean over rows is about 1 / rows. Values that exceed the range of a scale become the largest value of the
-    format.
+    """The scales of matrix products. They are computed from the largest magnitudes of the operands in past steps. A
+    product reads scales from a buffer of the model, and records magnitudes in this buffer; see
+    `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates.
 
     Args:
-        model: the model that trains, on its device.
-        rows: the number of tokens of a backward pass on this process.
+        model: the model in training, on its device.
+        rows: the number of tokens per backward pass on this process.
         world: the processes that train together. All have the same scales.
-        loss_scale: the factor of the loss in the first step.
+        loss_scale: the factor by which the loss is multiplied in the first step.
     """
 
     def __init__(self, model: nn.Module, rows: int, world: World, loss_scale: float = 1.0) -> None:
@@ -40,7 +36,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales of the first step, for the current weights and the given factor of the loss."""
+        """Sets the scales of the first step. They depend on the current weights and on the factor of the loss."""
         for name, buffer in self._buffers.items():
             begin_scales(buffer)
             buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
@@ -49,11 +45,10 @@ class Fp8Scales:
 
     @torch.no_grad()
     def update(self, loss_scale: float) -> None:
-        """Records the magnitudes of a step, and sets the scales of the next step.
+        """Records the largest magnitudes of a step, and sets the scales of the next step.
 
-        The gradients of this step contain the loss factor of the previous call, and the gradients of the next step
-        contain `loss_scale`. A magnitude that is not finite, for example after an overflow, is replaced with the
-        largest magnitude in the history.
+        `loss_scale` is the factor of the loss in the next step. A magnitude that is not finite, for example because of
+        an overflow, is replaced by the largest recorded magnitude.
         """
         if not self._buffers:
             return
@@ -67,7 +62,6 @@ class Fp8Scales:
         self._write(loss_scale)
 
     def _write(self, loss_scale: float) -> None:
-        """Writes the scales for gradients with the given factor of the loss, and clears the recorded magnitudes."""
         self._loss_scale = loss_scale
         for buffer in self._buffers.values():
             largest = buffer[HISTORY:].amax(0)
@@ -76,12 +70,14 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the magnitudes of the last steps for a checkpoint, f32 [H, 3] by name. The tensors are not copies."""
+        """Returns the magnitudes of the last H steps for a checkpoint, f32 [H, 3] by name. The tensors are not
+        copies.
+        """
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Restores the values of `state`, a result of the method `state`. Unknown names are ignored."""
+        """Restores a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self._write(loss_scale)

@@ -1,5 +1,4 @@
-"""The loop over the steps of a run. The loop validates, saves and logs, and ends the run in an orderly way after any
-failure.
+"""The loop over the steps of a run. It validates, saves, logs, and ends the run cleanly after any failure.
 
 trainer.py computes each step, and train.py prepares the run.
 """
@@ -28,7 +27,7 @@ from specc.runtime.train.trainer import Trainer
 
 
 class RunLabel(Protocol):
-    """The names and paths that a run uses in reports and when it resumes."""
+    """The names and paths of a run, for messages and for resuming."""
 
     @property
     def directory(self) -> Path: ...
@@ -44,7 +43,7 @@ class RunLabel(Protocol):
 
 
 class _SignalReceived(Exception):
-    """Raised if a signal has reached this process, and the other processes of its world have not been notified yet."""
+    """Raised if this process received a signal, before the other processes know about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Limits:
 
     Attributes:
         steps: the total number of steps of the run.
-        seconds: the seconds spent in this loop.
+        seconds: the maximum number of seconds in this loop.
     """
 
     steps: int | None = None
@@ -66,11 +65,11 @@ class TrainResult:
 
     Attributes:
         run: the run directory.
-        checkpoint: the checkpoint with the final weights, which are the averaged weights if the spec has an average.
+        checkpoint: the checkpoint with the final weights.
         step: the number of updates.
         seconds: the seconds of training.
         complete: False if the run ended early.
-        reached: whether a validation reached `train.stop_at_loss`, which ended the run.
+        reached: whether the run ended because a validation reached `train.stop_at_loss`.
         raw, averaged: the validation results of the plain and of the averaged weights.
     """
 
@@ -89,22 +88,20 @@ class TrainResult:
 
 
 class Loop:
-    """Trains one run from the current step of its trainer to its end.
+    """Trains one run, from the current step of the trainer to the end of the run.
 
-    In a world of several processes, each process runs the loop. Once per step, the processes exchange the causes of an
-    early end, which are signals and time limits. All processes therefore stop at the same step. Rank 0 saves and
-    reports.
+    With several processes, each runs the loop. Once per step, they exchange signals and elapsed times, so that all stop
+    at the same step. Rank 0 saves and reports.
 
     Args:
-        run: the names and paths with which the run reports and resumes.
+        run: the names and paths of the run.
         trainer: the model in training.
         validation: the data on which the model is scored.
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end this run early.
-        save: a function that commits a snapshot and returns the path of its checkpoint. It raises RunFailure if the
-            disk is full.
-        advice: a function that returns the advice to the user after a GPU ran out of memory.
-        start: the seconds of each completed phase of the start. None if the start begins here.
+        save: writes a snapshot and returns the path of the checkpoint. Raises RunFailure if the disk is full.
+        advice: returns the advice to the user if a GPU runs out of memory.
+        start: measures the phases of the start. None begins a new measurement.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class Loop:
         Raises:
             RunFailure: if the loss is not finite, memory or disk is full, or another process is lost.
             DataError: if more data cannot be read.
-            Preempted, Interrupted: after a signal. Before this, the current step is committed as a checkpoint.
+            Preempted, Interrupted: after a signal. A checkpoint of the current step was written.
         """
         with handled_signals(self._note_signal):
             try:
@@ -198,7 +195,7 @@ class Loop:
             if trainer.segment != before:
                 self._say(f"step {trainer.step:,}: continues with {trainer.segment.description}")
             self._agree()
-            # committed first, so that the run can resume from here if the input scales cannot be measured
+            # The checkpoint is written first. If measuring the input scales fails, the run can resume from here.
             commits = self._due(train.checkpoint_every) or trainer.calibrates_next
             validates = self._due(train.validate_every)
             if (commits or validates) and not self._ended():
@@ -213,16 +210,18 @@ class Loop:
         trainer.clock.stop()
 
     def _log_start(self, phases: Mapping[str, float]) -> None:
-        """Logs the seconds of each phase of the start. A compiled run also prints the phases of at least 0.1 s."""
+        """Logs the seconds of each phase of the start. A compiled run also prints all phases of at least 0.1 s."""
         self._log.write("start_up", step=self._trainer.step, **phases)
         parts = [f"{name.replace('_', ' ')} {part:.1f}" for name, part in phases.items() if part >= 0.1]
         if self._trainer.compiled:
             self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
-        """Returns whether the loop begins with a validation. The reason is that the validation at the step from which
-        the run resumes was interrupted, or that it reached `train.stop_at_loss`. In the second case, the repeated
-        validation ends the run."""
+        """Returns whether the loop begins with a validation.
+
+        It does after resuming at a step whose validation was interrupted, or reached `train.stop_at_loss`. In the
+        second case, the repeated validation ends the run.
+        """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
             return False
@@ -230,7 +229,6 @@ class Loop:
         return loss is None or (limit is not None and loss <= limit)
 
     def _stop_at_loss(self, result: Measured) -> None:
-        """Ends the run if a validation of the current weights reached `train.stop_at_loss`."""
         limit, trainer = self._trainer.train.stop_at_loss, self._trainer
         if limit is None or (loss := result.nats / result.tokens) > limit:
             return
@@ -240,7 +238,7 @@ class Loop:
         self._say(f"step {trainer.step:,}: the loss {loss:.4f} reached {limit:g} after {seconds:.2f} s of training")
 
     def _agree(self) -> None:
-        """Exchanges the causes of an early end among all processes. Raises Stopped after a signal to any process."""
+        """Exchanges signals and elapsed times among all processes. Raises Stopped if any process received a signal."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
@@ -301,7 +299,7 @@ class Loop:
             self._progress(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Commits a checkpoint of the current step. Before this, raises RunFailure if the last step was not finite."""
+        """Writes a checkpoint of the current step. Raises RunFailure if the last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
@@ -320,7 +318,7 @@ class Loop:
         try:
             result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
         except _SignalReceived:
-            # Waits until the other ranks have scored their parts; after a signal, raises Stopped on all ranks
+            # Waits until all ranks have scored their parts. After a signal, all ranks raise Stopped.
             self._agree()
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())

@@ -1,4 +1,4 @@
-"""The factor of the loss during backward passes (`train.precision.loss_scale`)."""
+"""Loss scaling: the loss is multiplied by a factor before backward passes (`train.precision.loss_scale`)."""
 
 from collections.abc import Mapping
 
@@ -11,19 +11,16 @@ LARGEST = 2.0**32  # the largest factor, because the scaled loss must stay far b
 
 
 class LossScale:
-    """The factor that the loss has during backward passes. Gradients are divided by this factor before they are
-    clipped.
-
-    A dynamic factor falls after a step whose gradients are not finite, and rises after many finite steps (Micikevicius
-    et al., 2018). Its state is saved in checkpoints. All ranks compute the same norm of the gradients, and therefore
-    the same factor.
+    """The factor by which the loss is multiplied before backward passes. Gradients are divided by this factor before
+    clipping. A dynamic factor falls after a step with a gradient that is not finite, and rises after many steps without
+    such a gradient (Micikevicius et al., 2018). All ranks have the same factor.
 
     Args:
         spec: the settings, or a constant factor.
         device: the device of `factor`.
 
     Attributes:
-        factor: f32 [], which captured work reads.
+        factor: the factor on the device, f32 []. CUDA graphs read it.
     """
 
     def __init__(self, spec: LossScaleSpec | float, device: torch.device) -> None:
@@ -36,7 +33,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The current factor, as a number on the host."""
+        """The current factor, as a float on the host."""
         return float(self._value)
 
     @property
@@ -46,12 +43,12 @@ class LossScale:
 
     @property
     def skipped(self) -> int:
-        """The number of steps of the run whose update was skipped."""
+        """The number of updates that were skipped so far."""
         return int(self._skipped)
 
     @torch.no_grad()
     def skips(self, finite: bool) -> bool:
-        """Adjusts the factor after the gradients of a step are computed, and returns whether the update is skipped.
+        """Adjusts the factor after the backward passes of a step. Returns whether the update must be skipped.
 
         Args:
             finite: whether the loss and all gradients of the step are finite.
@@ -83,7 +80,7 @@ class LossScale:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores the values of `state`, a result of the method `state`. Unknown names are ignored."""
+        """Restores a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self.factor.fill_(self.value)

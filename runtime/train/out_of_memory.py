@@ -1,4 +1,4 @@
-"""The advice after a GPU ran out of memory: the smallest change of the spec that fits, according to its plan."""
+"""Advice after a GPU ran out of memory: the smallest change of the spec that should fit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ Change = tuple[str, Step]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The advice to the user of a run that needs more memory than its GPU has.
+    """Computes the advice for a run that needs more memory than its GPU has.
 
     Attributes:
         spec: the spec of the run.
-        target: its target.
-        lock: the measured kernels.
+        target: the target of the run.
+        lock: the kernels that were fastest in measurements.
         processes: the processes that train together.
         place: the position of `train` in the spec, as `file:line`; empty if the run has no file.
     """
@@ -40,11 +40,10 @@ class Advice:
     place: str = ""
 
     def hint(self, capacity: int) -> str:
-        """Returns the smallest changes that fit in `capacity` bytes of tensors, as a hint for the user. A change is
-        fewer rows per micro-batch, a part that is recomputed, or both.
+        """Returns a hint with the smallest changes of the spec that fit in `capacity` bytes.
 
-        The run is known not to fit. If its forecast is nevertheless below `capacity`, all forecasts are scaled up by
-        the same factor.
+        A change reduces the rows per micro-batch, recomputes a part of the model in the backward pass, or both. The
+        unchanged run does not fit. If the estimate for it is below `capacity`, all estimates are scaled up.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -66,14 +65,13 @@ class Advice:
         return f"{limit}{words} fits according to the forecast; the size of a step need not change"
 
     def _step(self, rows: int, recompute: tuple[str, ...] | None = None) -> Step:
-        """Returns the step with the given settings. Raises LoweringError if the parts cannot be recomputed."""
         parts = self.spec.train.recompute if recompute is None else recompute
         train = self.spec.train.model_copy(update={"micro_batch": rows, "recompute": parts})
         spec = self.spec.model_copy(update={"train": train})
         return step_of(spec, pipeline.plan(spec, self.target, "", self.lock))
 
     def _fewer_rows(self, rows: int, recompute: tuple[str, ...] | None = None) -> Iterator[Change]:
-        """Yields micro-batches of fewer than `rows` rows that divide each step, the largest first."""
+        """Yields changes that reduce a micro-batch to fewer than `rows` rows, the largest first."""
         train, window = self.spec.train, self.spec.model.window
         sizes = [size if train.batch is not None else size // window for _, size in values_of("", train.step_size)]
         for fewer in range(rows - 1, 0, -1):
@@ -85,7 +83,7 @@ class Advice:
                     return
 
     def _recomputed(self, rows: int) -> Iterator[Change]:
-        """Yields the parts that may be recomputed in addition to those of the spec."""
+        """Yields changes that recompute more parts in the backward pass than the spec."""
         parts = recomputable_parts(pipeline.lower(self.spec, self.target))
         for option in (*((part,) for part in parts), parts, (BLOCK,)):
             names = tuple(dict.fromkeys((*self.spec.train.recompute, *option))) if option != (BLOCK,) else option
@@ -97,17 +95,18 @@ class Advice:
 
 
 def capacity_of(device: torch.device) -> int:
-    """Returns the bytes of a GPU that the tensors of this process may occupy, including those that they already occupy.
-    The allocator may be limited to a fraction of the GPU's memory."""
+    """Returns the number of bytes that the tensors of this process may occupy on a GPU, including bytes already in
+    use.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    # Which does not accept a device without an index
+    # The next function does not accept a device without an index
     limit = torch.cuda.get_per_process_memory_fraction(device.index) * total
     return int(min(free + torch.cuda.memory_reserved(device), limit))
 
 
 @contextmanager
 def out_of_memory_named(when: str, hint: Callable[[], str]) -> Iterator[None]:
-    """A context manager that raises RunFailure with a hint if a GPU runs out of memory."""
+    """A context manager that raises RunFailure with a hint if a GPU runs out of memory. `when` begins the message."""
     try:
         yield
     except torch.OutOfMemoryError as error:

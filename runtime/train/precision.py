@@ -8,11 +8,11 @@ import torch
 
 @contextmanager
 def products_in_tf32(wanted: bool) -> Iterator[None]:
-    """A context manager that sets the precision of f32 matrix products on a GPU. If `wanted`, the operands of a product
-    are rounded to TF32 (10 bits of mantissa); otherwise they are full f32 (23 bits).
+    """A context manager that sets the precision of f32 matrix products on a GPU.
 
-    Sums are f32 in both cases. Code that is captured or compiled in the context keeps this precision. The context has
-    no effect on products on a CPU, nor on cuDNN's LSTM, for which Torch has a separate TF32 setting.
+    If `wanted`, operands are rounded to TF32 (10 bits of mantissa). Otherwise they are full f32 (23 bits). Sums are f32
+    in both cases. Code that is captured or compiled in the context keeps this precision. The context does not affect
+    CPUs. It does not affect the LSTM of cuDNN either.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")

@@ -1,4 +1,4 @@
-"""Finds the run to resume, and the checkpoint from which it resumes."""
+"""Finds the run and the checkpoint to resume from."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from specc.runtime.train.trainer import Trainer
 def run_to_resume(directory: Path | None, name: str) -> Path | None:
     """Returns the directory of the run to resume, or None if there is none.
 
-    `directory` is the directory that the user named. If it is None, the newest run of the spec `name` is resumed.
+    `directory` is the choice of the user. None selects the newest run of the spec `name`.
     """
     directory = directory or newest_run(name)
     return directory if directory is not None and is_run(directory) else None
@@ -25,14 +25,14 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
     """Restores the newest valid checkpoint of a run.
 
     Args:
-        begun: the run as recorded in its directory.
-        run: the same run with the current location of its data.
+        begun: the run, with the recorded location of its data.
+        run: the same run, with the current location of its data.
         trainer: the trainer that receives the state of the checkpoint.
-        say: a function that is called with lines of text for the user.
+        say: is called with messages for the user.
 
     Raises:
         IntegrityError: if the run has had checkpoints, but none of them is valid.
-        RunDirectoryError: if the data moved, and no checkpoint confirms that they are the same.
+        RunDirectoryError: if the data are at another path, and no checkpoint confirms that they are the same.
     """
     moved = run.data != lasting(begun.data)
 
@@ -41,7 +41,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         path = checkpoint.latest(run.checkpoints, say)
         if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
             message = f"{run.directory}: every checkpoint of the run is damaged or missing"
-            raise IntegrityError(message, "restore its folder checkpoints/ from a copy, or train in another directory")
+            raise IntegrityError(message, "restore the folder checkpoints/ from a copy, or train in another directory")
         return path
 
     path = trainer.world.first(newest)
@@ -49,7 +49,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         # Without a checkpoint, it cannot be confirmed that the data are the same
         if moved and begun.data_digests is None:
             message = f"{run.directory} has other settings: the data: {begun.data} in the run, {run.data} now"
-            raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
+            raise RunDirectoryError(message, "the run has no checkpoint yet: start a new run")
         return
     trainer.restore(checkpoint.load(path))
     if moved:

@@ -1,4 +1,4 @@
-"""Run segments: the parts of a run that differ in their programs, in the length of rows, or in the size of a step."""
+"""Run segments: consecutive parts of a run. They differ in the program, the row length, or the size of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Compile = Callable[..., Function]  # has the arguments and the result of torch.c
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """A part of a run with one pair of programs, one row length and one size of a step.
+    """A part of a run with fixed programs, row length and step size.
 
     Attributes:
-        begins: the share of the run, 0 to 1, at which the segment begins.
+        begins: the completed share of the run at which the segment begins, 0 to 1.
         phase: the programs for training and scoring.
         tokens: the length of a row, in tokens.
         micro_batches: the number of backward passes per step on each process.
@@ -43,7 +43,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
     """Returns the segments of a run, in order. A new segment begins wherever the phase or a scheduled size changes.
 
     Args:
-        phases: the phases of the run, in order. The phase LAST follows the last of these phases.
+        phases: the phases of the run before the last phase, in order.
         train: the training spec.
         window: the number of tokens per window, and per row if `train.context` is unset.
         world: the number of processes.
@@ -62,15 +62,15 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
 
 
 def segment_at(segments: Sequence[RunSegment], done: float) -> int:
-    """Returns the index of the segment of the next update, given the completed share `done` (0 to 1) of the run."""
+    """Returns the index of the segment of the next update. `done` is the completed share of the run, 0 to 1."""
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
 def compiled_functions(
     model: nn.Module, segments: Sequence[RunSegment], compiled: bool, compile_training: Compile = torch.compile
 ) -> Mapping[str, Function]:
-    """Returns the programs of all segments by name. Training programs return the mean loss of a batch. Scoring programs
-    return the loss of each target. If row lengths change during the run, each length is compiled separately.
+    """Returns the programs of all segments by name, compiled if requested. Training programs return the mean loss of a
+    batch. Scoring programs return the loss of each target.
 
     Args:
         model: the model.
@@ -95,10 +95,8 @@ def compiled_functions(
 
 
 class UnusedParameters:
-    """Parameters that no program of a phase reads.
-
-    An update would nevertheless decay them and advance their step counts. `restore` reverts this. During each call,
-    `masters` must hold their f32 values.
+    """Parameters that no program of a phase reads. An optimizer would still apply weight decay to these parameters, and
+    advance their step counts. `restore` reverts this. During each call, `masters` must contain the f32 weights.
 
     Args:
         names: the parameters.

@@ -1,4 +1,4 @@
-"""Measures the seconds of each phase of a start, from the command to the end of the first step."""
+"""Measures the phases of the start of a run, from the command to the end of the first step."""
 
 import time
 from collections.abc import Mapping
@@ -20,8 +20,10 @@ class StartTimes:
         self.ended = False
 
     def mark(self, phase: str) -> None:
-        """Adds the seconds since the last call to a phase. Seconds in which this process waited for nvcc are added to
-        the phase `nvcc` instead."""
+        """Adds the seconds since the last call to a phase, except for seconds of waiting for nvcc.
+
+        These go to the phase `nvcc`.
+        """
         now, waited = time.monotonic(), native.waited[0]
         nvcc = waited - self._waited
         for name, seconds in ((phase, now - self._last - nvcc), ("nvcc", nvcc)):
@@ -30,7 +32,7 @@ class StartTimes:
         self._last, self._waited = now, waited
 
     def end(self) -> Mapping[str, float]:
-        """Ends the start with the phase `first_step`, and returns the seconds of each phase and of the whole start."""
+        """Ends the start with the phase `first_step`. Returns the seconds of each phase, and the total as `seconds`."""
         self.mark("first_step")
         self.ended = True
         return {**self._phases, "seconds": self._last - self._began}

@@ -1,6 +1,6 @@
-"""The entry point `train`, which turns a spec and its options into a run in a directory.
+"""The entry point `train`: creates or resumes a run, and trains.
 
-`train` creates or resumes the run, and loads model and data. loop.py repeats steps, and trainer.py computes a step.
+loop.py repeats steps, and trainer.py computes a step.
 """
 
 import os
@@ -63,23 +63,25 @@ class TrainOptions:
     Attributes:
         spec: the resolved spec.
         target: the target of the spec to run.
-        data: the data, in the form that the spec's kind of data accepts. For text see
+        data: the data to train on, as in the option `--data`. For text, see
             `specc.runtime.data.windows.stream.open_stream`.
         run: the run directory. None selects the next free `runs/NAME-NNN` for a new run, and the newest `runs/NAME-NNN`
             to resume.
-        overrides: the `--set` texts that `spec` already contains, recorded in run.json.
+        overrides: the values of `--set`, for run.json. `spec` already contains them.
         resume: "auto" continues from the newest valid checkpoint. It starts from step 0 if there is no run, or if the
             run ended before its first checkpoint.
-        stop_after_steps, max_seconds: limits that end the run early, without changing the schedule. The first limits
-            the steps of the whole run. The second limits the seconds of the loop in this process, including validation.
+        stop_after_steps: the number of steps after which the run ends early, counted from step 0. Schedules do not
+            change.
+        max_seconds: the seconds after which the run ends early, counted in this process. Schedules do not change.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
-        lock: the measured kernels. A new run stores them; a resumed run uses the stored kernels instead.
+        lock: the kernels that were fastest in measurements. A new run stores them. A resumed run uses the stored
+            kernels.
         track: the names of trackers that receive the records of the log.
-        place: the position of `train` in the spec, as `file:line`, for errors; empty if it is not known.
-        began: the value of `time.monotonic` when the command began, so that the log states the time of its imports.
+        place: the position of `train` in the spec, as `file:line`, for messages; empty if unknown.
+        began: the value of `time.monotonic` when the command began. With it, the log includes the time of imports.
     """
 
     spec: Spec
@@ -101,16 +103,15 @@ class TrainOptions:
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
-    """Trains, and returns when the run is complete or has ended early.
+    """Trains until the run is complete or ends early.
 
-    In a `world` of several processes, each process calls this function with the same options. Rank 0 reports and writes
-    the run directory, which must be on storage that all processes share. Apart from the rounding of sums, the result
-    equals that of one process.
+    With several processes, each calls this function with the same options. Rank 0 reports and writes the run directory,
+    which must be on shared storage. The number of processes changes the result only by rounding.
 
     Args:
         options: the spec, the data and the run directory.
-        say: a function that is called with each line of text for the user. Its errors are ignored, so that the run
-            continues after the terminal is closed.
+        say: is called with messages for the user. Errors of `say` are ignored, so that the run continues after the
+            terminal is closed.
         world: the processes that train together. None for this process alone.
 
     Raises:
@@ -118,7 +119,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         EnvironmentFailure: if the machine lacks something that the run needs (3).
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
-        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint is committed first.
+        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint was written.
         PeerLost: if another process ended or does not answer (76).
         DataError: if the data cannot be read or do not fit the spec.
     """
@@ -145,7 +146,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     if begun is not None:
         begun.require_same(spec, options.target)
         begun.with_data(data)
-    # Open the data before anything is written, so that a failure leaves no folder.
+    # Open the data before anything is written. A failure then leaves no folder.
     with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
         opened = source.open(data, options.cache, stack)
     times.mark("data")
@@ -169,8 +170,8 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     if begun is None:
         run = replace(run, start=started)
     elif started != begun.start and start is not None:
-        message = f"{directory}: the weights in {start.path} are not those that the run began with"
-        raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
+        message = f"{directory}: the weights in {start.path} differ from the weights with which the run began"
+        raise RunDirectoryError(message, "the run has no checkpoint yet: start a new run")
     if begun is not None:
         restore_newest(begun, run, trainer, say)
     elif leads:  # written after all checks, so that a failed start can be repeated in the same directory
@@ -188,8 +189,10 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:
-    """Returns the weights to start from, with an absolute path. Returns None if the run starts from initial values, or
-    resumes from a checkpoint."""
+    """Returns the weights to start from, with an absolute path.
+
+    Returns None if the run starts from random weights, or resumes from a checkpoint.
+    """
     start = run.spec.train.starts_from
     if start is None or (resumes and checkpoint.all_in(run.checkpoints)):
         return None
@@ -197,7 +200,7 @@ def _start(run: Run, resumes: bool) -> StartSpec | None:
 
 
 def _remove_unused(directory: Path, existed: bool) -> None:
-    """Removes the directory of a run that never began, unless the directory existed before."""
+    """Removes the run directory if the run never began and the directory is new."""
     if not existed and not is_run(directory):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -212,7 +215,7 @@ def _prepare(
     start: StartSpec | None,
     times: StartTimes,
 ) -> tuple[Trainer, Validates, StartRecord | None]:
-    """Returns the trainer of a run at step 0, its validation data, and the record of the weights `start`."""
+    """Returns the trainer at step 0, the validation data, and the record of the initial weights."""
     spec, gpu = run.spec, world.device.type == "cuda"
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # rank 0 writes the generated code and starts to compile its kernels
@@ -223,7 +226,7 @@ def _prepare(
     times.mark("build")
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
-    # Random numbers are drawn outside of Python, so that another thread can import modules at the same time
+    # Random numbers are drawn without the interpreter lock, so another thread can import modules meanwhile
     with ThreadPoolExecutor(1) as background:
         initialized = background.submit(initialize, loaded, spec.train.seed)
         if options.compiled and gpu:
@@ -234,7 +237,7 @@ def _prepare(
     inputs = tuple(name for name, _ in programs.program("train").inputs)
     expected = (*supply.feed.names, *spec.train.loss_weights)
     if inputs != expected:
-        raise TypeError(f"{spec.train.data.kind} gives {expected}, but the program `train` takes {inputs}")
+        raise TypeError(f"data of kind {spec.train.data.kind} has {expected}, but the program `train` needs {inputs}")
     loaded.model.to(world.device)
     model = TrainableModel(
         loaded.model,
@@ -256,8 +259,11 @@ def _prepare(
 
 
 def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenData, world: World) -> InputScales | None:
-    """Returns the input scales of the int8 products, measured on the calibration rows of `specc quantize`. Returns None
-    if there are no int8 products."""
+    """Returns the input scales of int8 products, for training with fake quantization; None if there are no int8
+    products.
+
+    The scales are measured on the same rows as in `specc quantize`.
+    """
     assert run.spec.quant is not None
     calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)

@@ -1,4 +1,4 @@
-"""The trainer, which performs single steps of training and holds the state of a run.
+"""The trainer performs single training steps, and holds the state of a run.
 
 A step computes gradients over micro-batches and updates the weights. loop.py decides when to step, validate, save and
 restore.
@@ -61,16 +61,15 @@ class TrainableModel:
     """A model to train.
 
     Attributes:
-        module: the model. Calling it with the arguments that a feed returns computes the mean loss in nats, f32 [];
-            `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
-            in `parameters`.
-        parameters: the parameters, with the dtypes in which the programs read them.
+        module: the model, with f32 parameters. A call returns the mean loss in nats, f32 []. `module.score` returns the
+            loss of each target in nats, f32 [B, T].
+        parameters: the parameters, with their compute dtypes.
         window: the number of tokens per row.
-        spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
+        spec_digest: the SHA-256 of the spec, for checkpoints.
         phases: the phases of the run, as in `Programs`.
-        schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.
-        input_scales: the input scales of int8 products. None if no product will be int8.
-        derived: the matrices that the model computes from its parameters. Each step computes them once.
+        schemes: the storage scheme of each parameter by name, for `train.qat`. None without `train.qat`.
+        input_scales: the input scales of int8 products. None if there are no int8 products.
+        derived: the matrices that are computed from parameters, once per step.
     """
 
     module: nn.Module
@@ -85,7 +84,7 @@ class TrainableModel:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose results may not have arrived from the device yet."""
+    """A step that was started on the device. Its results may still be missing on the host."""
 
     step: int
     multiplier: float
@@ -99,24 +98,22 @@ class _Launched:
 class Trainer:
     """Trains one model.
 
-    The constructor moves the model to the device of `world`, and its parameters to the dtypes that the programs read.
-    In a `world` of several processes, each process has a trainer, and all processes make the same calls. Gradients and
-    losses are summed over the processes once per step. Each rank updates its part of the sharded parameters, and all
-    parameters that are not sharded.
+    The constructor moves the model to the device of `world`, and converts its parameters to their compute dtypes. With
+    several processes, each has a trainer, and all make the same calls. Gradients and losses are summed over the
+    processes once per step. Each rank updates only its part of sharded parameters.
 
     Args:
         model: the model.
         train: the `train` section of the spec.
-        feed: this process's part of the rows of each step.
+        feed: the batches of this process.
         world: the processes that train together, on their devices.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
         compile_training: the function that compiles the training programs.
 
     Attributes:
-        loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
-        terms: the terms of the training loss in the last evaluation, as from `loss_terms`. Empty if the loss has only
-            one term.
-        loss_scale: the factor of the loss in backward passes. None if the loss is not scaled.
+        loads: the share of tokens that each expert received in the last evaluation, by layer, from `expert_loads`.
+        terms: the terms of the training loss in the last evaluation, from `loss_terms`. Empty for a single term.
+        loss_scale: the loss scaling. None if the loss is not scaled.
 
     Raises:
         BatchError: if a step cannot be cut into micro-batches.
@@ -161,7 +158,7 @@ class Trainer:
         self.loads: Mapping[str, Sequence[float]] = {}
         self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled, compile_training)
-        # Graphs that run one at a time share memory. The f32 update of bf16 masters therefore reuses the memory of
+        # CUDA graphs that run one at a time share memory. The f32 update of bf16 masters therefore reuses the memory of
         # activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
         pool = torch.cuda.graph_pool_handle() if shared else None
@@ -176,37 +173,36 @@ class Trainer:
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
-        # The numbers of samples and tokens up to the last step that was returned
+        # The numbers of samples and tokens, including the last step that `advance` returned
         self._last: tuple[int | None, int] = (None, 0)
 
     @property
     def segment(self) -> RunSegment:
-        """The segment of the last update; before the first update, the first segment."""
+        """The segment of the last update. Before the first update, it is the first segment."""
         return self._segments[self._index]
 
     @property
     def micro_batches(self) -> int:
-        """The number of backward passes that this process performs per step in the current segment."""
+        """The number of backward passes per step on this process in the current segment."""
         return self.segment.micro_batches
 
     @property
     def _scale(self) -> float:
-        """The factor of the loss in the next backward pass."""
         return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     @property
     def segments_left(self) -> int:
-        """The number of segments of the run after the current segment."""
+        """The number of segments after the current segment."""
         return len(self._segments) - 1 - self._index
 
     @property
     def fake_quantizes(self) -> bool:
-        """True if the model currently computes with quantized weights."""
+        """Whether the model currently computes with quantized weights."""
         return self.masters.quantized is not None
 
     @property
     def calibrates_next(self) -> bool:
-        """True if the next update begins by measuring the input scales of int8 products."""
+        """Whether the next update first measures the input scales of int8 products."""
         if self._input_scales is None or self._input_scales.measured:
             return False
         next_update = moment(self.train, self.step, self.clock.common)
@@ -218,14 +214,14 @@ class Trainer:
         return moment(self.train, self.step, self.clock.common).done
 
     def advance(self) -> list[Step]:
-        """Performs one update and returns the steps whose results have arrived. On the CPU, that is the current step.
-        On a GPU, it is the previous step, so that the device does not have to wait for the host. If the loss scale is
-        dynamic, the host waits for the gradients of each step.
+        """Performs one update. Returns the steps whose results have arrived from the device.
 
-        A step that the loss scale skips does not change the weights. It still counts as a step and consumes data.
+        On the CPU, that is the current step. On a GPU, it is the previous step, so that the device does not wait for
+        the host. With a dynamic loss scale, the host waits for the gradients of each step. A step that is skipped
+        because of the loss scale does not change the weights, but counts and consumes data.
 
-        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights then have
-        their values from before the step.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
+        as before the step.
         """
         now = moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, now.done)
@@ -244,23 +240,26 @@ class Trainer:
         return steps
 
     def update(self, now: Moment) -> None:
-        """Updates the weights and their average from the gradients of the masters, with the settings at `now`."""
+        """Updates the weights and their average from the gradients, with the settings at `now`."""
         self.optimizers.set(now)
         self._update_function(self.optimizers.work(now.step))()
         if self.average is not None:
             self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
-        """Waits for the device and returns the steps that `advance` has not returned yet. Raises the same errors as
-        `advance`."""
+        """Waits for the device. Returns the steps that `advance` has not returned yet, and raises the same errors as
+        `advance`.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self._arrived(lag=0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context manager in which the clock is stopped. Call `settle` first. Otherwise the clock does not count the
-        work that is still running on the device."""
+        """A context manager in which the clock is stopped.
+
+        Call `settle` first. Otherwise, the clock misses the work that still runs on the device.
+        """
         self.clock.stop()
         try:
             yield
@@ -269,14 +268,14 @@ class Trainer:
             self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
-        """Compiles everything that a step runs, in the current and all later segments, by running steps of one
-        micro-batch of random tokens. Afterwards, restores the state.
+        """Compiles the steps of the current segment and of all later segments, by running them on random tokens. Then
+        restores the state.
 
         Args:
             vocabulary: the number of token ids.
-            mark: a function that is called after each part of the work, with the name of the part. `trace` is the first
-                computation of gradients in a segment, which traces and compiles the program. `warm_up` is everything
-                else, including the capture of CUDA graphs.
+            mark: is called after each part of the work, with the name of the part: `trace` or `warm_up`. In `trace`,
+                the first computation of gradients in a segment compiles the program. `warm_up` is everything else,
+                including graph capture.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
@@ -306,8 +305,8 @@ class Trainer:
         Args:
             validation: the data and the metric.
             weights: f32 weights by parameter name. None for the current weights.
-            progress: called between batches with the number of batches done and the total.
-            meet: a function that is called after this rank has scored its part, and before the parts are summed.
+            progress: is called between batches with the number of finished batches and the total.
+            meet: is called when this rank has scored its part, before the parts are summed.
 
         Returns:
             The result over all ranks.
@@ -345,8 +344,9 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Returns the numbers of samples and tokens so far, in total and per second of training. Returns an empty dict
-        if steps are not counted in samples."""
+        """Returns the numbers of samples and tokens, in total and per second of training. Empty if the data have no
+        samples.
+        """
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
@@ -359,18 +359,21 @@ class Trainer:
         }
 
     def require_same(self) -> None:
-        """Raises RunFailure on each rank whose weights differ from those of rank 0."""
+        """Raises RunFailure on each rank whose weights differ from the weights of rank 0."""
         if self.world.size > 1:
             self.world.require_same("weight", self.masters.digests())
 
     def gather(self) -> None:
-        """Gathers the complete optimizer state on every rank, so that one rank can save it. All ranks must call
-        this."""
+        """Gathers the complete optimizer state on every rank, so that one rank can save it. All ranks must call this
+        method.
+        """
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """Returns the complete state between two steps, without copying it. With several processes, the optimizer state
-        of other ranks is only current after `gather`."""
+        """Returns the complete state between two steps, without copying it.
+
+        With several processes, call `gather` first. Otherwise, the optimizer state of other ranks is outdated.
+        """
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -393,8 +396,9 @@ class Trainer:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continues from `snapshot`. If the snapshot belongs to another model, raises IntegrityError and changes
-        nothing."""
+        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if the snapshot belongs to another
+        model.
+        """
         current = self.snapshot()
         if snapshot.spec_digest != self._spec_digest:
             raise IntegrityError("the checkpoint belongs to another spec", "resume with the spec of the run")
@@ -429,7 +433,7 @@ class Trainer:
         self._launched.clear()
 
     def _start(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the initial weights at step 0. All other state is that of a new run."""
+        """Replaces the initial weights at step 0."""
         self.masters.restore(weights)
         self._fp8.begin(self._scale)
         if self.average is not None:
@@ -437,11 +441,11 @@ class Trainer:
         self._enter(self._index)
 
     def _gradients(self, batches: Iterable[Batch], now: Moment, wait: bool = False) -> None:
-        """Computes the mean loss and the mean gradients over all micro-batches of all processes. Clips the gradients,
-        and stores them in the masters. `_norm` is the norm before clipping.
+        """Computes the mean loss and the mean gradients over all micro-batches of all processes, and clips the
+        gradients.
 
-        With `wait`, all processes first wait for each other on the host, because a collective call on the device could
-        time out while another rank compiles.
+        `_norm` is the norm before clipping. With `wait`, all processes first wait for each other on the host, because a
+        collective call could time out while another rank compiles.
         """
         self.masters.clear()
         self._set_weights(now)
@@ -456,19 +460,16 @@ class Trainer:
         self.masters.attach()  # called again, because it sets Python attributes, which the replay of a graph does not
 
     def _set_weights(self, now: Moment) -> None:
-        """Writes the weights of the loss terms to the device, without waiting for it.
-
-        An auxiliary loss of a layer adds its gradient in the middle of a backward pass, so its weight must include the
-        loss scale.
-        """
+        """Writes the weights of the loss terms to the device, without waiting for it."""
         terms = [term for term in self.train.losses if term.input]
         if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
             tensor = torch.tensor(weights)
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds the gradients and the loss of one micro-batch, in rows of `tokens` tokens, to the masters. A CUDA graph
-        may capture the call."""
+        """Adds the gradients and the loss of one micro-batch. The micro-batch is reshaped to rows of `tokens`
+        tokens.
+        """
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
@@ -477,13 +478,15 @@ class Trainer:
         self.masters.loss.add_(loss.detach())
 
     def _replayed(self, work: Callable[..., None], collective: bool = False, pool: Any = None) -> Callable[..., None]:
-        """Returns `work` as a CUDA graph if this run uses CUDA graphs; otherwise returns `work` itself. With several
-        processes, `collective` work is not captured."""
+        """Returns `work` as a CUDA graph if this run uses CUDA graphs, otherwise returns `work`.
+
+        With several processes, `collective` work is not captured.
+        """
         captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
         return Captured(work, pool) if captured else work
 
     def _steps_of_each_work(self) -> list[int]:
-        """Returns, for each kind of work of the optimizers, the first of the next steps that does this work."""
+        """Returns the next step that does each distinct kind of optimizer work."""
         left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
         first: dict[Work, int] = {}
         for step in range(self.step, self.step + left):
@@ -491,7 +494,6 @@ class Trainer:
         return list(first.values())
 
     def _update_function(self, work: Work) -> Callable[[], None]:
-        """Returns the function that performs, in the current phase, the update of a step with this work."""
         rests = self.segment.phase.rests
         if (rests, work) not in self._updates:
             update = partial(self._apply, self._unused[rests], work)
@@ -506,15 +508,16 @@ class Trainer:
             self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, now: Moment, index: int) -> None:
-        """Switches the model to quantized weights when the spec requires it. `index` is the index of the next
-        segment."""
+        """Switches the model to quantized weights if the spec requires this. `index` is the index of the next
+        segment.
+        """
         if self._schemes is not None and self._is_quantized_at(now, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, now: Moment, index: int) -> bool:
-        """Returns True if the model computes with quantized weights at the position `now`, in segment `index`."""
+        """Returns whether the model computes with quantized weights at `now`, in segment `index`."""
         if any(
             segment.phase.rounds for segment in self._segments
         ):  # weights become quantized in the same step as the inputs in the programs
@@ -529,7 +532,7 @@ class Trainer:
                 self._finish_gradients = self._finish_functions()
 
     def _finish_functions(self) -> dict[int, Callable[[], None]]:
-        """Returns the functions that finish the gradients of a step, by the number of micro-batches of the step."""
+        """Returns the functions that finish the gradients of a step, by number of micro-batches."""
         return {
             count: self._replayed(partial(self._mean_gradients, count), collective=True)
             for count in {segment.micro_batches for segment in self._segments}
@@ -547,8 +550,10 @@ class Trainer:
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
-        """Starts to copy `numbers`, the loss and the gradient norm, from the device. Returns whether the loss scale
-        skips the update. If the loss scale is dynamic, waits for `numbers`."""
+        """Starts to copy `numbers` (the loss and the gradient norm) to the host. Returns whether the update is skipped.
+
+        With a dynamic loss scale, waits for `numbers`.
+        """
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)

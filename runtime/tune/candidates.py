@@ -1,4 +1,4 @@
-"""The candidates for each node: all kernels that can compute it, with all tiles that these kernels propose."""
+"""The candidates for each node: all kernels that can compute the node, each with all its tile sizes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from specc.compiler.plan.plan import Choice, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A kernel with one tile, and the files that it renders."""
+    """A kernel with one choice of tile sizes, and the files that it renders."""
 
     kernel: Kernel
     rendered: Rendered
@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """A digest of the code. A result is reused only for a candidate with the same code."""
+        """A digest of the code. A stored result is valid only for equal code."""
         content = hashlib.sha256()
         for name, text in sorted(self.files.items()):
             content.update(f"{name}\0{text}\0".encode())
@@ -33,17 +33,17 @@ class Candidate:
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """The name and text of the candidate's CUDA C++ file; None if it has no such file."""
+        """The name and text of the CUDA C++ file; None if there is no such file."""
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
 def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices whose kernels have generated files, one per file, in the order of the plan."""
+    """Returns the choices of a plan whose kernels have generated files, one choice per file."""
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `tuned_choices` of the plan, followed by `tuned_choices` of the plans with all other save choices."""
+    """Returns `tuned_choices` of the plan, followed by those of plans with other save choices."""
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
     for choice in plan.every_choice:
         if choice.rendered.function:
@@ -52,8 +52,8 @@ def all_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def candidates(site: Site, source: str) -> Iterator[Candidate]:
-    """Yields every kernel and tile that can compute a node. A kernel without tiles is a single candidate. Kernels that
-    cannot compute the node on its target are omitted.
+    """Yields every kernel that can compute a node on its target, with each of its tile sizes. A kernel without tiles is
+    one candidate.
 
     Args:
         site: the node.
@@ -65,5 +65,5 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # rendered without a plan key, so that candidates that differ only in their launch share one CUDA source
+                # Without a plan key, candidates that differ only in their launch share one CUDA source
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

@@ -1,4 +1,4 @@
-"""The journal of measured results, from which an interrupted search resumes."""
+"""The journal of measured results. An interrupted search resumes from the journal."""
 
 import hashlib
 import json
@@ -12,23 +12,25 @@ from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-# The version of the judge; it is incremented if candidates are judged more strictly, which invalidates earlier results
+# The version of the accuracy check. A stricter check gets a new version, which invalidates earlier results.
 JUDGED = 3
 
 
 def folder() -> Path:
-    """Returns the folder in which searches store their results: `tune/` of the user's cache directory (or of
-    SPECC_CACHE_DIR). Creates it if needed."""
+    """Returns the folder with the results of searches: `tune` in SPECC_CACHE_DIR, or in the user's cache directory if
+    unset.
+
+    Creates the folder if needed.
+    """
     path = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
 
 def key(candidate: Candidate) -> str:
-    """Returns the key of a candidate's result: a digest of its code and of all tools that affect the result.
-
-    For CUDA C++, the tools are nvcc, its flags and CUTLASS. For a library that is not part of Torch, the tool is its
-    package. Raises EnvironmentFailure if the candidate's compiler is missing."""
+    """Returns the key of a result. It is a digest of the code of the candidate and of the tools: for CUDA C++, nvcc
+    with its flags, and CUTLASS. Raises EnvironmentFailure if the compiler is missing.
+    """
     facts = [candidate.digest]
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
@@ -45,9 +47,9 @@ def _installed(package: str) -> str:
 
 
 class Journal:
-    """Results by the `key` of a candidate, for one node, one machine and one version of the judge.
+    """Results by the `key` of a candidate, for one node, one machine and one version of the accuracy check.
 
-    The file has one line per result. A line that an interrupted search left incomplete is ignored.
+    The file has one line per result. Incomplete lines of an interrupted search are ignored.
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures work without tiles: the matrix products that a library computes, and a whole training step."""
+"""Measures work without tile sizes: matrix products of libraries, and a whole training step."""
 
 import tempfile
 from collections.abc import Callable
@@ -31,16 +31,17 @@ Say = Callable[[str], None]
 def measure_rest(
     spec: Spec, target: str, path: Path, machine: Machine, only: str, device: torch.device, say: Say
 ) -> None:
-    """Writes the times of library products and, if `only` is empty, of a whole step, into the lock at `path`.
+    """Measures the matrix products of libraries and, if `only` is empty, a whole step. Writes the times into the lock
+    file.
 
     Args:
-        spec: the spec, which states the sizes.
+        spec: the spec, for the sizes.
         target: the name of the target that matches the device.
-        path: the lock, which contains the measured tiles.
-        machine: this machine, in the form of locks.
-        only: only nodes whose path contains this text are measured.
+        path: the lock file, with the measured kernels.
+        machine: this machine, as described in lock files.
+        only: a text. Only nodes whose path contains it are measured.
         device: the device to measure on.
-        say: a function that is called with lines of text that report the progress.
+        say: is called with messages about the progress.
 
     Raises:
         RunFailure: if memory is too small, or the step's loss is not finite.
@@ -64,7 +65,7 @@ def measure_rest(
 
 
 def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
-    """Returns the matrix products of a step that a library computes, as one row per shape."""
+    """Returns the matrix products that a library computes in a step, one row per shape."""
     return tuple(row for row in step.rows if row.work == LIBRARY and row.site is not None and only in row.node)
 
 
@@ -80,19 +81,18 @@ def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
 
 
 def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.device, say: Say) -> StepTiming:
-    """Measures training steps with the tiles of `lock`.
+    """Measures training steps with the kernels in `lock`.
 
     Args:
         spec: the spec.
         plan: the plan of the spec on one target.
-        step: the step, which states the key and the tokens of the measurement.
-        lock: the measured kernels.
+        step: the step, for the key and the tokens of the measurement.
+        lock: the kernels that were fastest in measurements.
         device: the GPU to train on.
-        say: a function that is called with lines of text that report the progress.
+        say: is called with messages about the progress.
 
     Returns:
-        The time of a step in ms, the peak memory in bytes, and, for each class of work outside of nodes, its time per
-        step in ms.
+        The time of a step in ms, the peak memory in bytes, and the time in ms of each class of work outside of nodes.
 
     Raises:
         RunFailure: if the device is not a GPU, or a loss is not finite.
@@ -115,8 +115,9 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the time per step in ms of each class of work outside of the nodes of a plan. The rest, which includes
-    idle time, is one class."""
+    """Returns the time per step in ms of each class of work outside of the nodes of a plan. The rest, such as idle
+    time, is a class.
+    """
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}

@@ -1,4 +1,4 @@
-"""Checks candidates on small inputs and times them on inputs of the real size."""
+"""Checks candidates on small inputs, and times them on inputs of the real size."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +20,10 @@ REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Returns the reason why a candidate must not be used, or None. A candidate is rejected if it is less exact than
-    plain Torch or does not write all outputs. A `deterministic` candidate is also rejected if repeated calls return
-    different bits.
+    """Returns why a candidate must not be used, or None.
+
+    A candidate is rejected if it is less exact than plain Torch or does not write all outputs. A `deterministic`
+    candidate is also rejected if repeated calls return different bits.
     """
     outputs = judge.call(call)
     for i, error in enumerate(judge.errors(outputs)):
@@ -35,7 +36,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
 
 
 def forget(folder: Path) -> None:
-    """Removes the modules that were imported from a folder, and their package, from `sys.modules`."""
+    """Removes the modules of a folder, and their package, from `sys.modules`."""
     generated = [(name, module) for name, module in sys.modules.items() if name.startswith(GENERATED)]
     for name, module in generated:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
@@ -48,9 +49,9 @@ class Measurement:
 
     Args:
         choice: the choice of the node.
-        sizes: the values of the symbols for timing.
+        sizes: the sizes of the symbolic dims for timing.
         moved: the approximate number of bytes that a call moves.
-        folder: the parent of the candidates' folders.
+        folder: the folder that contains the folders of all candidates.
         device: the device to measure on.
     """
 
@@ -72,11 +73,9 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate as soon as it is compiled, with the reason why it cannot be called, or with None if it
-        can.
+        """Yields each candidate after compilation, with the reason if it cannot be called, otherwise with None.
 
-        Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
-        once.
+        Candidates that differ only in constants of their Python file share a CUDA source. It is compiled once.
         """
         by_source: dict[object, list[Candidate]] = {}
         for candidate in listed:
@@ -91,7 +90,7 @@ class Measurement:
         return loaded(self._place(candidate), self._rendered.module, self._rendered.function)
 
     def first_time(self, candidate: Candidate) -> float | str:
-        """Returns the candidate's time in ms, or the reason why it must not be used."""
+        """Returns the time of a candidate in ms, or why it must not be used."""
         try:
             function = self._function(candidate)
             for judge in self._judges:
@@ -106,7 +105,7 @@ class Measurement:
             forget(self._place(candidate))
 
     def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
-        """Measures the candidates in turn, and returns the time of each in ms."""
+        """Measures the candidates alternately, and returns the time of each in ms."""
         if not chosen:
             return {}
         calls = {str(i): partial(self._function(candidate), *self._inputs) for i, candidate in enumerate(chosen)}

@@ -1,4 +1,4 @@
-"""Merges one result into the lock on disk, which another search may have changed since it was read."""
+"""Merges one result into a lock file on disk. Another search may have changed the file in the meantime."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from specc.runtime.tune.journal import folder
 
 
 def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
-    """Applies `change` to the current lock at `path`, writes the result and returns it. Concurrent searches of one user
-    are serialized by a file lock.
+    """Applies `change` to the lock file at `path`. Writes and returns the result.
 
-    Raises SpecError if the lock is damaged, and EnvironmentFailure if it cannot be written.
+    Concurrent searches of one user wait for each other. Raises SpecError if the lock file is damaged, and
+    EnvironmentFailure if it cannot be written.
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
     with FileLock(folder() / f"{name}.lock", mode=0o600):

@@ -1,4 +1,4 @@
-"""Compiles many candidates in parallel, each in a separate process that can fail without affecting the others."""
+"""Compiles many candidates in parallel, each in its own process. A failure does not affect the others."""
 
 import contextlib
 import multiprocessing
@@ -39,10 +39,9 @@ class Prepared:
     """The result of compiling a candidate.
 
     Attributes:
-        index: the index of the candidate's folder.
-        reason: the reason why the candidate cannot be used; None if it can be used.
-        lasting: False if a later search may succeed, because a package is missing, or because the process was killed,
-            for example for lack of memory.
+        index: the index of the folder of the candidate.
+        reason: why the candidate cannot be used; None if it can be used.
+        lasting: False if a later search may succeed, for example because a package is missing now.
     """
 
     index: int
@@ -57,15 +56,15 @@ def prepare(
     site: Site | None,
     device: "torch.device | str" = "cuda",
 ) -> Iterator[Prepared]:
-    """Compiles the kernel in each folder and, if `site` is given, calls it once on few rows and once on many.
+    """Compiles the kernel in each folder. With `site`, also calls it once on few rows and once on many rows.
 
-    A candidate that takes longer than DEADLINE is killed with all processes that it has started. Compiled code is
-    stored in the compilers' caches on disk, from which the caller loads it.
+    A candidate that takes longer than DEADLINE is killed with its child processes. Compiled code is stored in the
+    caches of the compilers on disk. The caller loads it from there.
 
     Args:
         folders: pairs (index, folder).
-        module: the name of the kernel's module in each folder.
-        function: the name of its function.
+        module: the name of the module in each folder.
+        function: the name of the function in the module.
         site: the node that provides the inputs. None to compile only.
         device: the device to call the kernel on.
 
@@ -93,7 +92,7 @@ def prepare(
 
 
 def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, str]:
-    """Compiles one candidate in a separate process. Returns the kind of its outcome and the reason."""
+    """Compiles one candidate in another process. Returns the kind of the result, and the reason of a failure."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_compile, args=(there, *arguments), daemon=True)
@@ -115,7 +114,6 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
 
 
 def _end(process: BaseProcess) -> None:
-    """Kills a process and the processes that it has started, such as a compiler."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):  # the process has no process group before it runs its first line
         os.killpg(process.pid, signal.SIGKILL)
@@ -124,7 +122,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def _end_with_parent() -> None:
-    """Kills this process, and the processes that it has started, when the search process ends."""
+    """Kills this process and its child processes when the search process ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -132,7 +130,6 @@ def _end_with_parent() -> None:
 
 
 def _compile(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
-    """Compiles and calls the candidate in `folder`. Sends the kind of its outcome and the reason through `to`."""
     os.setsid()  # a separate process group, which can be killed as a whole and does not receive Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.support.native import compile_only

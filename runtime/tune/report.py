@@ -30,7 +30,7 @@ def data(results: Sequence[NodeResult]) -> list[dict[str, Any]]:
 
 
 def text(results: Sequence[NodeResult]) -> str:
-    """Returns a table per node: times, then the rejected candidates with reasons."""
+    """Returns a table per node: times, then rejected candidates with reasons."""
     return "\n\n".join("\n".join(_lines(result)) for result in results)
 
 

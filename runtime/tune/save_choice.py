@@ -1,4 +1,6 @@
-"""Selects the save choice of a group with the shortest total kernel time."""
+"""For each fused group, selects which tensors the forward pass saves. Selects the choice with the shortest kernel
+time.
+"""
 
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import GroupEntry, Lock, group_key
@@ -6,10 +8,10 @@ from specc.compiler.plan.plan import SaveChoices
 
 
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
-    """Returns the save choice whose kernels, forward and backward, have the smallest sum of times in `lock`.
+    """Returns the save choice with the smallest sum of forward and backward kernel times in `lock`.
 
-    The times of library calls are not included, because they are equal for all save choices. Returns None until all
-    kernels of all save choices are measured.
+    Returns None if a kernel of any save choice is not measured. Library calls are not included, because they take equal
+    time in all save choices.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:

@@ -1,4 +1,4 @@
-"""Searches for the fastest kernel and tile of every node of a plan, and stores the results in the lock."""
+"""Searches for the fastest kernel and tile sizes of every node of a plan, and stores the results in a lock file."""
 
 import os
 import tempfile
@@ -45,14 +45,13 @@ class TuneOptions:
     Attributes:
         spec: the spec.
         target: the target to search for.
-        lock: the lock to start from.
+        lock: the content of the lock file.
         path: the lock file to write.
-        only: only nodes whose label contains this text are searched.
-        compile_only: whether to stop when all CUDA C++ is compiled, which needs no GPU.
-        fresh: whether to measure again instead of reusing results, and to replace results that were measured on more
-            rows.
-        rest: whether to also measure work without tiles.
-        search: whether to search tiles. If False, the tiles do not change.
+        only: a text. Only nodes whose label contains it are searched.
+        compile_only: whether to stop when all CUDA C++ is compiled. This needs no GPU.
+        fresh: whether to measure again instead of reusing results.
+        rest: whether to also measure work without tile sizes.
+        search: whether to search at all. If False, kernels and tile sizes do not change.
     """
 
     spec: Spec
@@ -72,11 +71,11 @@ class NodeResult:
 
     Attributes:
         label: the path of the node.
-        symbol: the name of the kernel's file.
+        symbol: the name of the kernel file.
         rows: the rows of each call; 0 if nothing was measured.
-        floor_ms: the minimum time of the node's bytes and operations on the machine.
+        floor_ms: the minimum time for the bytes and operations of the node on this machine.
         times: the times in ms of the usable candidates, the fastest first.
-        reasons: the reasons why the other candidates must not be used.
+        reasons: why each other candidate must not be used.
     """
 
     label: str
@@ -88,7 +87,7 @@ class NodeResult:
 
     @property
     def others(self) -> dict[str, float]:
-        """The time in ms of each kernel except the fastest, with its best tile."""
+        """The time in ms of each kernel except the fastest, each with its best tile sizes."""
         best: dict[str, float] = {}
         for candidate, ms in self.times.items():
             best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
@@ -96,24 +95,22 @@ class NodeResult:
 
 
 class TuneError(RuntimeFailure):
-    """Raised if the requested search is not possible. Exit code 2."""
+    """Raised if the requested search is not possible (exit code 2)."""
 
     code = "U014"
     exit_code = 2
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
-    """Searches the fastest kernel and tile of one node after another, under every save choice of the node's group. Then
-    selects the fastest save choice of each group.
-
-    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are preserved.
+    """Searches the fastest kernel and tile sizes of each node, for every save choice of its group. Then selects the
+    fastest save choice of each group. Each result is written to the lock file at once. Changes by concurrent searches
+    are preserved.
 
     Raises:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
-        RunFailure: if a node has no usable candidate, a kernel caused an error of the device, or the device's memory is
-            too small.
-        LockError: if an entry of this machine in the lock was measured on more rows than this search has.
+        RunFailure: if a node has no usable candidate, a kernel caused a device error, or memory is too small.
+        LockError: if the lock file has a result of this machine for more rows.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
@@ -176,24 +173,25 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
 
 
 def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices to search. Raises TuneError or EnvironmentFailure if this machine cannot search them."""
     every = all_choices(plan)
     chosen = tuple(choice for choice in every if options.only in choice.site.label)
     if not chosen:
-        raise TuneError(f"the path of no node contains {options.only!r}", f"nodes with a kernel: {_labels(every)}")
+        raise TuneError(f"no node has {options.only!r} in its path", f"nodes with a kernel: {_labels(every)}")
     cuda = tuple(choice for choice in every if any(c.source for c in candidates(choice.site, plan.source)))
     compiled = tuple(choice for choice in chosen if choice in cuda)
     if options.compile_only and not compiled:
         others = _labels(cuda)
         raise TuneError(f"{_labels(chosen)} has no CUDA C++ candidates", f"nodes with CUDA C++ candidates: {others}")
     if compiled:
-        # These calls raise an exception if a compiler is missing
+        # These calls raise an error if a compiler is missing
         nvcc_version(find_nvcc()), find_cutlass(), cache_folder()
     return compiled if options.compile_only else chosen
 
 
 def _labels(choices: Sequence[Choice]) -> str:
-    """Returns the labels without duplicates. Nodes of different save choices of a group have the same label."""
+    """Returns the labels without duplicates. A node can have several choices, each with another set of saved
+    tensors.
+    """
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 
@@ -204,7 +202,6 @@ def _rounded(ms: float) -> float:
 def _search(
     options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say
 ) -> NodeResult:
-    """Returns the results of all candidates of a node: those in the journal, and those measured now."""
     spec, site = options.spec, choice.site
     rows = spec.train.at_once() * spec.model.window
     sizes = site.node.op.site_sizes(sizes_of(spec))
@@ -218,7 +215,7 @@ def _search(
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} already measured")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = Measurement(choice, sizes, work.bytes, Path(folder), device_for(plan.target.name))
-        # All candidates are compiled before the first is timed
+        # All candidates are compiled before the first one is timed
         for candidate, failed in list(measurement.prepared(new)):
             best = next(iter(_times(results).values()), float("inf"))
             least = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
@@ -231,7 +228,7 @@ def _search(
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
         finals = _times(_finals(measurement, results, set(new)))
-    # the finalists come first, because they were timed together in this search
+    # The finalists come first, because they were timed side by side in this search
     times = finals | {candidate: ms for candidate, ms in _times(results).items() if candidate not in finals}
     reasons = {candidate: reason for candidate in every if isinstance(reason := results[candidate], str)}
     floor = ceiling.floor_ms(work)
@@ -239,7 +236,6 @@ def _search(
 
 
 def _times(results: Mapping[Candidate, float | str]) -> dict[Candidate, float]:
-    """Returns the times among `results`, the fastest first."""
     times = {candidate: result for candidate, result in results.items() if isinstance(result, float)}
     return dict(sorted(times.items(), key=itemgetter(1)))
 
@@ -247,11 +243,10 @@ def _times(results: Mapping[Candidate, float | str]) -> dict[Candidate, float]:
 def _finals(
     measurement: Measurement, results: dict[Candidate, float | str], ready: set[Candidate]
 ) -> Mapping[Candidate, float]:
-    """Returns the times of the fastest candidates, measured in turn.
+    """Returns the times of the fastest candidates, measured alternately.
 
-    Candidates that an earlier search measured, and that are therefore not `ready`, are first compiled and called. If a
-    candidate fails, for example because its package is missing, `results` lists it as rejected, and the next fastest
-    candidate replaces it.
+    Candidates from an earlier search are first compiled and called. If this fails for a candidate, `results` lists it
+    as rejected, and the next fastest candidate replaces it.
     """
     while True:
         finalists = list(_times(results))[:FINALISTS]
@@ -265,9 +260,9 @@ def _finals(
 
 
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
-    """Returns the time of a candidate in ms, or the reason to reject it, and adds the result to the journal.
+    """Returns the time of a candidate in ms, or why it is rejected. Adds the result to the journal.
 
-    A kernel that hangs on the device ends the search process, because a running kernel cannot be stopped.
+    If a kernel hangs, this process ends, because a running kernel cannot be stopped.
     """
 
     def hangs() -> None:

@@ -1,1 +1,1 @@
-"""Verifies generated code against reference implementations."""
+"""Checks generated code against reference implementations."""

@@ -1,4 +1,4 @@
-"""Compares the deployed programs of an artifact, which compute matrix products in integers, with references."""
+"""Compares the int8 programs of an artifact with references."""
 
 import sys
 import tempfile
@@ -31,20 +31,19 @@ from specc.runtime.verify.verify import Check, batch_of, sample_tokens, traces
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
-# The allowed RMS errors, as shares of the RMS error of int8 quantization over all tokens. A value that differs in its
-# last bit may be rounded to the next code, and then all later values of its sample differ. Most samples have no such
-# value, and its effect is no larger than that of other rounding. Among 180 small models, no share was above 0.02 for
-# the median sample, or above 0.2 for all samples.
+# The allowed RMS errors, as shares of the RMS error of int8 quantization. A value that differs in its last bit may be
+# rounded to the next code. All later values of this sample then differ, so only the limit for the median is strict.
+# Among 180 small models, no share was above 0.02 for the median sample, or above 0.2 for all samples.
 SHARE = 0.1  # for the median sample
 WHOLE_SHARE = 0.5  # for all samples together
 ROUNDING = 1e-5  # the error of f32 sums, in nats, which is always allowed
 
 
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
-    """Runs all checks of the deployed programs of a spec's targets and yields their results.
+    """Checks the int8 programs of a spec on each target, and yields the results.
 
-    Targets whose deployed programs equal the trained programs are skipped. Random parameters are quantized by the spec,
-    with input ranges measured on random ids.
+    Skips targets without int8 programs. The parameters are random and quantized as the spec states. Input ranges are
+    measured on random token ids.
     """
     for target in targets:
         if pipeline.deployed(spec, target) is None:
@@ -75,14 +74,14 @@ def quantized(
     batches: Iterable[Mapping[str, Tensor]],
     hessians: Mapping[str, Tensor] | None = None,
 ) -> tuple[QuantizedModel, Spec]:
-    """Quantizes weights in the same way as `specc quantize`, but without a search for the best bit widths.
+    """Quantizes weights as `specc quantize` does, but without a search for the best bit widths.
 
     Args:
-        spec: the spec, whose `quant` states the schemes.
-        target: the target whose programs are deployed.
+        spec: the spec. Its `quant` states the schemes.
+        target: the target of the int8 programs.
         weights: the parameters by name, f32, on the device of `batches`.
         batches: the token ids on which the input ranges of int8 products are measured.
-        hessians: the Hessians, f64 [columns, columns], by the name of the weight.
+        hessians: the Hessians by weight name, f64 [columns, columns].
 
     Returns:
         The stored arrays, and the spec with the scheme of each parameter.
@@ -99,10 +98,9 @@ def _tokens(spec: Spec) -> int:
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Compares the scores of whole sequences, and those of token-by-token decoding, with f64 references of the deployed
-    programs.
+    """Compares scores of whole sequences and of token-by-token decoding with f64 references.
 
-    The references use the same codes as the deployed model.
+    The references use the same quantized codes as the model.
     """
     target = loaded.target.name
     model: Any = loaded.model
@@ -128,7 +126,7 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def near(wrong: Tensor, cost: float) -> bool:
-    """Returns True if the errors [samples, tokens] are within tolerance; False if they contain NaN.
+    """Returns whether all errors, [samples, tokens], are within tolerance. NaN is not.
 
     `cost` is the RMS error of the int8 model relative to the floating-point model. All errors are in nats.
     """
@@ -153,15 +151,15 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of any output, relative to its limit. Returns infinity for NaN or a wrong shape."""
+    """Returns the largest error of any output, divided by its limit; infinity for NaN or a wrong shape."""
     judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
     return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
 
 
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of an int8 product, relative to the largest possible rounding error of its output.
+    """Returns the largest error of an int8 product, divided by the largest possible rounding error of its epilogue.
 
-    The integer sums of the product are exact, so only its epilogue rounds. Returns infinity for NaN or a wrong shape.
+    The integer sums are exact. Returns infinity for NaN or a wrong shape.
     """
     epilogue = int8_epilogue(site)
     operands = int8_operands(epilogue, rows, torch.device(device))
@@ -179,5 +177,5 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
 
 
 def _middle(values: Tensor) -> float:
-    """Returns the median, over the first dim, of the root mean square over all other dims."""
+    """Returns the median over the first dimension of the root mean squares over all other dimensions."""
     return float(values.square().flatten(1).mean(1).sqrt().median())

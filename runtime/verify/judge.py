@@ -1,8 +1,8 @@
 """Accuracy checks of kernels, for verify, tune and bench.
 
-`Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance is derived from the errors
-of eager Torch in the kernel's dtype. `Composed` compares the results of several kernels in sequence, which also round
-intermediate values.
+`Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance follows from the errors of
+eager Torch in the dtype of the kernel. `Composed` compares the results of several kernels in sequence. Such kernels
+also round intermediate values.
 """
 
 import math
@@ -28,15 +28,15 @@ ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of o
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
 TINIEST = 1e-30  # the minimum tolerance, which is needed for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-# The minimum number of tiles per multiprocessor; with these, a kernel uses each of its shared-memory buffers again
+# The minimum number of tiles per multiprocessor. With so many, a kernel uses each shared-memory buffer again.
 TILES = 3
 SIDE = 256  # the maximum number of rows or columns of a kernel's tile
-# The sequence length of inputs with many tiles. It is 7^3, so that no tile size divides the number of rows
+# The sequence length of inputs with many tiles. It is 7^3, so that no tile size divides the number of rows.
 TOKENS = 343
-# In inputs with many tiles, every 7th row is compared. This covers each part of a tile, which has at least 8 rows
+# In inputs with many tiles, every 7th row is compared. Each part of a tile has at least 8 rows, so all are covered.
 EVERY = 7
 PARTS = 8  # the number of parts into which the rows of a sum are divided, to estimate the size of the terms
-# The share and the number of 8-bit codes that may differ, because values are close to a rounding boundary
+# The share and the number of 8-bit codes that may differ, because some values are close to a rounding boundary
 NEXT_CODES = 0.2, 4
 FEW = 16  # an output with at most this number of values has too few rounding errors for a comparison by ratio alone
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
@@ -47,7 +47,7 @@ FLOOR = 1e-3  # the value of this limit for other dtypes
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The RMS and largest error (`peak`) of one output, as multiples of `Judge.bars`."""
+    """The errors of one output: the RMS error and the largest error, each divided by its limit in `Judge.bars`."""
 
     rms: float
     peak: float
@@ -58,7 +58,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """Returns a phrase about the errors, which a message appends to the name of the output."""
+        """Returns a phrase about the errors. In a message, it follows the name of the output."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest error"
@@ -66,8 +66,9 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The relative errors of several kernels in sequence, and of unfused code. A relative error is |output - exact| /
-    |exact| in the Frobenius norm.
+    """The relative errors of several kernels in sequence, and of unfused code.
+
+    A relative error is |output - exact| / |exact| in the Frobenius norm.
 
     Attributes:
         generated: the error of the generated kernels; for several outputs, the largest error.
@@ -80,11 +81,9 @@ class Composed:
     exact: str = "float64"
 
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
-        """Returns True if the error is at most LOOSER times the error of unfused code, or at most the entry of FLOORS
-        for `dtype`.
-
-        Returns False for NaN. `count` is the number of compared values. If it is at most FEW, the error of unfused code
-        may be small by chance. The factor is then at least FEW_LOOSER, and an error of one unit of `dtype` is allowed.
+        """Returns whether the error is at most LOOSER times the error of unfused code, or at most FLOORS[dtype]. NaN is
+        not ok. `count` is the number of compared values. With few values, the error of unfused code may be small by
+        chance, so the limit is looser.
         """
         room, floor = LOOSER, FLOORS.get(dtype, FLOOR)
         if count <= FEW:
@@ -94,9 +93,9 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A selection of rows or sequences. It applies to values whose leading dims are `dims`.
+    """A selection of rows or sequences. It applies to values with the leading dimensions `dims`.
 
-    `rows` are indices into these leading dims, flattened to one.
+    `rows` are indices into these dimensions after they are flattened to one.
     """
 
     rows: Tensor
@@ -104,14 +103,13 @@ class Sample:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Sample":
-        """Selects every seventh row and the last one. If the op is not row-wise, selects every seventh sequence and the
-        last one."""
+        """Selects every seventh row, and the last row. If the op mixes tokens, selects sequences instead."""
         dims = site.inputs[0].shape[: -1 if site.node.op.rowwise else 1]
         count = inputs[0].shape[: len(dims)].numel()
         return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
 
     def __call__(self, value: Tensor, type: TensorType) -> Tensor:
-        """Returns the selected part of a value of `type`; all of the value if its leading dims are not `dims`."""
+        """Returns the selected part of a value. Returns the whole value if its leading dimensions are not `dims`."""
         return value.flatten(0, len(self.dims) - 1)[self.rows] if self.has(type) else value
 
     def has(self, type: TensorType) -> bool:
@@ -125,9 +123,9 @@ class Judge:
     Attributes:
         site: the node, with the types of its inputs and the target.
         inputs: the inputs of the kernels.
-        exact: the f64 outputs; only the selected rows if `sample` is not None.
-        bars: the reference errors (RMS, largest) of each output. They are the errors of eager Torch in the kernel's
-            dtype, or the largest possible rounding error if that is larger.
+        exact: the f64 outputs, restricted to `sample`.
+        bars: the allowed errors (RMS, largest) of each output: the errors of eager Torch in the dtype of the kernel, or
+            the largest possible rounding error if it is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -139,14 +137,14 @@ class Judge:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
-        """Returns the judge of a node for `inputs` from `inputs_of`. If `sample`, only a sample of rows is compared."""
+        """Returns the judge of a node for `inputs` from `inputs_of`. `sample` restricts the comparison to some rows."""
         masks = site.epilogue is not None and site.epilogue.draws  # the number of an element depends on its row
         chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
         values = reference.node_value(site.node, wide, inputs if sample else wide)
-        # Integer outputs are codes, which are compared as numbers.
+        # Integer outputs are codes. They are compared as numbers.
         exact = tuple(value if value.is_floating_point() else value.double() for value in values)
         bars = []
         for have, want, type in zip(
@@ -168,23 +166,20 @@ class Judge:
 
     @classmethod
     def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
-        """Returns a judge with enough rows that every multiprocessor computes several tiles; None on the CPU."""
+        """Returns a judge with inputs so large that every multiprocessor computes several tiles; None on the CPU."""
         sizes = many_sizes(site, device)
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Returns the errors of every output.
-
-        An error is infinite if the shape of the output is wrong or a value is not finite. If the outputs come from
-        `call`, values that the kernel did not write are NaN.
+        """Returns the errors of every output. The error is infinite for a wrong shape, or a value that is not
+        finite.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
-        """Returns the relative errors of a kernel with these `errors` and of eager Torch, for the output with the
-        largest error.
+        """Returns the relative errors of a kernel and of eager Torch, for the output with the largest error.
 
-        The errors are relative to the RMS of the exact output. A code that differs is counted as an error of about one
+        The errors are divided by the RMS of the exact output. A different 8-bit code counts as an error of about one
         step.
         """
         shares = [
@@ -212,10 +207,10 @@ class Judge:
         return Errors(rms_of(error) / max(bars[0], bound), error.max().item() / max(bars[1], bound))
 
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
-        """Returns a bound on the rounding error of output `i`, a sum over rows.
+        """Returns a bound on the rounding error of output `i`, which is a sum over rows.
 
-        The bound is half a unit in the last place of the result in `dtype`, plus the error of the f32 additions. This
-        error grows with the size of the terms, and not with the size of their sum, because the terms may cancel.
+        The bound is half a unit in the last place of the result in `dtype`, plus the error of the f32 additions. The
+        terms may be much larger than their sum, so the error of the additions is computed from the terms.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
@@ -236,9 +231,9 @@ class Judge:
         return torch.finfo(dtype).eps / 2 * largest + additions * terms
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """Runs a kernel on copies of the inputs, which it may overwrite, and returns its outputs.
+        """Runs a kernel on copies of the inputs, and returns its outputs.
 
-        Memory that the kernel allocates is filled with NaN first.
+        Memory that the kernel allocates is first filled with NaN.
         """
         copies = [value.clone() for value in self.inputs]
         with poisoned():
@@ -248,7 +243,7 @@ class Judge:
 def composed(
     outputs: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> Iterator[tuple[Composed, bool]]:
-    """Yields the errors of each output of several kernels in sequence, and whether the errors are acceptable.
+    """Yields, for each output of several kernels in sequence, its errors and whether they are acceptable.
 
     An output with a wrong shape or NaN is not acceptable.
 
@@ -269,8 +264,7 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns True for matrix products. Every tile of a product contains rows of the sample, so it is sufficient to
-    compare the sample."""
+    """Returns whether the node is a matrix product. All tiles of a product have sampled rows, so a sample suffices."""
     return isinstance(site.node.op, Product)
 
 
@@ -284,9 +278,11 @@ def many(value: Any) -> tuple[Tensor, ...]:
 
 
 def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
-    """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error relative to the step to
-    the next code. The step depends on the value. Errors of small codes are therefore detected even if an output also
-    has a few large codes."""
+    """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error in steps.
+
+    A step is the distance to the next code. It depends on the value, so errors of small codes are detected even among
+    large codes.
+    """
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
     return Errors((error > 0).double().mean().item() / share, (error / (step + floor)).max().item())
@@ -295,9 +291,8 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
-    For an op that mixes tokens, there are two sequences of `rows` tokens each, or of SEQUENCE tokens if that is more.
-    Shorter sequences would be weak tests. The gradient of attention to one token is exactly 0. For two or three tokens,
-    it is a difference of nearly equal numbers, which rounding dominates.
+    For an op that mixes tokens, there are two sequences of max(rows, SEQUENCE) tokens. In short sequences, gradients of
+    attention would consist mainly of rounding errors.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
@@ -305,7 +300,7 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns `sizes`. For an op that mixes tokens, sequences have at most max(model context, SEQUENCE) tokens."""
+    """Returns `sizes`, with sequences of at most max(model context, SEQUENCE) tokens for an op that mixes tokens."""
     if site.context is None or not site.node.op.mixes_tokens:
         return sizes
     most = max(site.context, SEQUENCE)
@@ -313,9 +308,10 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
-    """Returns sizes of the symbolic dims with which each multiprocessor of `device` has at least `tiles` tiles.
+    """Returns sizes of the symbolic dims that give at least `tiles` tiles per multiprocessor of `device`; None for the
+    CPU.
 
-    This holds for every tile size of a kernel, up to SIDE x SIDE. Returns None for the CPU.
+    This holds for tile sizes up to SIDE x SIDE.
     """
     count = multiprocessors(device)
     if count is None:
@@ -339,8 +335,8 @@ def multiprocessors(device: torch.device | str) -> int | None:
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Returns random inputs of a node, with values that its op accepts.
 
-    Integers are below the limit of the op. Inputs that are functions of other inputs are computed from them. If the op
-    is not defined for all values, as sqrt(y) is not, the operands are positive.
+    Integers are below the limit of the op. Inputs that depend on other inputs are computed from them. If the op is not
+    defined for negative values, the operands are positive.
 
     Args:
         site: the node and the types of its inputs.
@@ -356,10 +352,10 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
 
 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
-    """Returns consistent values for a node's inputs, within the domain of its op.
+    """Returns inputs on which the op of a node is defined.
 
-    `sample` contains small inputs of the same types. If the value of the node on `sample` is NaN, all operands are
-    replaced by their absolute values. Inputs that are functions of other inputs are computed from them.
+    `sample` has small inputs of the same types. If the result for `sample` is NaN, the operands are replaced by their
+    absolute values. Inputs that depend on other inputs are computed from these.
     """
     arity = site.node.op.arity
     sample = site.node.op.belonging(sample)
@@ -375,14 +371,13 @@ def _random(site: Site, sizes: Mapping[str, int], device: torch.device | str, se
 
 
 def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """Returns a floating-point tensor in `dtype`; integer tensors and Python numbers are returned unchanged."""
+    """Returns a floating-point tensor in `dtype`. Returns integer tensors and Python numbers unchanged."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """A context manager in which Torch fills newly allocated memory with NaN. A value that a kernel fails to write is
-    then NaN."""
+    """A context manager in which Torch fills new memory with NaN. Values that a kernel does not write are then NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -26,16 +26,14 @@ def sizes_of(spec: Spec) -> Mapping[str, int]:
 def random_tensor(
     type: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Callable[[torch.dtype], int]
 ) -> Tensor:
-    """Returns a random tensor of a type, on the generator's device.
-
-    Floating-point values are normal. Matrices without symbolic dims are parameters. They are scaled so that their
-    products are about 1.
+    """Returns a random tensor of a type, on the generator's device. Floating-point values are normally distributed.
+    Matrices without symbolic dims are parameters, and are scaled so that their products are about 1.
 
     Args:
         type: the dtype and shape.
         sizes: the sizes of the symbolic dims.
         generator: the random generator.
-        below: a function that returns the exclusive upper bound of random integers of a dtype. The lower bound is 0.
+        below: maps a dtype to the exclusive upper bound of random integers. The lower bound is 0.
 
     Returns:
         A tensor with the dtype and shape of `type`.
@@ -55,8 +53,7 @@ def random_tensor(
 
 
 class Operands:
-    """A source of random inputs with the sizes of a spec, or with other `sizes`. Integers are token ids below the
-    vocabulary size."""
+    """A source of random inputs, with the sizes of a spec or with `sizes`. Integers are token ids."""
 
     def __init__(self, spec: Spec, device: torch.device, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes, self._vocabulary = sizes or sizes_of(spec), spec.model.vocabulary
@@ -70,7 +67,7 @@ class Operands:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each ref. Equal refs share a value. Scalars that blocks bind are Python numbers."""
+        """Returns a value for each ref. Equal refs share a value. Scalar parameters of blocks are Python numbers."""
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
             if ref not in values:
@@ -79,11 +76,11 @@ class Operands:
 
 
 def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
-    """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K] and offset i32 [N], followed by the operands
-    of the epilogue.
+    """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], and the operands of the
+    epilogue.
 
-    The first epilogue operand of shape [N], the scale, is chosen so that the scaled sums are about 1. If the outputs
-    are codes, the last operand of shape [N] is chosen so that the codes use their whole range.
+    The first epilogue operand of shape [N] is a scale that makes the scaled sums about 1. If the outputs are codes, the
+    last operand of shape [N] makes the codes use their whole range.
     """
     generator = torch.Generator(device).manual_seed(m)
 

@@ -16,12 +16,10 @@ IDS = 1024  # the vocabulary of a reduced spec
 
 
 def reduced(spec: Spec) -> Spec | None:
-    """Returns a small spec with the same kinds of blocks as a large spec, for checks of values; None if `spec` is not
-    large.
+    """Returns a small spec with the same kinds of blocks as a large spec; None if `spec` is not large.
 
-    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in order of first occurrence, but there
-    are at least two layers. All layers remain if the spec sets the order of blocks, or if expressions refer to other
-    layers.
+    The vocabulary has at most 1,024 ids. There is one layer per distinct block, but at least two layers. All layers
+    remain if the spec states the order of blocks, or if expressions refer to other layers.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:
@@ -44,7 +42,6 @@ def parameters_of(spec: Spec) -> int:
 
 
 def _with(spec: Spec, model: Decoder, layers: list[int]) -> dict[str, Any]:
-    """Returns the fields of `spec` with only some of its layers and with a small vocabulary."""
     data: dict[str, Any] = json.loads(canonical(spec))
     shape, blocks = data["model"], data["model"]["blocks"]
     shape["vocab"] = min(shape["vocab"], IDS)

@@ -1,4 +1,4 @@
-"""Scores sequences step by step, with a cache, by the programs that extend a sequence."""
+"""Computes the scores of sequences token by token, with a cache."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ STEPS = 48  # the number of tokens at the end of a text that are decoded one by 
 
 
 class ExactModel:
-    """Runs the programs that extend texts. Each op is computed by its reference, in the precision of the weights.
+    """Extends texts by the reference implementation of each op, in the precision of the weights.
 
     Args:
         programs: the unfused programs of a text model.
@@ -37,7 +37,7 @@ class ExactModel:
         return [tuple(some.new_zeros(t.extents(sizes), dtype=dtypes[name]) for name, t in self._types.items())]
 
     def prefill(self, *inputs: Any) -> Tensor:
-        """Runs the program that extends texts. The last input is the cache, which the program updates in place."""
+        """Appends tokens to the cache, and returns logits. The last input is the cache, which is updated in place."""
         *given, (cache,) = inputs
         names = [name for name, _ in self._program.inputs if name not in self._types]
         values = dict(zip((*names, *self._types), (*given, *cache), strict=True))
@@ -52,7 +52,7 @@ class ExactModel:
 def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
     """Scores a text in chunks, and the last tokens one by one. The first chunk has at least `least` tokens.
 
-    Returns the positions that have logits, and the nats of their targets, [B, positions].
+    Returns the positions with logits, and their losses in nats, [B, positions].
     """
     cache = model.new_cache(len(ids), tokens)
     last = max(tokens // 2, tokens - STEPS, 1)
@@ -66,8 +66,9 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text with a paged cache, like `_stepped_text`. Rows are added one after the other, and their page tables
-    are in reverse order."""
+    """Does the same as `_stepped_text`, with a paged cache. Rows are added one after the other. The pages of a row are
+    in reverse order.
+    """
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)
     cache = model.new_cache(len(ids) * each)
@@ -84,8 +85,7 @@ def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Te
 
 
 def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a target line token by token. Returns all positions, and the nats at each position, [B, T], with 0 at
-    padding."""
+    """Scores a target line token by token. Returns all positions, and the loss at each position in nats, [B, T]."""
     state, inputs = model.encode(source), shifted(target)
     starts = (torch.tensor(t, device=source.device) for t in range(tokens))
     logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
@@ -93,11 +93,10 @@ def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: 
 
 
 def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
-    """Returns the nats of targets [B, T]. `logits` contains the logits of each position."""
     return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
-# The functions that score sequences step by step, by the name of the program that extends a sequence.
+# The functions that score step by step. The key is the name of the program that extends a sequence.
 STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {
     "prefill": _stepped_text,
     "step": _stepped_pages,

@@ -1,8 +1,4 @@
-"""Verifies generated code. Its structure is compared with the plan, its values are compared with f64 references, and
-the model is checked for causality.
-
-The structure is traced by torch.fx, and is compared node by node.
-"""
+"""Verifies generated code: the structure with torch.fx, values and gradients with f64 references."""
 
 import itertools
 import sys
@@ -45,15 +41,15 @@ from specc.runtime.verify.reduced import reduced
 from specc.runtime.verify.step_by_step import STEPPED, ExactModel
 
 ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
-# The largest allowed relative error, in the Frobenius norm, of products whose factors have 3 and 2 mantissa bits
+# The largest allowed relative error, in the Frobenius norm, of products of floats with 3 and 2 mantissa bits
 ROUNDED = 0.08
-# The largest allowed relative error of these products against their emulation, by the dtype of the result
+# The largest allowed relative difference between these products and their emulation, by the dtype of the result
 EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# The largest allowed error of a gradient, relative to its norm or to a share of the largest gradient. The limit does
-# not depend on the error of the unfused module, because both modules may contain the same wrong function.
+# The largest allowed error of a gradient, relative to its norm or to a share of the largest gradient. It is absolute,
+# because fused and unfused module may contain the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 SHARE = 0.01
-# The limit of the loss as a share of the limit above. The loss is a mean over all tokens, so that its error is smaller
+# The limit for the loss, as a share of the limit above. The loss is a mean over all tokens, so its error is smaller.
 LOSS_SHARE = 0.1
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
@@ -66,7 +62,7 @@ class Check:
         target: the name of the target.
         name: the name of the check.
         ok: True if it passed, False if it failed, None if this machine cannot run it.
-        detail: the measured values, or the reason why the check failed or was not run.
+        detail: the measured values, or why the check failed or was not run.
     """
 
     target: str
@@ -76,19 +72,16 @@ class Check:
 
 
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
-    """Runs all checks of a spec's targets and yields their results.
+    """Runs all checks of a spec, target by target, and yields the results.
 
-    A spec of more than 200 million parameters is only built and loaded. All other checks use a small version of the
-    spec (see `specc.runtime.verify.reduced.reduced`).
-
-    Checks that need another machine have `ok` None. If generated code imports a package that is not installed, the
-    checks of this code fail on a machine that could run the target, and have `ok` None on other machines.
+    A spec with more than 200 million parameters is only built and loaded. All other checks then use a smaller spec (see
+    reduced.py). Checks that need another machine have `ok` None.
 
     Args:
         spec: the spec to verify.
         targets: the names of the targets.
         seed: the seed of the random parameters and inputs.
-        lock: the tile sizes that `specc tune` selected, by target.
+        lock: the kernels that were fastest in measurements.
 
     Returns:
         An iterator over the results, in order of targets.
@@ -130,8 +123,9 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
 
 
 def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
-    """Checks that the generated module of a large spec loads and has the parameters of the plan. Allocates no memory
-    for the parameters."""
+    """Checks that the generated module of a large spec loads, and has the parameters of the plan. Needs no memory for
+    the parameters.
+    """
     name = "full size"
     with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder, torch.device("meta"):
         try:
@@ -147,9 +141,9 @@ def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:
-    """Checks by torch.fx that every program on whole sequences has the nodes and types of the plan.
+    """With torch.fx, checks that every program for whole sequences has the nodes and types of the plan.
 
-    `name` identifies the module in the names of the checks, e.g. "fused".
+    `name` is the name of the module in the results, such as "fused".
     """
     model, source = loaded.model, sys.modules[type(loaded.model).__module__]
     for program in loaded.programs.whole:
@@ -165,8 +159,7 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 
 
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
-    """Checks pointwise expressions and their gradients on inputs of all magnitudes. The expressions are computed in the
-    same way as in fused kernels."""
+    """Checks pointwise expressions and their gradients on values of all magnitudes, as fused kernels compute them."""
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
         for node in graph.nodes:
@@ -182,7 +175,7 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:
-    """Fills both modules with the same random parameters, in the dtypes of the programs, on the target's device.
+    """Fills both modules with the same random parameters, in their compute dtypes, on the device of the target.
 
     No parameter is zero, so that every path contributes to the result.
     """
@@ -208,10 +201,10 @@ def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Te
 
 
 def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
-    """Returns random token ids for every input of a program, and random weights for the terms of its loss.
+    """Returns random inputs of a program: token ids, and weights for the terms of the loss.
 
     Args:
-        spec: the spec, which states the vocabulary size.
+        spec: the spec, for the vocabulary size.
         programs: the lowered programs.
         program: the name of the program.
         rows: the number of rows.
@@ -230,25 +223,21 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Returns True if dropout masks of the model come from Torch's random generator. The training losses of two modules
-    then cannot be compared."""
+    """Returns whether dropout masks come from the random generator of Torch. Two modules then have different masks."""
     nodes = (node for graph in loaded.programs.graphs for node in graph.nodes)
     return any(isinstance(node.op, Dropout) and not node.op.counted for node in nodes)
 
 
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
-    """Checks the loss and every gradient of the fused module against f64, with the unfused module as a baseline.
+    """Checks the loss and all gradients of the fused module against f64.
 
-    The errors of the unfused module are an estimate of the error that rounding causes, up to `LIMITS`. If dropout masks
-    come from Torch's random generator, the loss is the mean of the `score` program instead.
-
-    The gradient of a parameter with few elements is a sum of many terms, which may cancel. The error of such a gradient
-    is relative to the size of the terms, which `_term_sizes` estimates. Errors of such gradients are reported
-    separately from the errors of larger parameters.
+    The errors of the unfused module show the effect of rounding alone. If dropout masks come from the random generator
+    of Torch, the program `score` is checked instead of `train`. In the gradient of a parameter with few elements, the
+    terms may cancel. The error of such a gradient is divided by the size of the terms, and reported separately.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    # These programs include what exists only in training: dropout and 8-bit products.
+    # These programs include dropout and 8-bit products, which exist only in training.
     programs = pipeline.run(spec.plain, fused.target.name, "fp8_products")
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     for name, type in programs.buffers:
@@ -296,11 +285,10 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 def _term_sizes(
     programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Estimates, for each parameter in `few`, the size of the terms whose sum is the gradient of the parameter.
+    """Estimates the size of the terms in the gradients of the parameters `few`.
 
-    The gradient of a parameter is a sum with one term per token. Here, the size of the terms is the square root of the
-    sum of their squares. It is estimated as the root mean square of sums in which the terms have random signs
-    (Hutchinson's estimator).
+    A gradient is a sum with one term per token. The size is the square root of the sum of squared terms. It is
+    estimated from sums in which the terms have random signs (Hutchinson's estimator).
     """
     if not few:
         return {}
@@ -316,22 +304,20 @@ def _term_sizes(
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Returns the gradient of a parameter. Returns zeros if the loss does not depend on it."""
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
 def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
     """Returns |gradient - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
 
-    `least` bounds the denominator, because some exact gradients are 0 except for rounding.
+    `least` limits the denominator, because some exact gradients are 0 apart from rounding.
     """
     error = ((gradient.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
 
 
 def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
-    """Compares every kernel of the plan with f64 references and with eager ops in the kernel's dtype, for several
-    numbers of rows."""
+    """Compares every kernel of the plan with f64 references and with eager ops, for several numbers of rows."""
     source = sys.modules[type(loaded.model).__module__]
     plan = pipeline.plan(spec, loaded.target.name, "", lock)
     seen: set[str] = set()
@@ -349,7 +335,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     for rows in counts:
         judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
-    # With the numbers of rows above, each multiprocessor computes at most one tile
+    # With the rows above, each multiprocessor computes at most one tile
     if (many := Judge.many(site, device)) is not None:
         counts.append(many.inputs[0].shape[:2].numel())
         errors += many.errors(many.call(function))
@@ -359,8 +345,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 
 
 def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Compares the generated function of each attention score and mask with its f64 reference. The inputs have random
-    shapes and are longer than the attention window."""
+    """Compares the generated function of each attention score and mask with its f64 reference, on random inputs."""
     module = sys.modules[type(loaded.model).__module__]
     calls: dict[str, tuple[Sdpa | SdpaPooled, tuple[TensorType, ...]]] = {}
     for graph in loaded.programs.graphs:
@@ -391,8 +376,7 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the matrix products of 8-bit floats. The products are compared with an emulation in f32, and their
-    rounding error against float64 is measured."""
+    """Checks matrix products of 8-bit floats against an emulation in f32, and measures their error against float64."""
     module = sys.modules[type(loaded.model).__module__]
     sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
     for graph in loaded.programs.graphs:
@@ -421,16 +405,16 @@ def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _with_gradients(function: Callable[..., Any], given: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the output y and the gradients dx and dw of a function of x, a weight and a state. `given` is (x, weight,
-    dy)."""
+    """Returns y, dx and dw of a function y of x, a weight and a state. `given` is (x, weight, dy)."""
     x, weight = (value.detach().requires_grad_() for value in given[:2])
     y = function(x, weight, *state)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), given[2])]
 
 
 def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks a model that separates documents. Each document in a packed row must have the same scores as in a row of
-    its own."""
+    """Checks a model that separates documents: a document must have equal scores in a packed row and in a separate
+    row.
+    """
     marks = {mark for _, mark in spec.model.marks}
     if len(marks) != 1:
         return
@@ -464,8 +448,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _causality(loaded: Loaded) -> Iterator[Check]:
-    """Checks causality: a change of the token at position j must change no score before j, and must change at least one
-    score at or after j."""
+    """Checks causality: changing token j changes no score before j, and at least one score from j on."""
     tokens = sample_tokens(loaded.spec, 128)
     inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.scored_input
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
@@ -486,8 +469,8 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     """Checks that token-by-token decoding with a cache computes the same scores as the whole sequence.
 
-    The limit of the largest error against f64 is three times the error of scoring the whole sequence in the compute
-    dtype. If the cache stores quantized codes, the limit is increased by twice the error that these codes cause in f64.
+    The largest error against f64 may be three times the error of scoring whole sequences. If the cache stores quantized
+    codes, the limit is larger by twice the error of quantization.
     """
     programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
@@ -513,5 +496,5 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def sample_tokens(spec: Spec, tokens: int) -> int:
-    """Returns the length of a random text: `tokens`, or more if the model has a longer prefix."""
+    """Returns the length of a random text: `tokens`, or more for a model with a long prefix."""
     return min(spec.model.window, max(tokens, 2 * (spec.model.unscored + 1)))

@@ -1,1 +1,1 @@
-"""Weights with which a run starts: readers for each format, and the copy into the parameters of a model."""
+"""The weights from which a run starts: readers for each format, and the copy into a model."""

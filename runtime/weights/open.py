@@ -42,8 +42,8 @@ FORMATS: tuple[Callable[[Path, Say], Weights | None], ...] = (_of_run, _of_artif
 def open_weights(path: Path, say: Say) -> Weights:
     """Opens the weights of a run, an artifact, a folder of Transformers, or one or several safetensors files.
 
-    Raises StartError if the path is none of these, RunFailure if a run has no checkpoint, ConfigError if specc lacks a
-    setting of a config.json, and IntegrityError if a file is damaged.
+    Raises StartError if the path has none of these, RunFailure if a run has no checkpoint, ConfigError if specc does
+    not support a config.json, and IntegrityError if a file is damaged.
     """
     for opens in FORMATS:
         if (weights := opens(path, say)) is not None:

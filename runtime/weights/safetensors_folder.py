@@ -57,7 +57,9 @@ class SafetensorsFolder:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor, f32. Raises StartError if values are not floats, IntegrityError if the file is damaged."""
+        """Returns a tensor in f32. Raises StartError if it does not have a float dtype, and IntegrityError if the file
+        is damaged.
+        """
         path, dtype = self._files[name], self._dtypes[name]
         if dtype not in FLOATS:
             hint = "store the weights as f32, bf16 or f16, or leave the tensor out with `skip`"

@@ -1,4 +1,4 @@
-"""Sources of weights. A source provides tensors by name, which are read one at a time."""
+"""Sources of weights. A source provides tensors by name, one at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Weights(Protocol):
     Attributes:
         kind: the format of the files.
         step: the step of the checkpoint of a run; None for files.
-        spec: the spec with which they were trained; None if it is unknown.
+        spec: the spec of the model that was trained; None if unknown.
         shapes: the shapes by name. They are known before any tensor is read.
     """
 
@@ -40,12 +40,12 @@ class Weights(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor, f32 on the CPU. Raises IntegrityError if its file is damaged."""
+        """Returns a tensor, f32 on the CPU. Raises IntegrityError if the file of the tensor is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The weights of a specc model, f32, by parameter name. All of them are verified before the first is read."""
+    """The weights of a specc model, f32, by parameter name. All of them have been verified."""
 
     path: Path
     kind: Kind

@@ -1,4 +1,4 @@
-"""Copies the weights that `train.start` of a spec selects into the parameters of a model."""
+"""Copies weights into the parameters of a model, as `train.start` of a spec states."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -23,18 +23,17 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
 
     Args:
         start: the source, and the patterns of the names to load.
-        model: the model, whose parameters are f32 and have initial values.
+        model: the model. Its parameters are f32, with initial values.
         spec: the spec of the model.
-        say: a function that is called with each message: about the loaded parameters, a damaged checkpoint, or a
-            different tokenizer.
+        say: is called with messages about loaded parameters, damaged checkpoints, or another tokenizer.
 
     Returns:
-        A record of what was loaded.
+        A record of the loaded weights.
 
     Raises:
-        StartError: a selected name is missing in the model or in the files, a shape differs, a pattern selects nothing,
-            or a value is not finite. In all these cases the model is unchanged.
-        Others: the errors of `open_weights`.
+        StartError: the weights do not fit the model, a pattern selects nothing, or a value is not finite. The model is
+            then unchanged.
+        RuntimeFailure: as raised by `open_weights`.
     """
     path = Path(start.path)
     source = open_weights(path, say)
@@ -66,8 +65,7 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
 def _require_fit(
     start: StartSpec, path: Path, model: Mapping[str, tuple[int, ...]], source: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises StartError, which lists all differences, unless the model and the source have the same selected names with
-    the same shapes."""
+    """Raises StartError, with all differences, unless model and source have all selected names with the same shapes."""
     names = dict.fromkeys([*model, *source])
     idle = [p for p in (*start.take, *start.skip) if not any(matches(p, name) for name in names)]
     if idle:

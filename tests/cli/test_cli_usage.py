@@ -192,7 +192,7 @@ def test_schema_writes_and_checks(here: Path, specc: Shell) -> None:
     assert specc("schema", "--check") == 0
     Path("specs/schema.json").write_text(text + "\n")
     assert specc("schema", "--check") == 1
-    assert specc.out == "specs/schema.json: stale; run specc schema --write\n"
+    assert specc.out == "specs/schema.json: the schema is outdated; run specc schema --write\n"
 
 
 def test_help_lists_every_command_by_the_first_paragraph_of_its_help() -> None:

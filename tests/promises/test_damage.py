@@ -77,11 +77,11 @@ def test_mutated_headers_are_refused_or_say_the_same(trials: Trials, tmp_path: P
 ROUND = 300  # seconds of fuzzing that a soak that is stopped need not repeat
 # Messages from each stage of reading. A fuzzer whose inputs all fail in the header would not see the last of these.
 DEEP = (
-    "its header is damaged",
+    "the header is damaged",
     "section # has the unknown kind #",
-    "its spec is not valid for this version",
-    "its sections do not have the sizes that its spec requires",
-    "its table of arrays cannot be read",
+    "the stored spec is not valid for this version",
+    "the sections do not have the sizes that the spec requires",
+    "the table of arrays cannot be read",
     "an array of the table",
     "section # is not a valid brotli stream",
     "section # is not a valid lzma stream",

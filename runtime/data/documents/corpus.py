@@ -28,12 +28,10 @@ class Corpus:
     Attributes:
         source: the source as the user stated it.
         split: "train" or "val".
-        files: pairs (label, path), in order. The label is the path relative to the source.
-        in_val: a function that returns whether a document with the given bytes is in val. None if the files determine
-            the split.
+        files: pairs (label, path), in order. A label is a path relative to the source.
+        in_val: returns whether a document, given as bytes, is in val. None if each file belongs to one split.
         bounds: the boundaries between documents; None for the default of each file format.
-        left_out: the labels of files that are in neither split. Files are left out if other files are named train and
-            val.
+        left_out: the labels of files in no split. Files are left out if other files are named train and val.
     """
 
     source: str
@@ -68,10 +66,9 @@ class Corpus:
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
-        """Returns the label, path, size and modification time (in ns) of each file. Together, they identify the
-        documents.
+        """Returns the label, path, size and modification time (in ns) of each file.
 
-        Raises DataError if a file cannot be accessed.
+        Two equal listings mean equal documents. Raises DataError if a file cannot be accessed.
         """
         rows: list[list[str | int]] = []
         for label, path in self.files:
@@ -84,20 +81,21 @@ class Corpus:
 
 
 def documents(source: str | Path, split: Split) -> Iterator[bytes]:
-    """Yields the documents of one split of a source, as the bytes in the source.
+    """Yields the documents of one split of a source, as bytes.
 
     Sources:
-        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. About 1 in
-            10 is in val, selected by the SHA-256 of its path within the library.
-        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
-            in its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet
-            and .arrow (one row per document, in the column "text").
-        a folder: all such files in it, recursively, in the order of their relative paths. If `datasets` saved the
-            folder, only the files that its state lists.
+        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. About 1
+            file in 10 is in val, selected by the SHA-256 of the path within the library.
+        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document in
+            its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet and
+            .arrow (one row per document, in the column "text").
+        a folder: all such files in it, recursively, in the order of their relative paths. In a folder that Hugging Face
+            `datasets` saved, only the files that its state.json lists.
 
-    Files belong to the val split if the name of the file or of its top-level folder starts with the word val (or valid,
-    validation). If there are such files, the train split consists of the files named train, or of all other files if no
-    file is named train. Without such files, about 1 document in 10 is in val, selected by the SHA-256 of its bytes.
+    A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation. If
+    there are such files, train consists of the files whose names start with train. If there are no such train files,
+    train consists of all other files. Without such files, about 1 document in 10 is in val, selected by the SHA-256 of
+    the document.
 
     Raises:
         DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.
@@ -126,7 +124,8 @@ def split_corpus(
     Args:
         sources: paths of files or folders, or `stdlib`.
         validation: sources of the val split. If empty, val is a part of `sources`.
-        share: the fraction of documents in val, which their SHA-256 selects. None selects the rules of `documents`.
+        share: the fraction of documents in val, selected by the SHA-256 of the document. None selects the rules of
+            `documents`.
         bounds: the boundaries between documents; None for the default of each file format.
 
     Returns:
@@ -186,14 +185,14 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether a document (or path) with these bytes is in the val split. The SHA-256 of the bytes selects about
-    1 document in 10."""
+    """Returns whether the SHA-256 of these bytes selects the val split. It selects about 1 document in 10."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
 def in_share(share: float, key: bytes) -> bool:
-    """Returns whether a document with these bytes is in the val split, if val is the fraction `share` of all
-    documents."""
+    """Returns whether the SHA-256 of these bytes selects the val split, which has the fraction `share` of all
+    documents.
+    """
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
@@ -214,7 +213,7 @@ def _folder_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _dataset_files(folder: Path) -> set[str] | None:
-    """Returns the files of a folder that `datasets` saved, without cached results; None for other folders."""
+    """Returns the files of a folder that Hugging Face `datasets` saved. None for other folders."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         return {str(entry["filename"]) for entry in state["_data_files"]}
@@ -240,8 +239,6 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _named(label: str) -> str | None:
-    """Returns the split that the first word of a file's name, or of its top-level folder, states. None if neither word
-    is a split."""
     parts = label.split("/")
     match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)
     return match[1].lower() if match else None

@@ -12,15 +12,16 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure
 
 COMPRESSIONS = (".xz", ".gz", ".zst")
-# A whole document is in memory at once. Some tokenizers need thirty times the memory of the document.
+# A document is read into memory as a whole. Some tokenizers need thirty times its size in memory.
 DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
 
 def open_file(path: Path) -> io.BufferedIOBase:
-    """Opens a file that may be compressed. Reading raises OSError, or one of READ_ERRORS if the file is damaged.
+    """Opens a file that may be compressed.
 
-    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed.
+    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Reading from the result raises
+    OSError, or one of READ_ERRORS if the file is damaged.
     """
     if path.suffix == ".xz":
         return lzma.open(path)
@@ -32,7 +33,7 @@ def open_file(path: Path) -> io.BufferedIOBase:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a file that is compressed by Zstandard. Reading a damaged file raises EOFError."""
+    """The content of a file compressed with Zstandard. Reading a damaged file raises EOFError."""
 
     def __init__(self, path: Path) -> None:
         require_pyarrow(path)
@@ -57,7 +58,7 @@ class _Zstd(io.RawIOBase):
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises EnvironmentFailure if pyarrow, which reads the file, is not installed."""
+    """Raises EnvironmentFailure if pyarrow is not installed. Reading this file needs pyarrow."""
     if find_spec("pyarrow") is None:
         raise EnvironmentFailure(f"{path}: a {path.suffix} file needs pyarrow", "pip install 'specc[parquet]'")
 

@@ -32,9 +32,9 @@ def kind_of(path: Path) -> str:
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
     """Yields the documents of a file, including empty documents.
 
-    `bounds` determines the boundaries between documents; None selects the default of the file format. Documents of a
-    .jsonl, .parquet or .arrow file are always its records. A large .txt file may be read twice: the first time, to
-    determine whether it has a separator.
+    `bounds` determines the boundaries between documents; None selects the default of the file format. In a .jsonl,
+    .parquet or .arrow file, each record is one document. A large .txt file may be read twice, because the first pass
+    only looks for a separator.
 
     Raises DataError if the file cannot be read, a record is invalid, or a document has more than DOCUMENT_BYTES. Raises
     DataIntegrityError if a compressed file is damaged, and EnvironmentFailure if a .parquet, .arrow or .zst file needs

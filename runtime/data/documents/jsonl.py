@@ -16,7 +16,7 @@ _LINE_HINT = 'each line must be one JSON object such as {"text": "a document"}; 
 def json_records(file: io.BufferedIOBase, path: Path, hint: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (place, object) for each non-blank line of a file. The place is `path:line`.
 
-    Raises DataError with `hint` if a line is not a JSON object in UTF-8, or is longer than a document may be.
+    Raises DataError with `hint` if a line is not a JSON object in UTF-8, or has more than DOCUMENT_BYTES.
     """
     lines = iter(lambda: file.readline(files.DOCUMENT_BYTES + 1), b"")
     for number, line in enumerate(lines, 1):

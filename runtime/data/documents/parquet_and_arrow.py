@@ -31,9 +31,9 @@ def parquet_rows(path: Path) -> Iterator[bytes]:
 
 
 def arrow_rows(path: Path) -> Iterator[bytes]:
-    """Yields the documents of an .arrow file in a folder that `datasets` saved, in the order of its rows.
+    """Yields the documents of an .arrow file that Hugging Face `datasets` saved, in the order of its rows.
 
-    The file is mapped into memory, and batches are read one after the other. Raises the same errors as `parquet_rows`.
+    The file is mapped into memory, and read batch by batch. Raises the same errors as `parquet_rows`.
     """
     require_pyarrow(path)
     import pyarrow
@@ -44,7 +44,7 @@ def arrow_rows(path: Path) -> Iterator[bytes]:
             try:
                 reader = ipc.open_stream(memory)
                 batches = iter(reader)
-            # A file in the file format, which ends with an index; other files are in the stream format
+            # Arrow's file format ends with an index. Its stream format does not.
             except pyarrow.ArrowInvalid:
                 file = ipc.open_file(memory)
                 reader, batches = file, (file.get_batch(index) for index in range(file.num_record_batches))

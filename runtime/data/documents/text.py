@@ -25,8 +25,7 @@ def is_blank(line: bytes) -> bool:
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
-    """Yields pairs (bytes, whether they begin a line). The bytes are a line with its line end, or a part of a long
-    line."""
+    """Yields pairs (bytes, whether the bytes start a line). Lines longer than _LINE_BYTES are yielded in parts."""
     begins = True
     while line := file.readline(_LINE_BYTES):
         yield line, begins
@@ -34,11 +33,11 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
-    """Yields the documents between separator lines. A document includes its last line end, but no separator.
+    """Yields the documents between separator lines. A document ends with a line end, and contains no separator.
 
     Args:
         file: the open file.
-        path: the path of the file. It is used in messages, and to read the file again.
+        path: the path of the file, for messages and for a second pass over the file.
         ends: a function that returns whether a line is a separator.
         may_run: whether to cut a large file without separators into blocks.
 
@@ -70,10 +69,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
 
 
 def _blocks(text: bytes) -> Iterator[bytes]:
-    """Cuts `text` into blocks at line ends, or between characters if lines are too long.
-
-    The last block has at most 2 * BLOCK_BYTES.
-    """
+    """Cuts `text` into blocks at line ends, or between characters if a line is too long."""
     start = 0
     while len(text) - start > 2 * BLOCK_BYTES:
         cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1

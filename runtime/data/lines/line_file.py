@@ -17,7 +17,7 @@ from specc.runtime.storage.data_digests import DataDigests
 
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """The lines of a file. About 1 in 10, by the SHA-256 of the line, is held out for validation.
+    """The lines of a file. About 1 line in 10 is held out for validation, selected by the SHA-256 of the line.
 
     Attributes:
         path: the file.
@@ -36,8 +36,8 @@ class LineFile:
     def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> "LineFile":
         """Reads a file.
 
-        Raises the errors of `read_lines`. Raises LineError, with file and line, if a side of a line has `width` or more
-        characters, or a character that is not in the vocabulary.
+        Raises the same errors as `read_lines`. Raises LineError if a side of a line has `width` or more characters, or
+        a character that is not in the vocabulary.
         """
         sources, targets = read_lines(path)
         try:
@@ -67,7 +67,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Returns both sides of every line `source=target` of a file, which may be compressed (.xz, .gz).
+    """Returns both sides of every line `source=target` of a file. The file may be compressed (.xz, .gz).
 
     Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
     `=` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
@@ -94,5 +94,5 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _file_hint(path: Path) -> str:
-    hint = "for a model of lines, --data is a file of lines `source=target`, or the name of the task of the spec"
+    hint = "--data must be a file of lines `source=target`, or the name of the task in the spec"
     return f"{near} {hint}" if (near := nearest_paths(path)) else hint

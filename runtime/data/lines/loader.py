@@ -28,8 +28,8 @@ class SampleBatch:
     """The samples of one step, over all ranks, in order.
 
     Attributes:
-        lengths: the numbers of tokens of each source and of each target, without padding, i64 [N] each.
-        rows: a function that returns the sources and targets of the given rows, i64 [n, width], on the given device.
+        lengths: the number of tokens without padding, for the N sources and for the N targets, i64 [N] each.
+        rows: maps a slice of rows and a device to the sources and targets of these rows, i64 [n, width] each.
     """
 
     lengths: tuple[Ints, Ints]
@@ -37,17 +37,17 @@ class SampleBatch:
 
 
 class Samples(Protocol):
-    """An endless sequence of samples. `digest` is the SHA-256 (hex) of everything that determines the sequence."""
+    """An endless sequence of samples from position 0 on. `digest` is a SHA-256 (hex) that identifies the sequence."""
 
     @property
     def digest(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
-        """Returns `count` samples that start at a position, and the position after them. The sequence begins at 0."""
+        """Returns the next `count` samples from `position`, and the position after these samples."""
 
 
 class FixedSet:
-    """A set of N pairs, in a new order for each epoch. The sample at position k is sample k % N of epoch k // N.
+    """Repeats a set of N pairs endlessly. Each epoch has a new order. Position k is sample k % N of epoch k // N.
 
     All tokens are stored on `device`. The order of an epoch is the argsort of SHAKE-256("specc pairs {seed} {epoch}")
     as N little-endian u64. Raises DataError if there are no pairs.
@@ -84,7 +84,7 @@ class FixedSet:
 
 
 class FreshSamples:
-    """Samples from the endless stream of a task. Positions are positions in that stream."""
+    """Samples from the endless line stream of a task. Positions count the lines of this stream."""
 
     def __init__(self, stream: LineStream, tokenizer: CharTokenizer, width: int) -> None:
         self._stream, self._tokenizer, self._width = stream, tokenizer, width
@@ -101,16 +101,17 @@ class FreshSamples:
 
 
 class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
-    """An endless loader of batches, whose background thread prepares the next step.
+    """An endless loader of batches. A background thread prepares the next step.
 
-    It is not thread-safe. Close it, or use it as a context manager. Raises ValueError if a number is out of range.
+    Not thread-safe. Close a loader after use, or use it as a context manager. Raises ValueError if a number is out of
+    range.
 
     Args:
         samples: the sequence of samples.
         batch: the number of rows per pass on this rank.
         passes: the number of passes per step. Each call of `next` returns the data of one pass.
         device: the device of the batches.
-        rank, world: the index of this process, and the number of processes (see the module).
+        rank, world: the index of this process, and the number of processes.
     """
 
     def __init__(
@@ -134,11 +135,11 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return self._batch * self._passes * self._world
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
+        """Returns the data of the next pass: source and target, i64 [batch, width], and the weight of the pass, f32 [].
 
-        The loss of a step is the mean over all target tokens of the step, without padding. Each pass has a mean loss
-        and a weight. The loss of the step is the mean of (loss times weight) over all passes of all ranks. `samples`
-        and `tokens` (of sources and targets, without padding) count the data of all ranks, in complete steps.
+        The loss of a step is the mean over all its target tokens without padding. It equals the mean of (mean loss of a
+        pass times its weight) over all passes of all ranks. The attributes `samples` and `tokens` count the data of all
+        complete steps on all ranks.
         """
         if self._taken == self._passes:
             self._begin()
@@ -150,7 +151,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return source, target, weight
 
     def local_rows(self, part: int) -> slice:
-        """Returns the indices, within a step, of this rank's samples in pass `part`."""
+        """Returns the indices of the samples that this rank uses in pass `part` of a step."""
         start = part * self._batch * self._world
         return slice(start + self._rank, start + self._batch * self._world, self._world)
 
@@ -162,8 +163,9 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self.tokens += int(sources.sum() + self._counts.sum())
 
     def state(self) -> dict[str, int]:
-        """Returns the caller's position between two steps. A loader with other `batch`, `passes`, `rank` and `world`
-        can resume from it."""
+        """Returns the position after the last complete step. A loader with other `batch`, `passes`, `rank` and `world`
+        can resume from it.
+        """
         place = {"position": self._position, "samples": self.samples, "tokens": self.tokens}
         return {**self._identity(), **place}
 
@@ -180,12 +182,12 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self._taken = self._passes
 
     def _identity(self) -> dict[str, int]:
-        # 48 bits, which any JSON reader represents exactly
+        # 48 bits: every JSON reader represents such an integer exactly
         return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}
 
 
 def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:
-    """Yields the samples of each step from a position on, each with the position after the step."""
+    """Yields the samples of each step from `position` on, each with the position after the step."""
     while True:
         step, position = samples.take(position, rows)
         yield step, position

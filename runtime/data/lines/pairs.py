@@ -46,10 +46,9 @@ class Pairs:
         return Pairs(self.source[rows], self.target[rows])
 
     def within(self, tokens: int | None) -> "Pairs":
-        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens in total, including stop
-        tokens.
+        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens, including stop tokens.
 
-        The prefix has at least one pair. If `tokens` is None, returns all pairs.
+        The prefix has at least one pair. If `tokens` is None, all pairs are returned.
         """
         if tokens is None:
             return self

@@ -1,11 +1,11 @@
 """Lines of the polynomial-expansion task, such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`: sampling, printing and parsing.
 
 A line consists of a product of two linear forms a*V + b and its expansion. V is a variable, or the sine, cosine or
-tangent of a variable. The distribution and the format are those of the Scale AI data set. The format is the default
-output of sympy without spaces.
+tangent of a variable. Distribution and format are those of a data set by Scale AI. The format is what sympy prints by
+default, without spaces.
 
-Line k of a stream depends only on the 64-bit word k of SHAKE-256 outputs (see `draw`). A stream is therefore identical
-on every machine and version, and has random access.
+Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output, as `draw` describes. A stream is therefore
+the same on every machine, and any line can be computed directly.
 """
 
 import hashlib
@@ -32,16 +32,16 @@ _A = np.array([a for a in range(-9, 9) if a])
 _B = np.array([b for b in range(-32, 32) if b])
 _LARGEST_A, _LARGEST_B = 9, 32
 _DRAWN_A, _DRAWN_B = ({*numbers.tolist()} for numbers in (_A, _B))
-# The possible outer factors, by number of binomials
+# The possible outer factors. The key is the number of binomials.
 _OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """N lines in a canonical form of coefficients: outer * forms[0] * forms[1].
+    """N lines as coefficients of the product outer * forms[0] * forms[1], in a canonical form.
 
-    A form (a, b) is a*V + b. If b != 0, the form is a binomial. Otherwise it is stored as (1, 0), which is V itself. A
-    line is printed as `outer * V ** (2 - binomials)` times its binomials, which are in print order.
+    A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is V itself, stored as (1, 0). A
+    line is printed as `outer * V ** (2 - binomials)` times the binomials, in their stored order.
 
     Attributes:
         variable: the index into VARIABLES, i64 [N].
@@ -57,8 +57,8 @@ class Lines:
 
     @classmethod
     def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> "Lines":
-        """Returns the lines in canonical form: the coefficients of monomials are moved to `outer`, and binomials are
-        sorted.
+        """Returns the lines in canonical form. The coefficients of monomials are moved into `outer`, and the binomials
+        are sorted.
 
         Args:
             variable: the index of the variable of each line, i64 [N].
@@ -67,7 +67,7 @@ class Lines:
             forms: the coefficients (a, b) of both factors a * v + b, i64 [N, 2, 2].
 
         Returns:
-            N lines. Lines with equal products are equal.
+            N lines. Equal products give equal lines.
         """
         a, b = forms[..., 0], forms[..., 1]
         lone = b == 0
@@ -88,7 +88,7 @@ class Lines:
 
     @property
     def structures(self) -> Ints:
-        """A number for each line that identifies its coefficients, regardless of V, i64 [N]."""
+        """An integer for each line, i64 [N]. It identifies the coefficients, but not V."""
         key = self.outer + 81
         for i in range(2):
             key = (key * 19 + self.forms[:, i, 0] + _LARGEST_A) * 65 + self.forms[:, i, 1] + _LARGEST_B
@@ -96,35 +96,34 @@ class Lines:
 
     @property
     def keys(self) -> Ints:
-        """A number for each line, i64 [N]. Two numbers are equal if and only if the texts of the lines are equal."""
+        """An integer for each line, i64 [N]. Two lines have the same integer if and only if their texts are equal."""
         return (self.structures * len(FUNCTIONS) + self.function) * len(VARIABLES) + self.variable
 
     def factors(self) -> Rows:
-        """Returns the left sides as ASCII, u8 [N, LONGEST], zero-padded."""
+        """Returns the left sides as ASCII bytes, u8 [N, LONGEST], zero-padded."""
         return self._printed(_factors)
 
     def expansions(self) -> Rows:
-        """Returns the right sides as ASCII, u8 [N, LONGEST], zero-padded."""
+        """Returns the right sides as ASCII bytes, u8 [N, LONGEST], zero-padded."""
         return self._printed(_expansions)
 
     def _printed(self, side: Callable[["Lines"], Rows]) -> Rows:
-        """Prints one side of all lines, block by block to limit memory."""
         return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def sides(self) -> tuple[Rows, Rows]:
-        """Returns left and right sides as ASCII, u8 [N, LONGEST] each, zero-padded."""
+        """Returns left and right sides as ASCII bytes, u8 [N, LONGEST] each, zero-padded."""
         return self.factors(), self.expansions()
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the coefficients, which determine the texts."""
+        """SHA-256 (hex) of the coefficients."""
         digest = hashlib.sha256(b"polynomial")
         for column in (self.variable, self.function, self.outer, self.forms):
             digest.update(column.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def texts(self) -> list[str]:
-        """Returns the lines in the format of a file, `factors=expansion`, without line ends."""
+        """Returns each line as `factors=expansion`, without a line end."""
         equals, end = (np.full((len(self), 1), ord(mark), np.uint8) for mark in "=\n")
         table = np.hstack((self.factors(), equals, self.expansions(), end))
         text: bytes = table[table != 0].tobytes()
@@ -132,7 +131,7 @@ class Lines:
 
 
 def joined(parts: Sequence[Lines]) -> Lines:
-    """Concatenates the lines of one or more parts."""
+    """Concatenates sets of lines."""
     names = ("variable", "function", "outer", "forms")
     return Lines(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -141,14 +140,13 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
     """Samples lines [start, start + count) of a stream.
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
-    The word modulo the product of the radices below determines the line. The bias of the modulo operation is less than
-    2 ** -23. The distribution was measured on 400,000 lines of the Scale AI data set. The radices and their digits,
-    lowest first, are:
+    The word modulo the product of the radices below is a mixed-radix number. Its digits determine the line. The
+    distribution was measured on 400,000 lines of the Scale AI data set. The radices, lowest digit first:
 
-        16:      the letter, uniform over the 16 letters of "sincostanxyzhijk", some of which occur more than once
-        100:     0, 1, 2: V is the sin, cos, tan of the letter; otherwise V is the letter
+        16:      the letter, an index into "sincostanxyzhijk"; some letters occur more than once
+        100:     0, 1, 2: V is the sin, cos or tan of the letter; other digits: V is the letter
         85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth of the digits, otherwise
-                 uniform over -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
+            uniform over -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
 
     Args:
         stream: name of the stream.
@@ -188,14 +186,14 @@ def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uin
 
 
 class _Table:
-    """A lookup table of the texts of the integers -1999 .. 1999, as columns of bytes."""
+    """The decimal texts of the integers -1999 .. 1999 as byte columns."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         array = np.array([text.encode("ascii") for text in texts])
         self._bytes = array.view(np.uint8).reshape(len(array), -1)
 
     def __call__(self, numbers: Ints, where: npt.NDArray[np.bool_] | None = None) -> Rows:
-        """Returns the texts of `numbers`, u8 [N, W], zero-padded. Rows whose `where` is False are all zeros."""
+        """Returns the texts of `numbers`, u8 [N, W], zero-padded. Rows where `where` is False contain only zeros."""
         rows = self._bytes[numbers + 1999]
         return rows if where is None else np.where(where[:, None], rows, 0).astype(np.uint8)
 
@@ -238,7 +236,7 @@ def _factors(lines: Lines) -> Rows:
 
 
 def _form(form: Ints, name: Rows, where: npt.NDArray[np.bool_]) -> Rows:
-    """Prints linear forms, such as `(7-3*z)` if the constant comes first, else `(3*z-7)`."""
+    """Prints linear forms. A form is `(7-3*z)` if the constant comes first, otherwise `(3*z-7)`."""
     a, b = form[:, 0], form[:, 1]
     first = _constant_first(a, b)
     columns = (_number(b, first), _coefficient(a), name, _signed(b, ~first))
@@ -264,7 +262,7 @@ def _where(where: npt.NDArray[np.bool_], rows: Rows) -> Rows:
 
 
 def _packed(*columns: Rows) -> Rows:
-    """Concatenates columns and removes the zeros between them. Raises ValueError if a row is longer than LONGEST."""
+    """Concatenates columns and removes the zeros between them."""
     table = np.hstack(columns)
     filled = table != 0
     lengths = filled.sum(axis=1)
@@ -286,8 +284,8 @@ _PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
 def parse(factors: Iterable[str]) -> Lines:
     """Parses left sides, such as `4*(3*sin(k)-17)*sin(k)`.
 
-    Raises DataError if a text is not a product of the task, has another format, or contains a number that is never
-    sampled.
+    Raises DataError if a text is not a product of two linear forms, has another format, or contains a number that
+    `draw` never samples.
     """
     texts = list(factors)
     read = [_parsed(text) for text in texts]
@@ -320,5 +318,4 @@ def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
 
 
 def _factor(text: str) -> int:
-    """Returns the number that `7*`, `-` (-1) or an empty text (1) represents."""
     return int(text[:-1]) if text.endswith("*") else -1 if text else 1

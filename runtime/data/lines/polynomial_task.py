@@ -23,9 +23,9 @@ MOST_DRAWN = (
 class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
-    `apart` returns a number for each line. A line is excluded if a line of the training set has the same number, or if
-    the same line was selected before. If `apart` is None, all lines are selected, including repeats, so that the split
-    has the distribution of the training set.
+    `apart` returns an integer for each line. A line is excluded if its integer also occurs in the training set. Lines
+    that were selected before are excluded too. If `apart` is None, all lines are selected, including repeats. The split
+    then has the distribution of the training set.
     """
 
     name: str
@@ -43,7 +43,7 @@ SPLITS: Mapping[str, Split] = {
 
 
 def training_set(seed: int, count: int) -> Lines:
-    """Returns a fixed training set: the first `count` lines of the stream "train", with repeats."""
+    """Returns the first `count` lines of the stream "train". Lines may repeat."""
     return draw("train", seed, 0, count)
 
 
@@ -51,9 +51,9 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     """Returns the first `count` lines of a held-out split. A smaller count returns a prefix of the same lines.
 
     Splits:
-        same-law: all sampled lines. About 35 % of them are in a training set of 800,000 lines.
+        same-law: all sampled lines. About 35 % of them also occur in a training set of 800,000 lines.
         duplicate-free: distinct lines that are not in `training`.
-        structure-disjoint: distinct lines. No line of `training` has the same coefficients, with any variable.
+        structure-disjoint: distinct lines whose coefficients occur in no line of `training`, whatever the variable.
 
     Args:
         split: name of the split.
@@ -94,12 +94,12 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
 
 class Fresh:
-    """The endless stream "train", without the lines of the disjoint held-out splits.
+    """The endless stream "train", without the lines that are reserved for the held-out splits.
 
-    A line is excluded if it equals one of the first MOST_HELD_OUT lines of the split duplicate-free, or if it has the
-    same coefficients as one of the first MOST_HELD_OUT lines of the split structure-disjoint. Both splits are computed
-    for a training set of the first `count` lines of the stream, so none of these first lines is excluded. About 1 in 10
-    of the later lines is excluded. The remaining lines have the distribution of the stream.
+    Reserved are the first MOST_HELD_OUT lines of duplicate-free. Also reserved are all lines with the same coefficients
+    as one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the
+    first `count` lines, so these first lines are not reserved. About 1 in 10 of the later lines is reserved. The
+    remaining lines have the distribution of the stream.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -113,7 +113,7 @@ class Fresh:
         ]
 
     def take(self, position: int, count: int) -> tuple[Lines, int]:
-        """Returns the next `count` lines from a position in the stream, and the position after the last line."""
+        """Returns the next `count` lines from `position`, and the position after these lines."""
         parts: list[Lines] = []
         left = count
         while left > 0:
@@ -132,14 +132,14 @@ class Fresh:
 
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
-    """Returns the overlap of `lines` with `training`."""
+    """Returns the shares of `lines` that also occur in `training`: equal lines, and lines with equal structure."""
     sides = ((lines.keys, training.keys), (lines.structures, training.structures))
     lines_in, structures_in = (float(_in(ours, np.unique(theirs)).mean()) for ours, theirs in sides)
     return Overlap(lines_in, structures_in, "coefficients")
 
 
 def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
-    """Returns whether each element of `some` is in `ordered`, bool [N]. `ordered` is sorted and may have repeats."""
+    """Returns whether each element of `some` is in the sorted array `ordered`, bool [N]."""
     if not len(ordered):
         return np.zeros(len(some), np.bool_)
     places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)

@@ -1,6 +1,6 @@
-"""Tasks: generated pairs of lines, with held-out splits and a measure of their overlap with the training set.
+"""Tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training set.
 
-A task is a subclass of `Task` in a module of this package. Its `name` is the `kind` of `train.data`.
+A task is a subclass of `Task` in a module of this package. A spec selects it by name, in `train.data.kind`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from specc.runtime.data.lines.pairs import TextPairs
 
 
 class LineSet(TextPairs, Protocol):
-    """Lines of a task, in the representation of that task."""
+    """Lines of a task, in a representation that the task defines."""
 
     def __len__(self) -> int: ...
 
@@ -27,23 +27,24 @@ class LineSet(TextPairs, Protocol):
 
 
 class LineStream(Protocol):
-    """An endless stream of training lines. `identity` is a string that contains all values that determine the lines."""
+    """An endless stream of training lines from position 0 on. Streams with equal `identity` have equal lines."""
 
     @property
     def identity(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
-        """Returns `count` lines that start at a position, and the position after them. The stream begins at 0."""
+        """Returns the next `count` lines from `position`, and the position after these lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How many lines of a set are also in the training set.
+    """The overlap of a set of lines with the training set.
 
     Attributes:
         lines: the fraction of the lines that equal a training line, 0 to 1.
-        structures: the fraction of the lines that have the same structure as a training line, 0 to 1.
-        structure: human-readable name of the structure, such as `coefficients`.
+        structures: the fraction of the lines with the structure of a training line, 0 to 1. The task defines the
+            structure.
+        structure: the name of the structure in messages, such as `coefficients`.
     """
 
     lines: float
@@ -59,12 +60,12 @@ Set = TypeVar("Set", bound=LineSet)
 
 
 class Task(ABC, Generic[Set]):
-    """A generator of one kind of line data, with the settings of a spec.
+    """Generates one kind of line pairs. `settings` are the fields of `train.data` in the spec.
 
     Attributes:
-        name: the `kind` of `train.data`, which `--data` also accepts.
-        splits: the names of the held-out splits. The first has the same distribution as training lines, and is used for
-            validation during training.
+        name: the `kind` of `train.data`. `--data` also accepts this name.
+        splits: the names of the held-out splits. The first is used for validation during training. It has the
+            distribution of the training lines.
     """
 
     name: ClassVar[str]
@@ -82,11 +83,11 @@ class Task(ABC, Generic[Set]):
     @property
     @abstractmethod
     def fresh(self) -> bool:
-        """Whether training draws from an endless stream of new lines instead of the fixed set."""
+        """Whether training uses an endless stream of new lines instead of the fixed set."""
 
     @abstractmethod
     def stream(self) -> LineStream:
-        """Returns an endless stream of training lines, which omits lines that are reserved for held-out splits."""
+        """Returns an endless stream of training lines. It omits the lines of held-out splits."""
 
     @abstractmethod
     def first(self, count: int) -> Set:
@@ -109,6 +110,6 @@ class Task(ABC, Generic[Set]):
 
 
 def task_of(data: DataKind) -> Task[Any]:
-    """Creates the task of a spec's `train.data`."""
+    """Creates the task that `train.data` of a spec selects."""
     task: Task[Any] = classes(lines, Task)[data.kind](data)
     return task

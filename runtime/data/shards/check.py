@@ -24,8 +24,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a folder of shards. `damage` is True if a file is missing, is damaged, or differs from the
-    record."""
+    """A problem in a folder of shards. `damage` is True if a file is missing, damaged, or not as shards.json states."""
 
     where: str
     what: str
@@ -47,8 +46,8 @@ class SplitFacts:
         longest: the length of the longest document in tokens, without BOS.
         lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
             BOS. Empty if documents are not separated by BOS.
-        repeated: the number of documents that equal an earlier document of the split; an estimate for very many
-            documents.
+        repeated: the number of documents that equal an earlier document of the split. It is an estimate if `Hashes` had
+            to sample.
     """
 
     shards: int = 0
@@ -67,7 +66,7 @@ class SplitFacts:
 
 @dataclass(slots=True)
 class Checked:
-    """The result of a check: facts by split, and problems. `vocab` and `bos` are None if unknown."""
+    """The result of a check. `vocab` and `bos` are None if unknown."""
 
     folder: Path
     vocab: int | None
@@ -110,15 +109,13 @@ class Checked:
 def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Checked:
     """Checks a folder of shards by reading all of it once.
 
-    These problems are reported: invalid or truncated shards, tokens that are not in the vocabulary, missing files,
-    files that do not match the record, files whose names contain neither train nor val, a split without shards or
-    tokens, val not starting with BOS, two shards with equal tokens, duplicate documents within a split, and documents
-    of train that are also in val.
+    The check finds invalid, missing, changed, misnamed and equal shards, tokens outside the vocabulary, empty splits, a
+    val split that does not start with BOS, and documents that occur twice.
 
     Args:
         folder: the folder.
-        tokenizer: the tokenizer, which determines the vocabulary and BOS if there is no record.
-        progress: a function that is called with the number of bytes read and the total.
+        tokenizer: the tokenizer. Its vocabulary and BOS apply if the folder has no record.
+        progress: is called with the number of bytes read, and the total.
 
     Returns:
         The facts and the problems.
@@ -175,7 +172,6 @@ class _Check:
         self._checked.findings.append(Finding(str(where), what, damage))
 
     def _split(self, split: Split, paths: list[Path]) -> Hashes:
-        """Checks a split and returns the hashes of its documents, if BOS separates them."""
         folder, record, bos = self._checked.folder, self._record, self._checked.bos
         first, hashes = len(self._checked.findings), Hashes()
         listed = record.entries(split) if record else {}
@@ -206,7 +202,7 @@ class _Check:
         return hashes
 
     def _byte_counts(self, split: Split, paths: list[Path]) -> None:
-        """Checks the files of byte counts beside shards against the shards and the record."""
+        """Compares the byte-count file of each shard with the shard and with the record."""
         counts = [(path, byte_counts_of(path)) for path in paths if byte_counts_of(path).exists()]
         total = 0
         for path, beside in counts:
@@ -224,7 +220,7 @@ class _Check:
             self._report(split, f"byte counts of {total:,} bytes; {RECORD} states {stated:,}", True)
 
     def _pieces(self, split: Split, paths: list[Path], facts: SplitFacts) -> Iterator[Tokens]:
-        """Yields the tokens of the valid shards in pieces, and checks the shards."""
+        """Checks the shards, and yields the tokens of the valid shards in pieces."""
         for path in paths:
             try:
                 with closing(TokenShard(path)) as shard:
@@ -271,7 +267,7 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields a pair (length, digest) for each document as soon as it ends. The last document ends with the last token.
+    """Yields lists of (length, digest) of documents as soon as they end.
 
     Tokens before the first BOS count as a document.
     """

@@ -12,9 +12,9 @@ DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST di
 class Hashes:
     """The set of the hashes of all documents in a split.
 
-    If there are more than MOST hashes, the set contains only those whose first `level` bits are 0. They are a sample of
-    about `2**-level` of all hashes. Copies of a document have equal hashes, so the sample contains either all copies or
-    none, and counts over the sample can be scaled up.
+    If there are more than MOST hashes, only hashes whose first `level` bits are 0 are stored. They are a sample of
+    about `2**-level` of all hashes. A sample has either all copies of a document or none, so counts over the sample can
+    be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -33,7 +33,7 @@ class Hashes:
             self._count = len(self._parts[0])
 
     def at(self, level: int) -> npt.NDArray[np.uint64]:
-        """Returns the hashes in the sample of level `level`, u64 [N]. `level` must be at least `self.level`."""
+        """Returns the hashes whose first `level` bits are 0, u64 [N]. `level` must be at least `self.level`."""
         return _within(np.concatenate([np.zeros(0, np.uint64), *self._parts]), level)
 
     def repeated(self) -> int:

@@ -28,8 +28,7 @@ from specc.runtime.storage.atomic import sync_folder
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """The shards of a data set and their tokenizer, in a repository on the hub. `folder` and `tokenizer` are paths in
-    the repository."""
+    """A data set on the hub: its repository, and the paths of its shards and its tokenizer in the repository."""
 
     repository: str
     folder: str
@@ -37,7 +36,6 @@ class HubSet:
 
 
 def _fineweb(repository: str, vocab: int) -> HubSet:
-    """Returns a data set whose folders are those of the parameter-golf challenge."""
     folder, name = f"datasets/datasets/fineweb10B_sp{vocab}", f"fineweb_{vocab}_bpe.model"
     return HubSet(repository, folder, f"datasets/tokenizers/{name}")
 
@@ -53,24 +51,23 @@ def fetch(
 ) -> ShardRecord:
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
 
-    Every file is compared with the size and the digest that the hub states before it is renamed to its final name.
-    Existing files are compared in the same way, and not downloaded again. An interrupted download can therefore be
-    resumed, and more shards can be added later. While additional shards are downloaded, the shards of an earlier
-    complete download remain usable. The record is written last.
+    Each file is checked against the size and digest that the hub states. Existing files are checked too, and are not
+    downloaded again. A second call therefore resumes an interrupted download, or adds shards. Shards of an earlier
+    complete download stay usable meanwhile. The record of the folder is written last.
 
     Args:
         name: a key of SETS.
         out: the folder to write to.
         shards: the number of train shards.
-        say: a function that is called with a message for each file.
-        repository: another repository to download from; None selects the repository of the set.
+        say: is called with a message for each file.
+        repository: a repository to use instead of the default; None selects the default.
         revision: a branch, tag or commit; None selects the default branch.
 
     Returns:
-        The record of the folder.
+        The record of the folder, which lists its files with their digests.
 
     Raises:
-        DataError: the set has fewer shards or no tokenizer, or `out` contains other data.
+        DataError: the repository has fewer shards or no tokenizer, or `out` contains other data.
         DataIntegrityError: a downloaded file does not match the digest or size that the hub states.
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the folder
             cannot be written.
@@ -119,8 +116,7 @@ _SET = f"{_DOWNLOADS}/set"  # while a download is in progress, this file contain
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:
-    """Returns the record of a complete download of the set. None if the download was interrupted, or if `out` is new or
-    empty.
+    """Returns the record of a complete earlier download of the same data set. None if there is none.
 
     Raises DataError if the folder contains other data.
     """
@@ -140,10 +136,7 @@ def _previous(out: Path, name: str) -> ShardRecord | None:
 
 
 def _chosen(remote: Mapping[str, RemoteFile], wanted: HubSet, shards: int, where: str, out: Path) -> list[RemoteFile]:
-    """Returns the files to download, the tokenizer first, including train shards that are already in `out`.
-
-    Raises DataError if the repository lacks the tokenizer, val shards, or enough train shards.
-    """
+    """Returns the files to download, the tokenizer first. They include train shards that are already in `out`."""
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
     train, val = ([file for file in files if split_of(file.name) == split] for split in ("train", "val"))
     if wanted.tokenizer not in remote or not val:

@@ -29,7 +29,7 @@ class HubTokenizer:
     Attributes:
         repository, path: the repository, and the path of the file in it.
         kind: the kind of the repository on the hub: a model or a data set.
-        content: a function that returns the content of the tokenizer's file, given the path of the download.
+        content: maps the path of the downloaded file to the bytes of the tokenizer file.
     """
 
     repository: str
@@ -53,8 +53,8 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
     Args:
         name: a key of TOKENIZERS.
         out: the folder to write to.
-        say: a function that is called with a message for the file.
-        repository: another repository with the same file; None selects that of the tokenizer.
+        say: is called with a message for the file.
+        repository: a repository to use instead of the repository in TOKENIZERS; None selects that repository.
         revision: a branch, tag or commit; None selects the default branch.
 
     Returns:
@@ -69,7 +69,7 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
     wanted, target = TOKENIZERS[name], out / name
     where = repository or wanted.repository
     if target.exists():
-        raise DataError(f"{target} already exists", "use it, or remove it")
+        raise DataError(f"{target} already exists", "use this file, or remove it")
     with requests(where):
         api = client().HfApi()
         commit = str(api.repo_info(where, repo_type=wanted.kind, revision=revision).sha)

@@ -30,10 +30,10 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file in the repository.
+    """A file in a repository on the hub.
 
-    `size` is in bytes. If the hub stores the file in git instead of LFS, `sha256` is None, and `blob` is the git id of
-    the file.
+    `size` is in bytes. `sha256` is None if the hub stores the file in git instead of LFS. `blob` is the git id of the
+    file.
     """
 
     path: str
@@ -73,8 +73,9 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """A context manager that converts all exceptions to EnvironmentFailure, because the hub's client raises exceptions
-    of many libraries."""
+    """A context manager that converts every exception to EnvironmentFailure. The hub's client raises exceptions of many
+    libraries.
+    """
     try:
         yield
     except Exception as error:
@@ -91,8 +92,8 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     Args:
         repository: the repository, at a commit.
         file: the file, with the size and digest that the hub states.
-        folder: the folder below which the file is written.
-        say: a function that is called with a message about the file.
+        folder: the folder to write to. The file keeps its path in the repository below this folder.
+        say: is called with a message about the file.
 
     Returns:
         The path of the file below `folder`.

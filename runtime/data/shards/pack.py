@@ -1,4 +1,4 @@
-"""Packs text atomically into a folder of token shards with a record."""
+"""Packs text into a folder of token shards. The folder appears only when it is complete."""
 
 import fcntl
 import hashlib
@@ -34,8 +34,7 @@ class PackOptions:
         sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
         out: the folder to create. The folder must not exist, or must be empty. A link is followed.
         tokenizer: a name for `open_tokenizer`, or the data of a spec. The tokenizer's file is copied into the folder.
-        name: the first part of the names of the shards: `NAME_train_000000.bin` and `NAME_val_000000.bin`. Loaders of
-            other trainers expect names of this form.
+        name: the prefix of the shard names, such as `NAME_train_000000.bin`. Other trainers expect names of this form.
         marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
             scoring requires it.
         shard_tokens: the number of tokens in each shard, except the last shard of a split.
@@ -57,18 +56,17 @@ class PackOptions:
 def pack(
     options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
 ) -> ShardRecord:
-    """Creates the folder. The same input gives the same bytes.
+    """Creates a folder of token shards. The same input gives the same bytes.
 
-    If the tokenizer is not lossless, the val split has the byte counts of its tokens, from which bits per byte are
-    computed.
+    If the tokenizer is not lossless, the byte count of each val token is written too. Bits per byte need these counts.
 
-    An interrupted call leaves the folder `.NAME.packing` next to the output. The next call with the same output removes
-    its content and starts over.
+    An interrupted call leaves the folder `.NAME.packing` next to the output. The next call with the same output empties
+    and uses this folder.
 
     Args:
         options: the text to pack, and the options of packing.
-        progress: a function that is called with the split and the number of document bytes tokenized so far.
-        say: a function that is called with a message if files of the sources are in neither split.
+        progress: is called with the split and the number of document bytes tokenized so far.
+        say: is called with a message if some files of the sources are in neither split.
 
     Returns:
         The record of the folder.
@@ -118,7 +116,7 @@ def pack(
                 ),
             )
         if [corpus.listing() for corpus in corpora.values()] != listings:
-            raise DataError(f"{name} changed during packing", "run again when its files no longer change")
+            raise DataError(f"{name} changed during packing", "run again when the files no longer change")
         record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record
@@ -142,7 +140,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """Yields an empty, locked folder next to `out`. The folder is renamed to `out` at the end of the block.
+    """A context manager that yields an empty, locked folder. At the end, it renames the folder to `out`.
 
     The folder is deleted if the block fails. Raises DataError if `out` has content or another process packs into it,
     and EnvironmentFailure if the folder cannot be written.
@@ -150,7 +148,7 @@ def _staged(out: Path) -> Iterator[Path]:
     staging = out.with_name(f".{out.name}.packing")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         left = f"; {staging}, which an interrupted run left, can be removed" * staging.is_dir()
-        raise DataError(f"{out} already exists", f"name another --out, or remove it{left}")
+        raise DataError(f"{out} already exists", f"name another --out, or remove this folder{left}")
     if staging.exists() and not staging.is_dir():
         raise DataError(f"{staging} exists and is not a folder", "remove it")
     try:
@@ -180,11 +178,7 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _require_replaceable(out: Path) -> None:
-    """Raises DataError if the empty folder `out` cannot be renamed, such as a mount point.
-
-    The check runs before packing. It renames the folder and renames it back, because no other test is reliable for all
-    kinds of mounts.
-    """
+    """Raises DataError if the empty folder `out` cannot be renamed, for example because it is a mount point."""
     aside = out.with_name(f".{out.name}.aside")
     try:
         out.rename(aside)
@@ -197,7 +191,7 @@ def _require_replaceable(out: Path) -> None:
 def _lock(descriptor: int, staging: Path, out: Path) -> None:
     """Locks the open folder `staging` for this process.
 
-    Raises DataError if another process holds the lock, or has renamed the folder since it was opened.
+    Raises DataError if another process holds the lock, or renamed the folder after it was opened here.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

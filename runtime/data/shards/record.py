@@ -1,6 +1,6 @@
-"""The record of a folder of shards, `shards.json`: its files, their content, and the tokenizer that wrote them.
+"""The file `shards.json` in a folder of token shards. It lists the shards and their tokenizer.
 
-An empty record marks an incomplete folder, whose shards are not read.
+If it is empty, the folder is incomplete, and its shards are not read.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ShardEntry(StrictModel):
 
 
 class SplitEntry(StrictModel):
-    """The shards of a split. `documents` and `document_bytes` are None if they were not counted."""
+    """The shards of a split. `documents` and `document_bytes` are None if documents were not counted."""
 
     documents: Count | None
     document_bytes: Count | None
@@ -71,7 +71,7 @@ class ShardRecord(StrictModel):
             splits: the shards of each split.
 
         Raises:
-            DataError: if the tokenizer has no BOS token.
+            DataError: the tokenizer has no BOS token.
         """
         return cls(
             format=1,
@@ -89,7 +89,7 @@ class ShardRecord(StrictModel):
         return {entry.name: entry for entry in self.splits[split].shards} if split in self.splits else {}
 
     def require(self, tokenizer: Tokenizer, folder: Path) -> None:
-        """Raises DataError unless `tokenizer` is the tokenizer that wrote the tokens."""
+        """Raises DataError unless `tokenizer` produced the tokens of these shards."""
         if self.tokenizer_digest != tokenizer.digest():
             raise DataError(
                 f"{folder} has tokens of {self.tokenizer} ({self.vocab:,} ids), not of {tokenizer.name} "
@@ -99,7 +99,9 @@ class ShardRecord(StrictModel):
 
 
 def read_record(folder: Path) -> ShardRecord | None:
-    """Returns the record in a folder; None if there is none. Raises DataIntegrityError if it is empty or invalid."""
+    """Returns the record in a folder; None if there is none. Raises DataIntegrityError if the record is empty or
+    invalid.
+    """
     path = folder / RECORD
     try:
         text = path.read_bytes()
@@ -118,17 +120,17 @@ def read_record(folder: Path) -> ShardRecord | None:
 
 
 def parsed(text: bytes) -> ShardRecord:
-    """Returns the record with this text. Raises ValidationError if it is invalid."""
+    """Parses the text of a record. Raises ValidationError if the text is invalid."""
     return ShardRecord.model_validate_json(text)
 
 
 def begin_record(folder: Path) -> None:
-    """Marks the folder as not complete."""
+    """Marks the folder as incomplete."""
     replace_file(folder / RECORD, "")
     sync_folder(folder)
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
-    """Writes the record, which completes the folder. The files that it lists must exist and be synced."""
+    """Writes the record. All listed files must exist and be synced, because the record marks the folder as complete."""
     replace_file(folder / RECORD, record.model_dump_json(indent=1) + "\n")
     sync_folder(folder)

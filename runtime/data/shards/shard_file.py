@@ -1,10 +1,9 @@
-"""Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 or u32 tokens.
+"""Token shards: a header of 256 little-endian i32 (magic number, version, token count, zeros), then u16 or u32 tokens.
 
-The magic and the version determine the width of the tokens. Both numbers have the values of llm.c, which other trainers
-also use.
+The magic number and the version determine whether tokens have 16 or 32 bits. Both have the values that llm.c uses.
 
-Shards are read with `pread` and not through a memory map. If a mapped file is truncated, an access terminates the
-process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error. Both methods use the page cache.
+Shards are read with `pread` instead of a memory map. If a mapped file is truncated, an access ends the process with
+SIGBUS. A short `pread` is an ordinary error.
 """
 
 import os
@@ -30,12 +29,12 @@ MAX_TOKENS = 2**31 - 1  # the count is an int32
 
 @dataclass(frozen=True, slots=True)
 class ShardFormat:
-    """A format of shards.
+    """A file format of shards.
 
     Attributes:
-        magic, version: the first two numbers of the header.
+        magic, version: the first two integers of the header.
         dtype: little-endian dtype of the tokens.
-        highest: the highest token id. 32-bit tokens use only 31 bits, so that they can be viewed as i32.
+        highest: the highest token id. 32-bit tokens have at most 31 bits, so that they can be viewed as i32.
     """
 
     magic: int
@@ -48,11 +47,10 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with this number of tokens. This is also the offset of the next token."""
+        """Returns the size in bytes of a file with `tokens` tokens. It is also the offset of the next token."""
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:
-        """Returns the header of a shard with the given number of tokens."""
         header = np.zeros(256, "<i4")
         header[:3] = self.magic, self.version, tokens
         return header.tobytes()
@@ -64,7 +62,7 @@ FORMATS = {form.magic: form for form in (NARROW, WIDE)}
 
 
 def format_for(vocab: int) -> ShardFormat:
-    """Returns the format of new shards with `vocab` ids."""
+    """Returns the format of new shards, given the number of ids of the tokenizer."""
     return NARROW if vocab <= NARROW.highest + 1 else WIDE
 
 
@@ -75,10 +73,9 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 
 
 class ShardWriter:
-    """Writes a shard. Use it as a context manager: a normal exit writes the header and syncs the file.
-
-    Until then, the header is invalid. Callers write into a temporary folder, so this class does not need to rename the
-    file.
+    """Writes a shard. Use it as a context manager. If the block ends without an error, the header is written and the
+    file is synced. Until then, the header is invalid. Write into a temporary folder, because this class does not rename
+    the file.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
@@ -90,8 +87,8 @@ class ShardWriter:
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
         """Appends tokens of any integer dtype.
 
-        Raises ValueError if a token is negative or above the highest token id of the format, or if the shard would
-        exceed MAX_TOKENS tokens.
+        Raises ValueError if a token is negative or above `form.highest`, or if the shard would exceed MAX_TOKENS
+        tokens.
         """
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > self.form.highest):
             raise ValueError(f"tokens of a shard must be in 0..{self.form.highest}")
@@ -115,11 +112,11 @@ class ShardWriter:
 
 
 class TokenShard:
-    """An open shard. Its header is valid, and its size is exactly 1,024 bytes plus two or four bytes per token.
+    """An open shard. Opening it checks the header and the file size.
 
     Attributes:
         path: the file.
-        form: the format, which states the width of a token.
+        form: the file format.
         tokens: the number of tokens.
 
     Raises:
@@ -172,7 +169,7 @@ class TokenShard:
         Raises:
             IndexError: the range exceeds the shard.
             ValueError: the shard is closed.
-            DataIntegrityError: the file was truncated after it was opened, or the disk cannot read it.
+            DataIntegrityError: the file was truncated after it was opened, or a disk error occurred.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) are not within a shard of {self.tokens}")
@@ -205,13 +202,13 @@ class TokenShard:
 
 
 def find_shards(source: str | Path, split: Split) -> list[Path] | None:
-    """Returns the shards of a split, sorted by path, or None if `source` does not name shards.
+    """Returns the shards of a split, sorted by path. Returns None if `source` does not name shards.
 
-    A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The
-    split of a shard is the word `train` or `val` (or valid, validation) in its file name.
+    A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The file
+    name of a shard contains the word `train` or `val` (also valid, validation), which is its split.
 
     Raises:
-        DataError: the source names shards, but they do not exist, or none belongs to the split.
+        DataError: the named shards do not exist, or none of them belongs to the split.
     """
     text = str(Path(source).expanduser())
     if os.path.isdir(text):
@@ -234,18 +231,19 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
 
 
 def holds_byte_counts(name: str) -> bool:
-    """Returns whether a file with this name holds the byte counts of a shard's tokens."""
+    """Returns whether this is the name of a byte-count file. Such a file states the size of each token of a shard."""
     return _BYTES_IN_NAME.search(name) is not None and _SPLIT_IN_NAME.search(name) is not None
 
 
 def byte_counts_of(shard: Path) -> Path:
-    """Returns the path of a shard's file of byte counts, which states the bytes of each token. The file need not
-    exist."""
+    """Returns the path for the byte counts of a shard: the size in bytes of each token. The file need not exist."""
     named = _SPLIT_IN_NAME.sub(lambda match: f"{match[0]}_bytes", shard.name, count=1)
     return shard.with_name(named)
 
 
 def split_of(name: str) -> Split | None:
-    """Returns the split in the name of a shard; None if there is none, or if the file holds byte counts."""
+    """Returns the split in the file name of a shard. None if the name has no split, or is the name of a byte-count
+    file.
+    """
     match = _SPLIT_IN_NAME.search(name) if not holds_byte_counts(name) else None
     return None if match is None else "val" if match[1].lower() == "val" else "train"

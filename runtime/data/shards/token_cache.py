@@ -31,12 +31,12 @@ class CacheRecord(StrictModel):
 
     Attributes:
         format: the version of the cache.
-        source, split: the source and the split of the text.
-        tokenizer, tokenizer_digest, vocab: the name of the tokenizer, its digest, and its number of ids.
+        source, split: the origin of the text, as in `open_cached`.
+        tokenizer, tokenizer_digest, vocab: the name, the digest and the number of ids of the tokenizer.
         documents: the number of documents.
-        document_bytes: the bytes of the documents in the source.
+        document_bytes: the total size of the documents.
         tokens: the number of tokens.
-        shards: the number of tokens in each shard, in order.
+        shards: the number of tokens in each shard.
         sha256: SHA-256 (hex) of all tokens.
     """
 
@@ -56,7 +56,7 @@ class CacheRecord(StrictModel):
 def open_cached(
     source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
-    """Opens the cache entry of a split of text, and builds it first if it does not exist.
+    """Opens the cached tokens of one split of a text source. Tokenizes the text if the cache has no such entry.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`).
@@ -93,9 +93,8 @@ def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None:
-    """Builds an entry in a temporary folder and renames it to `folder`. The caller holds the entry's lock.
-
-    Raises DataError if the source changes during the build.
+    """Builds a cache entry in a temporary folder and renames it to `folder`. The caller must hold the lock of the
+    entry.
     """
     _remove_strays(folder)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -103,7 +102,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
     try:
         written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS)
         if _key(corpus, tokenizer) != key:
-            raise DataError(f"{corpus.source} changed during tokenization", "run again when its files no longer change")
+            raise DataError(f"{corpus.source} changed during tokenization", "run again when the files no longer change")
         record = CacheRecord(
             format=FORMAT,
             source=corpus.source,
@@ -127,7 +126,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
 
 
 def _remove_strays(folder: Path) -> None:
-    """Removes files of interrupted builds: of this entry, and of all other entries that no process is building."""
+    """Removes the remains of interrupted builds: the folder, and temporary folders that no process uses."""
     shutil.rmtree(folder, ignore_errors=True)
     for stray in folder.parent.glob(".*.tmp"):
         entry = stray.name.removeprefix(".").split(".")[0]

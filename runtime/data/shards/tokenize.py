@@ -1,4 +1,4 @@
-"""Writes documents as token shards: BOS and the tokens of each document, divided into shards of fixed size."""
+"""Tokenizes documents and writes them as shards of fixed size. BOS precedes each document."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ class Written:
 
     Attributes:
         documents: the number of documents.
-        document_bytes: the bytes of the documents in the source.
+        document_bytes: the total size of the documents.
         shards: the number of tokens in each file, by file name.
         sha256: SHA-256 (hex) of all tokens as little-endian u16 or u32, as stored.
     """
@@ -46,18 +46,17 @@ def write_shards(
     progress: Callable[[int], None] | None = None,
     byte_counts: bool = False,
 ) -> Written:
-    """Writes a split as shards. A document may continue from one shard to the next.
+    """Writes the documents of a split as shards. A document may continue in the next shard.
 
     Args:
         corpus: the documents.
         tokenizer: the tokenizer.
         folder: the folder to write to.
-        name: format string for file names. Its argument is the index of the shard.
+        name: a format string for file names, such as "{:06d}.bin". Its argument is the index of the shard.
         shard_tokens: the number of tokens in every shard except the last.
         marks: whether BOS is written before each document, or only before the first.
-        byte_counts: whether to write a second file per shard, with the number of source bytes that each token
-            represents.
-        progress: a function that is called with the number of document bytes tokenized so far.
+        byte_counts: whether to write a second file per shard, with the size in bytes of each token.
+        progress: is called with the number of document bytes tokenized so far.
 
     Returns:
         The shards that were written.
@@ -110,16 +109,13 @@ def write_shards(
 def _byte_counts(
     tokenizer: Tokenizer, texts: Sequence[bytes], encoded: Sequence[TokenArray], marks: Sequence[bool]
 ) -> npt.NDArray[np.int64]:
-    """Returns, for the tokens of a batch of documents, how many bytes each token represents. BOS, which `marks` places,
-    has 0 bytes.
-
-    Raises DataError if one token stands for more bytes than a shard can count.
-    """
+    """Returns the number of bytes that each token represents, i64. BOS tokens from `marks` count as 0 bytes."""
     documents = iter([tokenizer.byte_counts(text, ids) for text, ids in zip(texts, encoded, strict=True)])
     counts = np.concatenate([np.zeros(1, np.int64) if mark else next(documents) for mark in marks])
     if counts.size and int(counts.max()) > NARROW.highest:
         raise DataError(
-            f"{tokenizer.name}: a token stands for {int(counts.max()):,} bytes of a document", "split the document"
+            f"{tokenizer.name}: one token represents {int(counts.max()):,} bytes of a document, too many for a shard",
+            "split the document",
         )
     return counts
 

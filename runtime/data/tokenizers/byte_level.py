@@ -9,7 +9,7 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Toke
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0..255 are the bytes and whose id 256 is BOS. It is lossless on any bytes."""
+    """A tokenizer whose ids 0..255 are the byte values, and whose id 256 is BOS. It is lossless for any bytes."""
 
     name = "bytes"
     vocab = 257

@@ -1,4 +1,4 @@
-"""The tokenizer for single characters, whose vocabulary a spec states in `model.vocab: {chars: ...}`."""
+"""The tokenizer for single characters. A spec lists its characters in `model.vocab: {chars: ...}`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +24,10 @@ def lines_of(text: str) -> list[str]:
 
 
 class CharTokenizer:
-    """A tokenizer with one token per character. The ids are 0 for padding, 1 for start and 2 for stop, followed by the
-    characters of `chars` in order.
+    """A tokenizer with one token per character.
 
-    A line is stored as its tokens, followed by stop and padding. Start is not stored, because it is only the first
-    input of a decoder.
+    The ids 0, 1 and 2 are padding, start and stop. The characters of `chars` follow in order. A line is stored as its
+    tokens, then stop, then padding. Start is not stored, because it is only the first input of a decoder.
 
     Raises DataError if a character occurs twice or is NUL, or if there are no characters or more than MOST.
     """
@@ -40,7 +39,7 @@ class CharTokenizer:
         if twice is not None:
             raise DataError(f"the vocabulary has the character {twice!r} twice", "remove one of the two")
         if not 0 < len(chars) <= MOST or "\0" in chars:
-            raise DataError(f"a vocabulary of characters must have 1 to {MOST} characters, without NUL")
+            raise DataError(f"a vocabulary of characters must have 1 to {MOST} characters, none of them NUL")
         self.chars = chars
         self.vocab = SPECIAL + len(chars)
         self._codes = _codes([chars])[0]
@@ -64,7 +63,7 @@ class CharTokenizer:
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Codes, width: int) -> Tokens:
-        """Encodes code points [N, W] in the same way as `encode_rows`. Zeros follow the end of each line."""
+        """Encodes code points [N, W] as `encode_rows` does. Each row ends with zeros after its last character."""
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
         unknown = filled & (known == 0)
@@ -91,7 +90,7 @@ class CharTokenizer:
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """Decodes each row of `ids`, [N, T], in the same way as `decode`."""
+        """Decodes each row of `ids` [N, T] as `decode` does."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")
@@ -112,6 +111,6 @@ def _shown(line: str) -> str:
 
 
 def _codes(lines: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """Returns code points, u32 [N, W], with zeros after the end of each line."""
+    """Returns code points, u32 [N, W]. Each row ends with zeros after its last character."""
     width = max((len(line) for line in lines), default=0)
     return np.array(lines, f"<U{max(width, 1)}").view("<u4").reshape(len(lines), max(width, 1)).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""Opens the tokenizer of a spec: a named tokenizer for text, or a character vocabulary for lines."""
+"""Opens the tokenizer of a spec: a named tokenizer for text models, or single characters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,7 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
-    Raises DataError if the spec is not for text, the tokenizer is not found, its ids exceed the model's vocabulary, or
-    its BOS id differs from the id that starts a document in the spec.
+    Raises DataError if the spec is not of a text model, or if the tokenizer is not found or does not fit the model.
     """
     data = spec.train.data
     if not isinstance(data, TextData):
@@ -36,7 +35,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
 
 
 def characters_of(spec: Spec) -> CharTokenizer:
-    """Returns the character tokenizer of a spec of lines. Raises DataError for a text spec."""
+    """Returns the character tokenizer of a spec. Raises DataError if the spec is of a text model."""
     if spec.model.characters is None:
         raise DataError(f"{spec.name} is a text model and has no vocabulary of characters")
     return CharTokenizer(spec.model.characters)

@@ -17,7 +17,7 @@ def _tiktoken(path: Path, data: TextData) -> Tokenizer:
     return TiktokenTokenizer(path, data.pattern, special, data.bos)
 
 
-# For each suffix of `TOKENIZER_SETTINGS`, the function that opens a file.
+# The function that opens a file, for each suffix in `TOKENIZER_SETTINGS`.
 BY_SUFFIX: Mapping[str, Callable[[Path, TextData], Tokenizer]] = {
     ".model": lambda path, data: SentencePieceTokenizer(path),
     ".tiktoken": _tiktoken,
@@ -29,12 +29,12 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
     """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file. `find_file` searches for the file.
 
     Args:
-        data: the name of the tokenizer, or the data of a spec, which states further settings of the tokenizer.
+        data: the name of the tokenizer, or `train.data` of a spec with the name and further settings.
         search: folders to search for the file.
 
     Raises:
         DataError: the kind of tokenizer is unknown, a setting does not apply to the kind, or the file is invalid or not
-            found (the message lists the searched paths).
+            found.
         EnvironmentFailure: the package that reads the file is not installed.
     """
     data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data
@@ -52,9 +52,8 @@ def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
 def find_file(name: str, search: Sequence[Path]) -> Path:
     """Returns the path of a tokenizer file. Raises DataError if it is not found.
 
-    The folders in `search` are searched first, in order. The copy in a run therefore has precedence over a file of the
-    same name in the current folder. In each folder, the path `name` is tried first, and then its last component, which
-    is the name of copies in runs and in packed data. Last, `name` is tried relative to the current folder.
+    The folders in `search` are searched in order. In each, the path `name` is tried first, then its last component. The
+    current folder is searched last. A copy in the folder of a run therefore has precedence.
     """
     path = Path(name).expanduser()
     candidates = [*(Path(folder) / part for folder in search for part in (path, path.name)), path]
@@ -64,5 +63,5 @@ def find_file(name: str, search: Sequence[Path]) -> Path:
     searched = ", ".join(map(str, dict.fromkeys(candidates)))
     raise DataError(
         f"no tokenizer {name!r}; searched {searched}",
-        f"give its path; `specc data fetch {path.name}` downloads it if it is known, `specc data tokenizer` trains one",
+        f"give a path, download the file with `specc data fetch {path.name}`, or train one with `specc data tokenizer`",
     )

@@ -1,4 +1,4 @@
-"""Pre-tokenizers of tiktoken rank files: regular expressions that cut a document into the pieces to be merged."""
+"""Pre-tokenizers for tiktoken rank files. Each is a regular expression that cuts a document into pieces for BPE."""
 
 import re
 from collections.abc import Mapping
@@ -11,15 +11,14 @@ _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    r"""A pre-tokenizer.
+    r"""A pre-tokenizer, and its treatment of white space.
 
-    `\s+(?!\S)` backtracks by recursion. Runs of nearly a million white-space characters overflow the stack of the regex
-    engine. The text is therefore first divided before and after long runs, at positions where the pattern always
-    divides it.
+    `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of the regex
+    engine. `segments` therefore cuts the text at long runs first, where the pattern would cut it anyway.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.
-        white: the characters of the runs that `\s+(?!\S)` matches. The last character of a run joins the next word.
+        white: the characters that `\s+(?!\S)` matches. The last character of a run belongs to the next piece.
     """
 
     regex: str
@@ -27,12 +26,11 @@ class Pattern:
 
     @property
     def onig(self) -> str:
-        """The regular expression for Oniguruma, the engine of `tokenizers`. Quantifiers are greedy, because `{1,3}+` is
-        not possessive in Oniguruma. `$` is replaced, because in Oniguruma it matches at the end of every line."""
+        """The regular expression for Oniguruma, the regex engine of the library `tokenizers`."""
         return re.sub(r"([+*?}])\+", r"\1", self.regex).replace("$", r"\z")
 
     def segments(self, text: str) -> list[str]:
-        """Divides `text` before each long run of white space, and before the last character of the run."""
+        """Cuts `text` before each long run of white space, and before the last character of the run."""
         cuts = [0]
         for match in re.finditer(f"[{self.white}]{{2000,}}+(?![{_WHITE}])", text):
             if match.end() < len(text):  # a run at the end matches without backtracking

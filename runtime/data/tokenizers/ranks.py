@@ -1,5 +1,4 @@
-"""The ranks of a byte-level BPE: its tokens in the order of their merges. Converts ranks between tiktoken and
-`tokenizers`."""
+"""The ranks of a byte-level BPE: its tokens in the order of their merges. tiktoken and `tokenizers` both use ranks."""
 
 import base64
 import json
@@ -15,9 +14,9 @@ Ranks = Sequence[bytes]  # the bytes of each token, by rank
 
 
 def ranks_of(content: Mapping[str, Any], path: Path) -> Ranks:
-    """Returns the ranks of the content of a byte-level `tokenizer.json`, without its added tokens.
+    """Returns the ranks in the content of a byte-level `tokenizer.json`, without added tokens.
 
-    Raises DataError if it is not a byte-level BPE, or if its ids are not the ranks.
+    Raises DataError if the content is not a byte-level BPE, or if its ids are not the ranks.
     """
     model, spelling = content.get("model") or {}, byte_spelling()
     added = {token["content"] for token in content.get("added_tokens") or ()}
@@ -38,14 +37,14 @@ def rank_file(ranks: Ranks) -> bytes:
 
 
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
-    """Returns a `tokenizer.json` that produces the same ids as tiktoken.
+    """Returns the text of a `tokenizer.json` that produces the same ids as tiktoken.
 
-    tiktoken merges any two tokens whose concatenation has a rank, so the file lists every such pair as a merge.
-    tiktoken does not split a piece that is itself a token, so the file sets `ignore_merges`.
+    tiktoken merges two tokens if their concatenation has a rank. The file therefore lists every such pair as a merge.
+    tiktoken does not split a piece that is a token. The file therefore sets `ignore_merges`.
 
     Args:
         ranks: the tokens by rank.
-        pattern: a name in PATTERNS, or a regular expression of Oniguruma.
+        pattern: the pre-tokenizer: a name in PATTERNS, or a regular expression of Oniguruma.
         special: special tokens, whose ids follow the ranks.
     """
     characters = {value: char for char, value in byte_spelling().items()}

@@ -26,8 +26,8 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model` file.
 
-    It is never lossless: it normalizes text, and U+2581 decodes to a space. The document separator is the model's BOS,
-    or its EOS if it has no BOS. Text must be valid UTF-8.
+    The tokenizer is not lossless, because it normalizes text, and U+2581 decodes to a space. BOS precedes each
+    document, or EOS if the model has no BOS. Text must be valid UTF-8.
 
     Raises DataError if the file is not a valid model, and EnvironmentFailure if sentencepiece is not installed.
     """
@@ -72,11 +72,11 @@ class SentencePieceTokenizer(Tokenizer):
     def piece_bytes(self) -> PieceBytes:
         """Returns the table of bytes per token. A space mark inside a piece counts as one byte.
 
-        The models of the parameter-golf challenge have no space marks inside pieces, so the table equals theirs.
+
 
         Raises:
-            DataError: U+2581 alone is not a piece. Spaces then become three byte pieces or unknown tokens, and
-                byte counts by piece would be wrong, by about 20 % on English text.
+            DataError: U+2581 alone is not a piece. A space then becomes three byte pieces or an unknown token, and byte
+                counts would be wrong by about 20 %.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

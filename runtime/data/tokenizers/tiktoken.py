@@ -24,21 +24,22 @@ from specc.runtime.data.tokenizers.tokenizer import (
 )
 
 SEPARATOR = "<|endoftext|>"
-# in characters; with a pattern that looks ahead, longer runs of white space overflow the stack of the regex engine
+# in characters; longer runs of white space overflow the stack of the regex engine
 _MOST_BLANK = re.compile(r"\s{500000}")
 # Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer from a `.tiktoken` rank file (lines of base64 bytes and rank).
+    """A tokenizer from a `.tiktoken` rank file. Each line has a token in base64, and its rank.
 
-    It is lossless on any bytes. Within a document, special tokens are ordinary text. Invalid UTF-8 bytes become one
-    token each.
+    The tokenizer is lossless for any bytes. Special tokens in a document are treated as ordinary text. Each invalid
+    UTF-8 byte becomes one token.
 
     Args:
         path: the file.
-        pattern: a name in PATTERNS, or a regular expression whose matches are the pieces. It must match all text.
+        pattern: a name in PATTERNS, or a regular expression whose matches are the pieces. The matches must cover any
+            text.
         special: special tokens and their ids. By default, `<|endoftext|>` with the id after the last rank.
         bos: the special token before each document; None selects the first.
 
@@ -68,7 +69,7 @@ class TiktokenTokenizer(Tokenizer):
         bos = next(iter(specials)) if bos is None else bos
         if bos not in specials:
             message = f"{path}: BOS is {bos}, but the special tokens are {', '.join(specials)}"
-            raise DataError(message, "add it to `special` in train.data of the spec")
+            raise DataError(message, "add the token to `special` in train.data of the spec")
         self.bos = specials[bos]
         self.vocab = max(len(ranks), *(identity + 1 for identity in specials.values()))
         unused = range(len(ranks), self.vocab)
@@ -105,7 +106,7 @@ class TiktokenTokenizer(Tokenizer):
             return self._pattern.segments(text)
         if blank := _MOST_BLANK.search(text):
             message = f"{self.name}: more than 500,000 blank characters in a row, at character {blank.start():,}"
-            raise DataError(message, "remove them, or use one of the patterns that specc names")
+            raise DataError(message, "remove the blanks, or use a pattern of specc by name")
         return [text]
 
     def _encode_valid(self, text: str) -> TokenArray:
@@ -124,9 +125,10 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], path: Path) -> dict[str, int]:
-    """Returns the ids of special tokens. A token without an explicit id gets the id after that of the previous token.
+    """Returns the ids of special tokens. A token without an explicit id gets the id that follows the previous token's
+    id.
 
-    Raises DataError if an id is that of a rank or of another special token.
+    Raises DataError if an id is already used by a rank or another special token.
     """
     ids: dict[str, int] = {}
     following = len(ranks)
@@ -134,13 +136,13 @@ def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], pat
         number = following if stated is None else stated
         if number < len(ranks) or number in ids.values():
             message = f"{path}: the special token {token} has the id {number:,}, which another token has"
-            raise DataError(message, f"the ranks of the file take 0 to {len(ranks) - 1:,}")
+            raise DataError(message, f"the ranks in the file are 0 to {len(ranks) - 1:,}")
         ids[token], following = number, number + 1
     return ids
 
 
 def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
-    """Returns the ranks of a `.tiktoken` file. Raises DataError if it is not valid."""
+    """Returns the ranks of a `.tiktoken` file. Raises DataError if the file is not valid."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
@@ -152,7 +154,7 @@ def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
                 raise ValueError
         except (ValueError, binascii.Error):
             raise DataError(
-                f"{path}:{number}: expected base64 bytes that no earlier line has, then the rank {len(ranks)}",
+                f"{path}:{number}: expected a new token in base64, then the rank {len(ranks)}",
                 "a .tiktoken file has one token per line, with ranks that count up from 0",
             ) from None
         ranks[piece] = len(ranks)

@@ -1,4 +1,4 @@
-"""The interface of text tokenizers. Tokenizers are never downloaded."""
+"""The interface of text tokenizers."""
 
 import os
 from abc import ABC, abstractmethod
@@ -18,14 +18,13 @@ TokenArray = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class PieceBytes:
-    """A table of the bytes of text that each token represents, as in OpenAI's parameter-golf challenge.
+    """The number of bytes that each token represents, as in OpenAI's parameter-golf challenge.
 
-    A target y after a token x counts as `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary.
-    The space that a SentencePiece model inserts before a document does not count, because it is not part of the
-    document.
+    A token y after a token x counts `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary. The
+    space mark that a SentencePiece model inserts before a document therefore does not count.
 
     Attributes:
-        base: the bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
+        base: the number of bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
         leading_space: whether the piece starts with a space mark, bool [vocab].
         boundary: whether the id is control, unknown or unused, bool [vocab].
     """
@@ -35,8 +34,9 @@ class PieceBytes:
     boundary: npt.NDArray[np.bool_]
 
     def count(self, previous: TokenArray, targets: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns, for each element of `targets`, the number of bytes that it represents after the corresponding
-        element of `previous`, i64."""
+        """Returns the number of bytes of each element of `targets`, i64. `previous` has the token before each
+        target.
+        """
         space = self.leading_space[targets] & ~self.boundary[previous]
         counts: npt.NDArray[np.int64] = self.base[targets] + space
         return counts
@@ -60,14 +60,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: bytes) -> TokenArray:
-        """Returns the ids of a document without BOS: uint16, or uint32 if `vocab` exceeds 65,536.
+        """Returns the ids of a document, without BOS, as uint16, or as uint32 if `vocab` exceeds 65,536.
 
         Raises DataError if the document cannot be encoded.
         """
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Encodes several documents as `encode` does, on all cores if the tokenizer supports it."""
+        """Encodes several documents. Uses all cores if the tokenizer supports this."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
@@ -75,11 +75,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def piece_bytes(self) -> PieceBytes:
-        """Returns the table of bytes per token. Raises DataError if the bytes of a text cannot be counted
-        from its tokens."""
+        """Returns the number of bytes per token. Raises DataError if a token does not always represent the same
+        bytes.
+        """
 
     def byte_counts(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the number of bytes of a document that each of its ids represents, i64 [len(ids)].
+        """Returns the number of bytes that each token of a document represents, i64 [len(ids)].
 
         Args:
             text: the document.
@@ -95,7 +96,7 @@ class Tokenizer(ABC):
         return counts
 
     def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the end of the part of the document that each id represents, as an offset in bytes."""
+        """Returns, for each id, the offset in bytes at which its part of the document ends."""
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:
@@ -125,25 +126,25 @@ def missing_package(path: str | Path, package: str) -> EnvironmentFailure:
 
 
 def valid_text(name: str, text: bytes) -> str:
-    """Returns a document as a string. Raises DataError if it is not valid UTF-8."""
+    """Decodes a document. Raises DataError if it is not valid UTF-8."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: the document is not valid UTF-8 at byte {error.start}",
-            "convert it to UTF-8, or use the tokenizer `bytes` or a .tiktoken file, which take any bytes",
+            "convert the document to UTF-8, or use a tokenizer that accepts any bytes: `bytes` or a .tiktoken file",
         ) from None
 
 
 def byte_offsets(text: str) -> npt.NDArray[np.int64]:
-    """Returns the offset in UTF-8 bytes of each character, and of the end, i64 [len(text) + 1]."""
+    """Returns the offset in UTF-8 bytes of each character and of the end of the text, i64 [len(text) + 1]."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of a tokenizer's file. Raises DataError if it cannot be read."""
+    """Returns the content of a tokenizer file. Raises DataError if the file cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

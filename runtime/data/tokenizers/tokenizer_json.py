@@ -24,16 +24,16 @@ from specc.runtime.data.tokenizers.tokenizer import (
 
 MODELS = ("BPE", "Unigram")
 SPACE_MARK = "\u2581"
-# The usual names of the token that separates documents, for files whose post-processor inserts none.
+# The usual names of the token that separates documents, for files whose post-processor inserts no token.
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "</s>", "<eos>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_spelling() -> Mapping[str, int]:
-    """Returns the byte for which each character stands in byte-level vocabularies, as in GPT-2.
+    """Maps each character of a byte-level vocabulary to the byte that it represents, as in GPT-2.
 
-    Bytes that are printable characters in Latin-1 are represented by these characters, and all other bytes by the code
-    points from 256 on, in order.
+    A byte that is a printable character in Latin-1 is represented by this character. The other bytes are represented by
+    the code points from 256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
@@ -43,20 +43,20 @@ def byte_spelling() -> Mapping[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
 
-    It is lossless if it is byte-level, does not normalize text and drops no text. Within a document, special tokens are
-    ordinary text. Text must be valid UTF-8.
+    The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. Special tokens in a
+    document are treated as ordinary text. Text must be valid UTF-8.
 
     Args:
         path: the file.
-        bos: the token before each document. The default is the first of these that exists: the token that the file's
-            post-processor inserts first; the only special token; the first special token in SEPARATORS.
+        bos: the token before each document. The default is the token that the post-processor inserts first, or else the
+            only special token, or else the first special token in SEPARATORS.
 
     Attributes:
-        inserted: the ids that the file's post-processor adds to a text.
+        inserted: the ids that the post-processor of the file adds to a text.
 
     Raises:
-        DataError: the file is invalid, its model is not supported, or `bos` is not in it.
-        EnvironmentFailure: tokenizers is not installed.
+        DataError: the file is invalid, has no token `bos`, or has a model that is not supported.
+        EnvironmentFailure: the library `tokenizers` is not installed.
     """
 
     def __init__(self, path: str | Path, bos: str | None = None) -> None:
@@ -75,7 +75,9 @@ class JsonTokenizer(Tokenizer):
             message = f"{path}: a model of type {kind}, which cannot represent all text"
             raise DataError(message, f"use a tokenizer with a model of type {' or '.join(MODELS)}")
         if content["model"].get("dropout"):
-            raise DataError(f"{path}: merges are dropped at random", "set the model's dropout to null in the file")
+            raise DataError(
+                f"{path}: the tokenizer drops merges at random", "set the model's dropout to null in the file"
+            )
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
@@ -95,7 +97,7 @@ class JsonTokenizer(Tokenizer):
         if bos is not None:
             identity = library.token_to_id(bos)
             if identity is None:
-                raise DataError(f"{path}: has no token {bos}", "name one of its tokens as train.data.bos")
+                raise DataError(f"{path}: has no token {bos}", "set train.data.bos to a token of the file")
             return int(identity)
         if self.inserted or len(self._specials) == 1:
             return int([*self.inserted, *self._specials][0])
@@ -103,7 +105,7 @@ class JsonTokenizer(Tokenizer):
         return next((identity for identity in named if identity in self._specials), None)
 
     def word(self, identity: int) -> str:
-        """Returns the text that the file states for a token id."""
+        """Returns the token with this id as the file spells it."""
         return str(self._library.id_to_token(identity))
 
     def encode(self, text: bytes) -> TokenArray:
@@ -126,7 +128,7 @@ class JsonTokenizer(Tokenizer):
         return str(self._library.decode(checked, skip_special_tokens=True)).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:
-        """Returns the table of bytes per token. Raises DataError if the bytes of a token depend on other tokens."""
+        """Returns the number of bytes per token. Raises DataError if the bytes of a token depend on other tokens."""
         if self._pieces is None:
             message = f"{self.name}: its decoder changes text, so bytes cannot be counted by tokens"
             raise DataError(message, "pack the text with `specc data pack`, which counts the bytes of each token")
@@ -135,8 +137,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of `part`: a normalizer, a pre-tokenizer or a decoder. `part` is either a single step, or a
-    sequence whose key `members` lists the steps."""
+    """Yields the steps of a normalizer, a pre-tokenizer or a decoder.
+
+    `part` is a single step, or a sequence whose key `members` lists the steps.
+    """
     if part is not None and part["type"] == "Sequence":
         for inner in part[members]:
             yield from _steps(inner, members)
@@ -145,8 +149,9 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id, which are empty for special and unused ids. Returns None if decoding does more than
-    concatenate these bytes."""
+    """Returns the bytes of each id; empty bytes for special and unused ids. None if decoding is more than
+    concatenation.
+    """
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]
     spelling = byte_spelling()
@@ -174,7 +179,6 @@ def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[
 
 
 def _is_lossless(content: Mapping[str, Any], words: Mapping[str, int]) -> bool:
-    """Returns whether the steps of the file preserve every character, and every byte has an id."""
     cuts = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
     levels = [step for step in cuts if step["type"] == "ByteLevel"]
     whole = all(

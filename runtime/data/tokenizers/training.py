@@ -46,11 +46,11 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
 
     Args:
         options: the text and the kind of the tokenizer.
-        say: a function that is called with the number of documents and bytes that were read.
+        say: is called with the number of documents and bytes that were read.
 
     Raises:
-        DataError: a source cannot be read, the file exists, its suffix is unknown, the vocabulary is too small for the
-            bytes and special tokens or too large for the text, or the pattern is not a regular expression.
+        DataError: a source cannot be read, the output file exists or has an unknown suffix, the size of the vocabulary
+            is not possible, or the pattern is not a regular expression.
         EnvironmentFailure: the package that trains the tokenizer is not installed, or the file cannot be written.
     """
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}
@@ -58,7 +58,7 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
     if train is None:
         raise DataError(f"{options.out}: unknown kind of tokenizer", f"name a file that ends in {' or '.join(writers)}")
     if options.out.exists():
-        raise DataError(f"{options.out} already exists", "name another --out, or remove it")
+        raise DataError(f"{options.out} already exists", "name another --out, or remove this file")
     corpus = split_corpus(options.sources, bounds=options.bounds)["train"]
     corpus.require_files()
     content = train(options, _texts(corpus.documents(), options.most_bytes, say))
@@ -80,7 +80,6 @@ def _texts(documents: Iterable[bytes], most_bytes: int, say: Callable[[str], Non
 
 
 def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
-    """Returns the file of a byte-level BPE."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
@@ -112,7 +111,7 @@ def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
 
 
 def _sentencepiece(options: TrainingText, texts: Iterator[str]) -> bytes:
-    """Returns a SentencePiece model that does not change text: BPE with byte fallback, without normalization."""
+    """Returns a SentencePiece model of type BPE, with byte fallback. It does not normalize text."""
     try:
         from sentencepiece import SentencePieceTrainer
     except ImportError:
@@ -148,9 +147,9 @@ def _sentencepiece(options: TrainingText, texts: Iterator[str]) -> bytes:
     except (RuntimeError, OSError) as error:
         what = str(error).strip().splitlines()[-1][:200] if str(error).strip() else type(error).__name__
         message = f"SentencePiece cannot train {options.vocab:,} ids: {what}"
-        raise DataError(message, "give more text, or another --vocab") from None
+        raise DataError(message, "add text, or use another --vocab") from None
     return model.getvalue()
 
 
 def _too_little(wanted: int, ids: int) -> DataError:
-    return DataError(f"the text gives {ids:,} ids, not {wanted:,}", f"give more text, or use --vocab {ids}")
+    return DataError(f"the text gives {ids:,} ids, not {wanted:,}", f"add text, or use --vocab {ids}")

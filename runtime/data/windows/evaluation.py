@@ -22,9 +22,9 @@ class WindowPlan:
     Attributes:
         length: window length in tokens.
         batch: the number of windows per batch.
-        stride: the distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap.
-            With a smaller stride, each target after the first window has at least length - stride tokens of context
-            (sliding evaluation).
+        stride: the distance between the starts of two windows in tokens, 1 to `length`. None selects `length`, so that
+            windows do not overlap. With a smaller stride, each target after the first window has at least length -
+            stride tokens of context.
         unscored: the number of targets at the start of each window that are not scored.
     """
 
@@ -45,10 +45,9 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window whose inputs are the tokens [start, start + length) of the stream. Its targets are the tokens one
-    position later.
+    """A window that reads the tokens [start, start + length) of the stream, and predicts the tokens one position later.
 
-    Only the last `new` targets are scored.
+    Only its last `new` targets are scored.
     """
 
     start: int
@@ -58,11 +57,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A sequence of windows that scores each target position 1 .. `last` exactly once.
+    """A sequence of windows that scores each target at the positions 1 .. `last` exactly once.
 
-    The first window scores all its targets, and each later window its last `stride` targets. The final window is
-    shifted left so that it has full length, and scores only the targets that no earlier window scores. If `last` is
-    less than `length`, there is a single shorter window.
+    The first window scores all its targets. Each later window scores its last `stride` targets. The final window is
+    shifted left to have full length, and scores only the remaining targets. If `last` is less than `length`, there is a
+    single shorter window.
     """
 
     last: int
@@ -78,13 +77,13 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """Returns the number of targets that are scored by the windows before window `k`."""
+        """Returns the number of targets that are scored before window `k`."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
         """Divides the windows into ranges of about `tokens` targets each. If `tokens` is None, there is a single range.
 
-        Each range ends with the first window at which the number of scored targets reaches a multiple of `tokens`.
+        A range ends with the window at which the number of scored targets reaches a multiple of `tokens`.
         """
         if tokens is None:
             return [range(len(self))]
@@ -100,7 +99,8 @@ class Batch:
 
     Attributes:
         number: the index of this batch.
-        ids, targets: i64 [B, T]. Rows after the last window are copies of the last window, and do not count.
+        ids, targets: the inputs, and the tokens that follow them, i64 [B, T]. If there are too few windows, the last
+            window is repeated, and copies are not scored.
         at: the position of each target in the stream, i64 [B, T].
         new: the targets that this batch scores, bool [B, T].
         seen: the targets that earlier windows scored, bool [B, T].
@@ -123,7 +123,7 @@ def read_batch(
         stream: the token stream.
         windows: all windows of the evaluation.
         number: the index of the batch.
-        chosen: the indices of the windows in the batch, which have equal lengths.
+        chosen: the indices of the windows in the batch. These windows have equal lengths.
         rows: the number of rows; missing rows are copies of the last window.
         unscored: the number of targets at the start of each window that are not scored.
 

@@ -1,15 +1,15 @@
-"""Prefetched batches of windows of a token stream. Loading resumes exactly. The order does not depend on the number of
-ranks.
+"""Prefetched batches of windows of a token stream. Loading resumes exactly.
 
 The stream is divided into blocks of `length` tokens. A window is a block plus the next token. The targets are the
-inputs shifted by one token, and no target is lost between blocks. All ranks derive the same order of windows per epoch.
-A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
-rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
-The last batch of an epoch is completed with windows of the next epoch; nothing is dropped. With the order `best_fit`,
-rows of documents (see `packing`) replace the windows.
+inputs shifted by one token, so no target is lost between blocks.
 
-A background thread reads ahead. It makes no CUDA calls, because most calls from another thread would invalidate a CUDA
-graph capture. For a GPU, the caller's thread starts the copy of each batch one call early, on a separate CUDA stream.
+All ranks derive the same order of windows for each epoch. A step uses the next `batch * world` windows. Rank r gets the
+windows at indices k with k % world == r. If `batch` is the global batch divided by `world`, every step trains on the
+same windows for any `world`. The last batch of an epoch is completed with windows of the next epoch. With the order
+`best_fit`, rows of packed documents (see `packing`) replace the windows.
+
+A background thread reads ahead. It makes no CUDA calls, because these could invalidate a CUDA graph capture. For a GPU,
+the caller's thread starts to copy each batch one call early, on a separate CUDA stream.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
 Order = Literal["sequential", "coprime_stride", "best_fit"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
-# The version of a saved state and its order. Version 1 allowed every coprime stride. A run resumes with the version of
-# its state.
+# The version of a saved state, which determines the order of windows. Version 1 allowed every coprime stride. A run
+# resumes with the version of its saved state.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
 # Pairs (multiples, part). Let d be the distance from 0 of a multiple of the stride, modulo the number of blocks. The
@@ -65,11 +65,12 @@ class EpochOrder:
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """Returns the order of one epoch. It depends only on the arguments, and not on the machine or on library versions.
+    """Returns the order of windows in one epoch. It depends only on the arguments, not on the machine or on library
+    versions.
 
-    The order `coprime_stride` is taken from parameter-golf PR 726, and applied to a single stream. Each epoch has a
-    random phase (so that window boundaries differ between epochs), a random start, and a random stride coprime to the
-    number of blocks. Version 2 rejects strides that soon return close to an earlier block.
+    The order `coprime_stride` is from parameter-golf PR 726. Each epoch has a random phase, a random start, and a
+    random stride coprime to the number of blocks. The phase shifts the boundaries of all windows. Version 2 rejects
+    strides that return close to an earlier block after a few steps.
 
     Args:
         tokens: the length of the stream.
@@ -105,8 +106,8 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 def _comes_back(stride: int, blocks: int) -> bool:
     """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR).
 
-    Small strides lead back, and so do strides close to a simple fraction of the number of blocks. A training step would
-    then contain adjacent windows. The result is False if there are few blocks.
+    Such strides are small, or close to a simple fraction of the number of blocks. A training step would then contain
+    adjacent windows.
     """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
@@ -118,19 +119,19 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Two token counts of documents: the tokens that packed rows left out, and all tokens that were read."""
+    """Counts of document tokens: those that packed rows left out (`cropped`), and all that were read (`tokens`)."""
 
     cropped: int
     tokens: int
 
 
-# The epoch and index of a window, the function that reads its tokens, and the number of tokens that it leaves out.
+# A window: its epoch, its index, a function that reads its tokens, and the number of tokens that it leaves out.
 _Row = tuple[int, int, Callable[[], Tokens], int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step, the epoch and the position after them, and the `Crop` since the first step."""
+    """The windows of a step, the epoch and the position after them, and the token counts since the first step."""
 
     windows: Windows
     epoch: int
@@ -153,7 +154,9 @@ class _Plan:
     version: int = _STATE_VERSION
 
     def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Step]:
-        """Yields this rank's windows of each step, u16 or u32 [batch, length + 1], starting at (epoch, position)."""
+        """Yields the windows of this rank for each step, u16 or u32 [batch, length + 1], starting at (epoch,
+        position).
+        """
         epochs = self._packed if self.order == "best_fit" else self._windows
         coming = epochs(stream, epoch, position)
         crop = Crop(0, 0)
@@ -167,7 +170,6 @@ class _Plan:
             yield _Step(np.stack(rows), epoch, position + 1, crop)
 
     def _windows(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields all windows, starting at (epoch, position)."""
         while True:
             order = epoch_order(self.tokens, self.length, self.order, self.seed, epoch, self.version)
             for k in range(position, order.blocks):
@@ -175,8 +177,7 @@ class _Plan:
             epoch, position = epoch + 1, 0
 
     def _packed(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields all rows of documents, starting at (epoch, position). Each epoch after the first begins at another
-        document."""
+        """Yields the rows of all ranks, starting at (epoch, position). Each epoch begins at another document."""
         assert self.bos is not None
         starts = document_starts(stream, self.bos)
         if not len(starts) or self.tokens - starts[0] < self.length + 1:
@@ -191,7 +192,7 @@ class _Plan:
 
 
 class Loader(BackgroundReader[_Step]):
-    """An endless loader of batches. It is not thread-safe. Close it, or use it as a context manager.
+    """An endless loader of batches. Not thread-safe. Close a loader after use, or use it as a context manager.
 
     Args:
         stream: the tokens.
@@ -199,10 +200,9 @@ class Loader(BackgroundReader[_Step]):
         length: window length in tokens.
         order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
         seed: the seed of the order.
-        rank, world: the index of this process, and the number of processes (see the module).
+        rank, world: the index of this process, and the number of processes.
         prefetch: the maximum number of batches that the background thread reads ahead.
-        device: the device of the batches. On a GPU, the next batch is copied during the computation of the current
-            batch.
+        device: the device of the batches. A GPU receives the next batch while it computes with the current batch.
         bos: the id that starts a document; required by "best_fit".
 
     Attributes:
@@ -251,8 +251,8 @@ class Loader(BackgroundReader[_Step]):
     def next(self) -> Batch:
         """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
 
-        On a GPU the batch may be used on the current CUDA stream. The call blocks only if the background thread has no
-        batch ready.
+        The batch may be used on the current CUDA stream. The call waits only if the background thread has no batch
+        ready.
 
         Raises:
             DataError, OSError: the background thread failed. A later call tries the same batch again.
@@ -260,7 +260,7 @@ class Loader(BackgroundReader[_Step]):
         batch, step = self._sent or self._send()
         self._sent, self._epoch, self._position = None, step.epoch, step.position
         self.crop = Crop(self._before.cropped + step.crop.cropped, self._before.tokens + step.crop.tokens)
-        # Called before the next copy starts, so that this batch does not wait for that copy
+        # Before the next copy starts, because this batch would otherwise wait for that copy
         batch = self._transfer.arrived(batch)
         if self._transfer.ahead and self.ready:
             self._sent = self._send()
@@ -271,17 +271,17 @@ class Loader(BackgroundReader[_Step]):
         return self._transfer.send(step.windows), step
 
     def state(self) -> dict[str, int]:
-        """Returns the caller's position, regardless of prefetched batches. A loader with other `batch`, `rank` and
-        `world` can resume from it."""
+        """Returns the position of the caller. Prefetched batches do not count.
+
+        A loader with other `batch`, `rank` and `world` can resume from it.
+        """
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues with the batch after the last batch of `state`. The order is that of the specc version that wrote
-        `state`.
+        """Continues with the batch after the last batch of `state`. The version in `state` determines the order.
 
         Raises:
-            DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is
-                incomplete.
+            DataError: `state` is incomplete, has an unknown version, or has other data, length, order or seed.
         """
         version = state["version"] if state.get("version") in _STATE_VERSIONS else _STATE_VERSION
         hint = "resume with the data, tokenizer, length, order and seed of the run, or start a new run"
@@ -300,7 +300,7 @@ class Loader(BackgroundReader[_Step]):
         }
 
     def cropped_share(self) -> float | None:
-        """Returns the fraction of document tokens that packed rows have left out so far; None for other orders."""
+        """Returns the fraction of document tokens that packed rows left out so far; None for other orders."""
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 
     def close(self) -> None:

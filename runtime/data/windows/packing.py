@@ -1,8 +1,8 @@
-"""Best-fit packing of documents into rows, as in nanochat (dataloader of July 2026).
+"""Best-fit packing of documents into rows, as in nanochat (July 2026).
 
-A document is BOS followed by its tokens. The largest document in a buffer that fits into the rest of a row is added to
-the row. This is repeated until no document fits. The row is then completed with the beginning of the shortest document,
-whose end is left out. Rows have no padding, and every row begins with BOS.
+A document is BOS followed by its tokens. Rows are filled from a buffer of documents. The largest document that fits
+into the rest of the row is added, until no document fits. The row is then completed with the beginning of the shortest
+document. The rest of this document is dropped. Rows have no padding, and every row begins with BOS.
 """
 
 import bisect
@@ -24,9 +24,8 @@ class PackedRow:
     """A row that is packed with documents.
 
     Attributes:
-        parts: pairs (document, tokens), in order: the index of a document, and how many of its first tokens are in the
-            row.
-        cropped: the number of tokens of the last document that are left out.
+        parts: pairs (index, count), in order. The first `count` tokens of document `index` are in the row.
+        cropped: the number of tokens of the last document that are dropped.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -34,11 +33,11 @@ class PackedRow:
 
 
 def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = BUFFER) -> Iterator[PackedRow]:
-    """Yields full rows. Remaining documents, which cannot fill a row, are left out.
+    """Packs documents into full rows. The last documents are dropped if they cannot fill a row.
 
     Args:
         documents: pairs (index, length in tokens), in the order in which the documents enter the buffer.
-        capacity: the tokens of a row.
+        capacity: the number of tokens in a row.
         buffer: the number of documents to choose from. Among documents of equal length, the earliest is chosen.
     """
     coming = enumerate(documents)
@@ -74,13 +73,19 @@ def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
 
 
 def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yields a pair (index, length in tokens including BOS) for each document of a stream of `tokens` tokens. The order
-    starts at document `first`, and continues with document 0 after the last."""
+    """Yields a pair (index, length in tokens including BOS) for each document. The order begins at document `first` and
+    wraps around.
+
+    Args:
+        starts: the position of each document in the stream, i64 [documents].
+        tokens: the number of tokens in the stream.
+        first: the index of the first document.
+    """
     lengths = np.diff(starts, append=tokens)
     for index in (*range(first, len(starts)), *range(first)):
         yield index, int(lengths[index])
 
 
 def read_row(stream: TokenStream, starts: npt.NDArray[np.int64], row: PackedRow) -> Tokens:
-    """Returns the tokens of a row."""
+    """Returns the tokens of a packed row."""
     return np.concatenate([stream.read(int(starts[index]), tokens) for index, tokens in row.parts])

@@ -29,12 +29,11 @@ class TokenStream:
         starts: the first position of each shard, followed by the total number of tokens.
         vocab: the number of ids of the tokenizer. Every token is less than `vocab`.
         documents: the number of documents; None if no record states it.
-        document_bytes: the bytes of the documents in the source, without separators; None if no record states them.
-        tokenizer_digest: the digest of the tokenizer that wrote the tokens; None if no record states it.
-        byte_counts: files with the number of source bytes that each token represents: one per shard, with as many
-            entries as the shard has tokens. Empty if there are none.
-        digest: a SHA-256 (hex). Cached text: of the tokens. Shards with a record: of the digests of the shards. Other
-            shards: of their names, their token counts, and their first and last tokens.
+        document_bytes: the total size of the documents without separators; None if no record states it.
+        tokenizer_digest: the digest of the tokenizer that produced the tokens; None if no record states it.
+        byte_counts: one file per shard, with the size in bytes of each token. Empty if there are no such files.
+        digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, it covers only names, token
+            counts, and the first and last tokens.
     """
 
     shards: tuple[TokenShard, ...]
@@ -51,15 +50,14 @@ class TokenStream:
         return self.starts[-1]
 
     def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Returns the number of bytes of tokens [start, start + count), i64 [count], from the files of byte counts.
+        """Returns the size in bytes of each of the tokens [start, start + count), i64 [count].
 
-        Thread-safe. Raises IndexError and DataIntegrityError under the conditions of `read`.
+        Thread-safe. Raises IndexError and DataIntegrityError as `read` does.
         """
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Several threads may call this method
-        at once.
+        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Thread-safe.
 
         Raises:
             IndexError: the range exceeds the stream.
@@ -94,7 +92,7 @@ class TokenStream:
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
-        The first token is never a target. If it is BOS, which represents no bytes, the score covers all bytes.
+        The first token is never scored. BOS represents no bytes, so the score of the other tokens covers all bytes.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
@@ -102,7 +100,7 @@ class TokenStream:
         if opening != tokenizer.bos:
             raise DataError(
                 f"the stream starts with token {opening}, not with the separator {tokenizer.bos} of "
-                f"{tokenizer.name}, so its first token could not be scored",
+                f"{tokenizer.name}, so the first token could not be scored",
                 "use shards with the separator before each document",
             )
 
@@ -114,13 +112,10 @@ class TokenStream:
 def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 
-    Text is tokenized into `cache` on first use. The name of a cache entry is a digest of the files (path, size,
-    modification time), the split and the tokenizer, so a changed file has a new entry. An entry is a folder that is
-    renamed into place when it is complete. If two processes open the same entry at once, one process builds it while
-    the other waits. An interrupted process leaves only a temporary folder, which the next build removes.
+    Text is tokenized into `cache` on first use. If a file changes, the text is tokenized again. If two processes open
+    the same text at once, one tokenizes it while the other waits.
 
-    Shards (see `find_shards`) are opened in place and compared with the record of `specc data`, if there is one. Val
-    shards must be scorable, so that a run does not fail at its final validation.
+    Shards (see `find_shards`) are opened in place, and compared with `shards.json` if the folder has this file.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
@@ -149,8 +144,10 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Opens shards in place. If `whole` is true and their folder has a record, all shards that the record lists for the
-    split must be present."""
+    """Opens shards in place.
+
+    If `whole` is true, all shards of the split that the record of the folder lists must be present.
+    """
     record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
     if record is not None:
         record.require(tokenizer, paths[0].parent)
@@ -173,10 +170,7 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
 
 
 def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
-    """Opens the files of byte counts beside the shards. The result is empty if no shard has such a file.
-
-    Raises DataIntegrityError if only some shards have such a file, or if a file and its shard differ in length.
-    """
+    """Opens the byte-count files of the shards. The result is empty if there are none."""
     paths = [byte_counts_of(shard.path) for shard in shards]
     if not any(path.exists() for path in paths):
         return ()
@@ -192,8 +186,7 @@ def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
 
 
 def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None:
-    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if this width cannot hold
-    the ids of the tokenizer."""
+    """Raises an error if the shards differ in bits per token, or have too few bits for the ids of the tokenizer."""
     first = shards[0]
     for shard in shards:
         if shard.form != first.form:

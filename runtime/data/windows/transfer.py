@@ -10,13 +10,12 @@ Windows = npt.NDArray[np.uint16 | np.uint32]  # [B, T + 1]
 
 
 class Transfer:
-    """A transfer of windows to a device.
+    """Copies windows to a device.
 
-    Windows are copied to a GPU from pinned memory, as u16 or i32, on a separate CUDA stream, and converted to i64 on
-    the GPU.
+    For a GPU, windows are copied from pinned memory on a separate CUDA stream, and converted to i64 on the GPU.
 
     Attributes:
-        ahead: whether a batch should be sent before it is needed, because the copy overlaps with computation.
+        ahead: whether a batch should be sent early, because copies overlap with computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,9 +26,9 @@ class Transfer:
         self.ahead = self._stream is not None
 
     def send(self, windows: Windows) -> Batch:
-        """Starts to copy windows, and returns inputs and targets, i64 [B, T].
+        """Starts to copy windows. Returns inputs and targets, i64 [B, T].
 
-        The result must be passed to `arrived` before it is used.
+        Pass the result to `arrived` before you use it.
         """
         # ids are below 2**31, and Torch has more kernels for i32 than for u32
         tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
@@ -43,7 +42,7 @@ class Transfer:
             )
 
     def arrived(self, batch: Batch) -> Batch:
-        """Returns the batch. The current stream of the device may now use it."""
+        """Makes the current CUDA stream wait for the copy of `batch`. Returns the batch."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)

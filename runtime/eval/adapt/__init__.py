@@ -1,1 +1,3 @@
-"""Methods by which a model adapts to the text that it scores: one file per kind of `eval.adapt`."""
+"""Test-time adaptation: methods by which a model adapts to the text that it scores. One file per kind of
+`eval.adapt`.
+"""

@@ -1,4 +1,4 @@
-"""The interface of methods that adapt a model to the text that it scores."""
+"""The interface of methods of test-time adaptation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from specc.runtime.metrics.validation import Score
 
 
 class AdaptError(RuntimeFailure):
-    """Raised if the settings of a method do not fit the model."""
+    """Raised if the settings of an adaptation method do not fit the model."""
 
     code = "U010"
     exit_code = 2
@@ -37,20 +37,18 @@ class Placed:
 
 @dataclass
 class Work:
-    """The work of an evaluation: a model, and the text to score. No parameter of the model requires gradients, unless a
-    method enables them.
+    """A model, and the text to score with it. Parameters require no gradients until a method enables them.
 
     Attributes:
-        account: the object that accumulates the losses of the batches.
+        account: accumulates the losses of all batches.
         model: the model.
-        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
-            without autograd.
-        features: a function that maps ids to the input of the head, [B, T, D].
-        nats: a function that maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
+        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. Runs without autograd.
+        features: maps ids to the input of the output head, [B, T, D].
+        nats: maps the input of the head, and targets, to the loss of each target in nats, f32 [B, T].
         rows: the number of rows per batch.
         world: the processes that share the work.
         seed: the seed of random initial values.
-        progress: a function that is called as `progress(scored, total)` with numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
     """
 
     account: Account
@@ -70,7 +68,7 @@ class Work:
 
     @property
     def share(self) -> Share:
-        """The part of the work that this process does."""
+        """Returns the share of the batches that this process scores."""
         return Share(self.world.rank, self.world.size, self.world.totals)
 
     def local_batches(self, batches: range) -> range:
@@ -93,16 +91,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of adaptation.
+    """A method of test-time adaptation.
 
     Attributes:
         name: the `kind` of the settings.
-        rows: a function that maps the settings to the required number of windows per batch; None if any number is
-            possible, because the windows of a batch share no parameters.
-        chunk: a function that maps the settings to the number of targets that are scored between changes of the model;
-            None if the model does not change.
-        run: a function that scores the whole text, and returns a message that states how many times the model was
-            adapted. All processes of a `world` call it.
+        rows: maps the settings to the required number of windows per batch. None if any number is possible.
+        chunk: maps the settings to the number of targets that are scored between changes of the model. It returns None
+            if the model does not change.
+        run: scores the whole text, and returns a message about the number of adaptations. All processes call it.
     """
 
     name: str
@@ -112,6 +108,6 @@ class Method:
 
 
 def method_of(settings: Adaptation) -> Method:
-    """Returns the method to which the settings belong."""
+    """Returns the method for these settings."""
     known: Mapping[str, Method] = catalog(adapt, Method)
     return known[settings.kind]

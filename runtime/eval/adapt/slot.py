@@ -1,7 +1,7 @@
-"""SLOT: fits a vector that is added to the input of the head, while all weights are frozen.
+"""SLOT: fits a vector that is added to the input of the output head, while all weights are frozen.
 
-The model before the head runs once per batch, without gradients. Each optimizer step runs only the forward and backward
-pass of the head.
+The model before the head runs once per batch, without gradients. Each optimizer step runs only the head, forward and
+backward.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,15 @@ from specc.runtime.eval.adapt.method import Method, Placed, Work
 
 
 def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
-    """Fits vectors to the loss of the targets in `fitted` and scores the batch with them.
+    """Fits vectors that reduce the loss of some targets, and scores the batch with them.
 
     Args:
         work: the model.
         how: the settings.
         batch: the batch.
         fitted: the targets to fit on, bool [B, T].
-        vectors: the number of vectors: 1 for a vector that is fitted on the mean loss over all rows, or B for one
-            vector per row, each fitted on the mean loss of its row. The vector of a row without targets in `fitted`
-            remains 0.
+        vectors: 1 for a single vector, fitted on the mean loss over all rows; B for a vector per row, fitted on the
+            mean loss of this row.
 
     Returns:
         The loss of each target in nats, f32 [B, T].

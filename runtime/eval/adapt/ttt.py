@@ -1,4 +1,4 @@
-"""Test-time training. The weights are trained on each chunk of text after the whole chunk is scored."""
+"""Test-time training. The weights are trained on each chunk of text after it was scored."""
 
 import hashlib
 import math
@@ -31,7 +31,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A weight that is trained directly. `leaves` holds its f32 master copy."""
+    """A weight that is trained directly. `leaves` has its f32 master copy."""
 
     leaves: tuple[Tensor, ...]
 
@@ -45,7 +45,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A frozen matrix [out, in] plus a trained low-rank update: factor * b [out, rank] @ a [rank, in], f32."""
+    """A frozen matrix [out, in], plus a trained low-rank update: factor * b [out, rank] @ a [rank, in], f32."""
 
     base: Tensor
     leaves: tuple[Tensor, ...]
@@ -66,7 +66,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`. Only its targets at positions `after` + 1 .. `end` are used."""
+    """A window that begins at token `start`. Only targets at the positions `after` + 1 .. `end` are used."""
 
     start: int
     after: int
@@ -74,9 +74,9 @@ class Row:
 
 
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
-    """Returns rows of up to `length` tokens that cover each target at positions span[0] + 1 .. span[1] once.
+    """Returns rows of up to `length` tokens. They cover each target at the positions span[0] + 1 .. span[1] once.
 
-    The tokens of a row before these targets are only context.
+    Earlier tokens of a row are only context.
     """
     after, end = span
     ends = [*range(after + length, end, length), end]
@@ -86,8 +86,8 @@ def rows_of(span: tuple[int, int], length: int) -> list[Row]:
 class Learner:
     """Trains the weights whose names match the settings.
 
-    The trained leaves are f32. Their values are copied into the parameters of the model, whose dtype does not change.
-    Raises AdaptError if no parameter matches.
+    The trained tensors are f32. Their values are copied into the parameters of the model. Raises AdaptError if no
+    parameter matches.
     """
 
     def __init__(self, how: TestTimeTraining, work: Work) -> None:
@@ -96,7 +96,7 @@ class Learner:
         shown = {n: p for n, p in covered.items() if how.lora is None or p.dim() == 2}
         if not shown:
             what = "parameter" if not covered else "matrix, and lora requires matrices"
-            raise AdaptError(f"ttt: `match: {how.match}` matches no {what}", "e.g. `blocks.*` or `*`")
+            raise AdaptError(f"eval.adapt: `match: {how.match}` matches no {what}", "e.g. `blocks.*` or `*`")
         self.shown = shown
         self.weights = [_learning(name, weight, how, work.seed) for name, weight in shown.items()]
         self.leaves = [leaf for weight in self.weights for leaf in weight.leaves]
@@ -105,8 +105,7 @@ class Learner:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context manager in which the weights have gradients. At the end, gradients are disabled and the weights are
-        restored."""
+        """A context manager in which the weights have gradients. At the end, the original weights are restored."""
         originals = [weight.detach().clone() for weight in self.shown.values()]
         try:
             for weight in self.shown.values():
@@ -118,7 +117,9 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets of a chunk. `done` is the completed fraction of training, which the schedule reads."""
+        """Trains on the targets of a chunk. `done` is the completed fraction of training, for the learning-rate
+        schedule.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
         rows = rows_of(span, self.work.account.windows.length)
@@ -146,8 +147,9 @@ class Learner:
                 shown.copy_(weight.value())
 
     def _backward(self, rows: Sequence[Row], count: int) -> None:
-        """Adds the gradients of the summed loss of the rows, divided by `count`, to `sums`. `count` is the number of
-        targets of the whole step."""
+        """Adds the gradients of the summed loss of the rows, divided by `count`. `count` is the number of targets of
+        the step.
+        """
         account, device = self.work.account, self.work.world.device
         length = min(account.windows.length, max(row.end for row in rows))
         filled = [*rows, *[rows[-1]] * (self.work.rows - len(rows))]
@@ -180,8 +182,10 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _run(how: TestTimeTraining, work: Work) -> str:
-    """Runs test-time training, and returns a message with the numbers of parameters and chunks. The training is causal:
-    all targets of a chunk are scored before the first step on them."""
+    """Runs test-time training. Returns a message with the numbers of parameters and chunks.
+
+    Training is causal: all targets of a chunk are scored before the first step on them.
+    """
 
     def nats(batch: Placed) -> Tensor:
         with torch.no_grad():

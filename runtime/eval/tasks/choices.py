@@ -1,4 +1,4 @@
-"""Multiple choice, the form in which HellaSwag, ARC and PIQA are scored."""
+"""Multiple choice, as in HellaSwag, ARC and PIQA."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,11 @@ class _Question:
 
 
 class Choices(Task):
-    """Lines {"context": text, "choices": [texts], "answer": index from 0, "delimiter": " " unless stated}.
+    """Each line is {"context": text, "choices": [texts], "answer": index from 0, "delimiter": " " unless stated}.
 
     Each choice is scored after context and delimiter. `acc` is the share of questions whose answer has the largest log
-    likelihood. `acc_norm` first divides log likelihoods by the number of characters of the choice. Both are defined as
-    in lm-evaluation-harness. If choices are equally likely, the first is selected. `bits_per_byte` is that of the
-    answers.
+    likelihood. `acc_norm` first divides log likelihoods by the number of characters. Both are as in
+    lm-evaluation-harness. `bits_per_byte` is computed over the answers.
     """
 
     name = "choices"

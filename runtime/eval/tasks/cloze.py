@@ -1,4 +1,4 @@
-"""Cloze: predicts the end of a text from its beginning, the form in which LAMBADA is scored."""
+"""Cloze: predicts the end of a text from its beginning, as in LAMBADA."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
@@ -10,10 +10,10 @@ from specc.runtime.eval.tasks.task import HINT, Measure, Task, exponential, mean
 
 
 class Cloze(Task):
-    """Lines {"context": text, "target": text, "delimiter": " " unless stated}.
+    """Each line is {"context": text, "target": text, "delimiter": " " unless stated}.
 
-    `acc` is the share of lines whose target equals the result of greedy decoding. `perplexity` is e to the power of the
-    mean loss of a whole target, in nats. Both are defined as in lm-evaluation-harness.
+    `acc` is the share of lines whose target equals the result of greedy decoding. `perplexity` is exp(mean loss of a
+    whole target in nats). Both are as in lm-evaluation-harness.
     """
 
     name = "cloze"

@@ -1,4 +1,4 @@
-"""Rows of tokens whose last targets are scored, and their losses."""
+"""Rows of tokens, and the losses of their last tokens."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of tokens. The last `scored` tokens are the targets that are scored.
+    """A row of tokens. The model predicts the last `scored` tokens, and these are scored.
 
     Attributes:
         tokens: the tokens. All tokens except the last are inputs of the model.
-        scored: the number of targets that are scored.
-        size: the bytes of text that the scored targets represent.
-        truncated: whether tokens were removed from the left, because the context of the model is shorter.
+        scored: the number of scored tokens.
+        size: the bytes of text that the scored tokens represent.
+        truncated: whether tokens were removed from the left to fit into the context of the model.
     """
 
     tokens: tuple[int, ...]
@@ -42,8 +42,8 @@ class RowScore:
     """The result of a row.
 
     Attributes:
-        nats: the sum of the losses of the scored targets.
-        greedy: whether each target is the most probable token after the tokens before it. False if it was not computed.
+        nats: the sum of the losses of the scored tokens.
+        greedy: whether each scored token is the most probable token at its position. False if this was not computed.
     """
 
     nats: float
@@ -58,8 +58,8 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         window: the largest number of inputs.
         stride: the distance between windows of a longer text.
-        unscored: the number of inputs at the start of a window whose targets are not scored. These inputs belong to the
-            prefix of the model, in which a position also reads later tokens, and thus its own target.
+        unscored: the number of positions at the start of a window that are not scored. A model with a prefix mask reads
+            the whole prefix there, including the targets.
     """
 
     tokenizer: Tokenizer
@@ -72,11 +72,9 @@ class Encoder:
 
         As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Context
         and text are tokenized together. If the context alone has n tokens, all tokens after the first n belong to the
-        text. BOS precedes the context, if the tokenizer has one. If there are more inputs than the window has, the
-        first inputs are removed.
+        text. BOS precedes the context. If the row is longer than the window, its first tokens are removed.
 
-        Raises DataError, whose message begins with `where`, if the text has no tokens or is too long, if no token
-        precedes it, or if it begins among the targets of the first `unscored` inputs.
+        Raises DataError if the text cannot be scored. The message begins with `where`.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -98,8 +96,9 @@ class Encoder:
         return Row(tuple(tokens[-inputs - 1 :]), scored, size, inputs < len(tokens) - 1)
 
     def encoded(self, text: str, where: str) -> list[int]:
-        """Returns the tokens of a text without BOS. Raises DataError, whose message begins with `where`, if the text
-        cannot be encoded."""
+        """Returns the tokens of a text without BOS. Raises DataError if the text cannot be encoded. The message begins
+        with `where`.
+        """
         try:
             tokens: list[int] = self.tokenizer.encode(text.encode()).tolist() if text else []
         except UnicodeEncodeError:
@@ -122,8 +121,7 @@ def score_rows(
 ) -> list[RowScore]:
     """Scores rows in batches of similar length.
 
-    Shorter rows of a batch are padded on the right. In a causal model no token reads later tokens. Padding therefore
-    changes scores only by rounding, because matrix products have other shapes.
+    Shorter rows are padded on the right. In a causal model, padding changes scores only by rounding.
 
     Args:
         opened: the model.
@@ -131,9 +129,9 @@ def score_rows(
         batch: the number of rows per batch.
         greedy: whether to compute `RowScore.greedy`.
         share: the part of the work that this process does.
-        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
+        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
-        progress: a function that is called as `progress(scored, total)` with numbers of rows of this process.
+        progress: is called as `progress(scored, total)`, with the numbers of rows of this process.
 
     Returns:
         One score per row, in order, over all processes.
@@ -176,8 +174,10 @@ def score_rows(
 
 
 def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list[int]], batch: int) -> Iterator[int]:
-    """Yields the index of each row with a target that is not the most probable token. `unsure` maps the index of a row
-    to the positions to check."""
+    """Yields the index of each row with a target that is not the most probable token.
+
+    `unsure` maps the index of a row to the positions to check.
+    """
     by_length: dict[int, list[int]] = {}
     for i, places in unsure.items():
         for place in places:
@@ -195,7 +195,7 @@ def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list
 
 
 def loads_of(opened: OpenedModel, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Returns the load of each expert by layer, measured on the longest rows; empty if the model has no experts."""
+    """Returns the share of tokens that each expert receives, by layer, on the longest rows. Empty without experts."""
     if not any(parameter.dim() == 3 for parameter in opened.model.parameters()):
         return {}
     longest = sorted(rows, key=lambda row: -len(row.tokens))[:LOAD_ROWS]

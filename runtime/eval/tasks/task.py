@@ -27,7 +27,7 @@ HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A number and its standard error. The error is None if there are fewer than two examples."""
+    """A value and its standard error. The error is None if there are fewer than two examples."""
 
     value: float
     error: float | None
@@ -37,13 +37,13 @@ class Measure:
 
 
 def mean(values: Sequence[float]) -> Measure:
-    """Returns the mean, and its standard error: the sample deviation divided by the square root of the count."""
+    """Returns the mean and its standard error."""
     count = len(values)
     return Measure(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None)
 
 
 def ratio(values: Sequence[float], units: Sequence[float]) -> Measure:
-    """Returns sum(values) / sum(units), and its standard error to first order (the linearized ratio estimator)."""
+    """Returns sum(values) / sum(units), and its standard error to first order."""
     total, count = sum(units), len(values)
     quotient = sum(values) / total
     left = [value - quotient * unit for value, unit in zip(values, units, strict=True)]
@@ -52,7 +52,7 @@ def ratio(values: Sequence[float], units: Sequence[float]) -> Measure:
 
 
 def exponential(measure: Measure) -> Measure:
-    """Returns e to the power of a measure, with its standard error to first order."""
+    """Returns exp(value) of a measure, and its standard error to first order."""
     value = math.exp(min(measure.value, 700.0))
     return Measure(value, None if measure.error is None else value * measure.error)
 
@@ -66,11 +66,11 @@ class TaskResult:
         file: the name of the file of examples.
         digest: SHA-256 (hex) of the file.
         examples: the number of examples.
-        tokens: the number of scored targets.
-        size: the bytes of text that the scored targets represent.
-        truncated: the number of rows whose tokens were cut to the context of the model.
+        tokens: the number of scored tokens.
+        size: the bytes of text that the scored tokens represent.
+        truncated: the number of rows that were cut to the context of the model.
         measures: the measures by name.
-        loads: the load of each expert by layer; empty without experts.
+        loads: the share of tokens that each expert receives, by layer; empty without experts.
     """
 
     task: str
@@ -84,7 +84,7 @@ class TaskResult:
     loads: Mapping[str, Sequence[float]]
 
     def report(self) -> list[str]:
-        """Returns human-readable lines: the measures, the counts, and the load of experts."""
+        """Returns human-readable lines with the measures, the counts and the load of experts."""
         numbers = ", ".join(f"{name} {measure}" for name, measure in self.measures.items())
         counts = f"{self.examples:,} examples, {self.tokens:,} scored tokens of {self.size:,} bytes"
         cut = f", {self.truncated:,} contexts cut on the left" if self.truncated else ""
@@ -101,7 +101,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True)
 class TaskResults:
-    """The results of several files, in order."""
+    """The results of several task files, in order."""
 
     results: tuple[TaskResult, ...]
 
@@ -115,14 +115,14 @@ class TaskResults:
 
 
 class Task(ABC):
-    """The examples of one kind, read from the lines of a file. Each kind is a subclass, in a file of this package.
+    """The examples of a file, all of one kind. Each kind is a subclass, in a file of this package.
 
     Args:
         records: a pair (place, object) for each line.
 
     Attributes:
         name: the kind.
-        key: the key that only lines of this kind have.
+        key: a key of the JSON objects that only this kind has.
         greedy: whether the measures need `RowScore.greedy`.
 
     Raises:
@@ -138,18 +138,18 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self, encoder: Encoder) -> list[list[Row]]:
-        """Returns the rows of each example. Raises DataError, which names the line, if an example cannot be scored."""
+        """Returns the rows of each example. Raises DataError, with the line, if an example cannot be scored."""
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Returns the measures of the task, given the scores of the rows of each example."""
+        """Returns the measures of the task, from the scores of the rows of each example."""
 
 
 def read_task(path: Path) -> Task:
     """Reads the examples of a file.
 
-    All lines of a .jsonl file are of one kind, which their keys determine. In any other file that `specc train` reads,
-    each document is an example of the task `text`.
+    All lines of a .jsonl file must be of one kind. Their keys determine the kind. In other files of text, each document
+    is an example of the task `text`.
 
     Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
     file is damaged.
@@ -201,7 +201,7 @@ def text_of(record: Mapping[str, Any], key: str, where: str, default: str | None
     Args:
         record: the JSON object of a line.
         key: the key of the string.
-        where: the file and line, for messages.
+        where: the file and line, as the start of messages.
         default: the value of a missing key; None if the key is required.
 
     Returns:

@@ -12,11 +12,9 @@ from specc.runtime.eval.tasks.task import Measure, Task, exponential, ratio, tex
 
 
 class Text(Task):
-    """Lines {"text": document}, or the documents of any other file of text.
-
-    Each document begins with BOS and is cut into windows. `perplexity` is per token. `word_perplexity`,
-    `byte_perplexity` and `bits_per_byte` are defined as in lm-evaluation-harness; white space separates words. Standard
-    errors are over documents, or over windows if there is only one document.
+    """Each line is {"text": document}. In other files of text, each document is an example. Each document begins with
+    BOS and is cut into windows. `perplexity` is per token. `word_perplexity`, `byte_perplexity` and `bits_per_byte` are
+    as in lm-evaluation-harness. Standard errors are over documents, or over windows if there is only one document.
     """
 
     name = "text"

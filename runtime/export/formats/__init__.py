@@ -1,4 +1,4 @@
-"""The formats of `specc export`, one file per format. The name of a format is the name of its file.
+"""The formats of `specc export`. The name of a format is the name of its file.
 
 The command line lists the formats, and imports only the format that it needs.
 """

@@ -23,7 +23,7 @@ class ArtifactFormat(ExportFormat):
         def check(temporary: Path) -> None:
             read_verified(temporary)
             if temporary.read_bytes() != data:
-                raise IntegrityError(f"{out}: the data read back differ from what was written", "check disk and memory")
+                raise IntegrityError(f"{out}: the file does not contain what was written", "check disk and memory")
 
         write_atomically(out, [data], check)
         return Exported((out,))

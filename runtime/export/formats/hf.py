@@ -1,4 +1,4 @@
-"""Format `hf`: a folder that `from_pretrained` of Transformers loads."""
+"""Format `hf`: a folder that `from_pretrained` of Transformers can load."""
 
 from specc.runtime.export.format import Exported, ExportFormat, ExportRequest
 from specc.runtime.hugging_face.exporting import SHARD, ExportOptions, export_folder

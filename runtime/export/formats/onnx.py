@@ -1,7 +1,7 @@
-"""Format `onnx`: a program as an ONNX file, checked by onnx and run by onnxruntime.
+"""Format `onnx`: a program as an ONNX file. onnx checks it, and onnxruntime runs it.
 
-The weights of a model with more than `LARGEST` bytes are in a second file next to it, because protobuf cannot hold
-them. The name of this file contains a digest, so that an existing export stays valid until it is replaced.
+If a model has more than `LARGEST` bytes, its weights are in a second file, because protobuf limits the size of a file.
+The name of the second file contains a digest. A new export can thus be written without damaging an earlier one.
 """
 
 import hashlib
@@ -71,8 +71,10 @@ class OnnxFormat(ExportFormat):
 
 
 def require_safe(model: Any, folder: Path) -> None:
-    """Raises IntegrityError unless all external data of a model is valid. The data must be in regular files directly in
-    `folder`, and within the sizes of these files."""
+    """Raises IntegrityError unless all external data of a model is valid.
+
+    The data must be in regular files directly in `folder`, and within the sizes of these files.
+    """
     import onnx
 
     for tensor in _tensors(model.graph):
@@ -92,7 +94,6 @@ def require_safe(model: Any, folder: Path) -> None:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Yields all tensors that a graph stores, including those in attributes and subgraphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -106,7 +107,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 def _converted(program: ProgramExport) -> Any:
     """Converts a program to an ONNX model. Sizes have the names `batch` and `tokens`, or `source_tokens`.
 
-    Facts about this machine, such as the paths of code, are removed.
+    Facts about this machine, such as paths of code, are removed.
     """
     from torch.export.graph_signature import InputKind
 
@@ -152,7 +153,6 @@ def _parts(model: Any) -> Iterator[Any]:
 
 
 def _moved_out(model: Any, name: str) -> tuple[str, bytes]:
-    """Moves the large tensors out of a model. Returns the name and the content of the file that contains them."""
     import onnx
 
     parts, offset, moved = [], 0, []

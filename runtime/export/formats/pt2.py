@@ -1,4 +1,4 @@
-"""Format `pt2`: a program as a file of `torch.export`, which `torch.export.load` opens without specc."""
+"""Format `pt2`: a program as a file that `torch.export.load` opens without specc."""
 
 import io
 import json
@@ -35,7 +35,7 @@ class Pt2Format(ExportFormat):
             with temporary.open("rb") as file:
                 module = torch.export.load(file, extra_files=stored).module()
             if stored[ABOUT] != about:
-                raise IntegrityError(f"{out}: the metadata read back differ from what was written")
+                raise IntegrityError(f"{out}: the file does not contain the metadata that were written")
 
             def call(inputs: Mapping[str, Tensor]) -> Tensor:
                 output: Tensor = module(*inputs.values())

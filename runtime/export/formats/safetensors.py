@@ -1,5 +1,7 @@
-"""Format `safetensors`: the final weights of a run in f32. The metadata states the name and digest of the spec, and the
-step."""
+"""Format `safetensors`: the final weights of a run in f32.
+
+The metadata contain the spec, its digest and the step.
+"""
 
 from specc.runtime.export.format import Exported, ExportFormat, ExportRequest
 from specc.runtime.export.safetensors_file import export_safetensors

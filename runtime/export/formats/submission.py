@@ -1,4 +1,4 @@
-"""Format `submission`: a folder with train_gpt.py, which does not need specc, and the weights."""
+"""Format `submission`: a folder with train_gpt.py and the weights. train_gpt.py does not need specc."""
 
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.export.format import Exported, ExportFormat, ExportRequest

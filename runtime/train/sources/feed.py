@@ -1,5 +1,4 @@
-"""Feeds, which provide batches, convert them to the arguments of the program `train`, and compute the loss of a
-pass."""
+"""Feeds. A feed provides batches, converts them to arguments of the program `train`, and computes the loss."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -33,7 +32,7 @@ class Batches(Protocol):
 
 
 class Feed(ABC):
-    """Batches, and their conversion into the inputs of micro-batches.
+    """Provides batches, and converts them to arguments of a backward pass.
 
     Attributes:
         names: the inputs of the program `train`, in order.
@@ -49,7 +48,7 @@ class Feed(ABC):
 
         Args:
             batch: the batch, on the device.
-            now: the position of the run at the update.
+            now: the progress of the run at the update.
             part: the index of the pass in its update.
             phase: the phase of the run.
 
@@ -58,8 +57,10 @@ class Feed(ABC):
         """
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """Runs the program `train` on the result of the method `arguments`, and returns the loss of the pass, f32 []. A
-        CUDA graph may capture this call, with the arguments at fixed addresses."""
+        """Runs the program `train` on the result of the method `arguments`. Returns the mean loss, f32 [].
+
+        A CUDA graph may capture this call.
+        """
         return train(*arguments)
 
     @abstractmethod
@@ -68,17 +69,17 @@ class Feed(ABC):
 
     @abstractmethod
     def counted(self) -> tuple[int | None, int]:
-        """Returns the numbers of samples and of tokens that all ranks have received so far. The number of samples is
-        None if steps are counted only in tokens."""
+        """Returns the numbers of samples and tokens that all ranks have received. The number of samples is None for
+        text.
+        """
 
     def cropped_share(self) -> float | None:
-        """Returns the share of document tokens that packing has left out so far; None if rows are not packed."""
+        """Returns the share of document tokens that packing has dropped; None if documents are not packed into rows."""
         return None
 
 
 class Windows(Feed):
-    """Batches of text. A batch consists of ids and targets, i64 [B, T], which are the inputs of the program. A pass has
-    `tokens` tokens over all processes."""
+    """Batches of text: token ids and targets, i64 [B, T]. A pass has `tokens` tokens over all processes."""
 
     names = ("ids", "targets")
 
@@ -100,13 +101,11 @@ class Windows(Feed):
 
 
 class Forced(Feed):
-    """Batches of pairs with teacher forcing: adds the decoder inputs to (source, target, weight).
+    """Batches of line pairs with teacher forcing. Adds decoder inputs to (source, target, weight).
 
-    The decoder inputs, i64 [B, T], are the start token, then the target's tokens except the last. At positions that are
-    not forced, the input is instead the token that the model predicts with the programs of the current phase. Each
-    position of each sample is drawn independently. Position t of sample k of the step uses number k * T + t of
-    SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. The position is forced if this number is below
-    the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
+    The decoder inputs, i64 [B, T], are the start token, then the target tokens except the last. At some random
+    positions, the input is instead the token that the model predicts. All other positions are forced. The random
+    numbers depend on seed, step, sample and position, but not on the number of ranks.
 
     Args:
         loader: the loader of the pairs.
@@ -141,7 +140,6 @@ class Forced(Feed):
         return source, decoder_inputs(self._model, source, target, forcing, phase.writes), target, weight
 
     def _forced_positions(self, probability: float, step: int, part: int, width: int) -> Tensor:
-        """Returns the forced positions of this rank's rows, bool [B, T]."""
         digest = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * self.loader.rows * width)
         forced = np.frombuffer(digest, "<u4").reshape(-1, width) < probability * 2**32
         return torch.from_numpy(np.ascontiguousarray(forced[self.loader.local_rows(part)]))
@@ -159,8 +157,9 @@ class Forced(Feed):
 
 
 def shifted(target: Tensor) -> Tensor:
-    """Returns the decoder inputs under full teacher forcing: the start token, then the target's tokens except
-    the last."""
+    """Returns the decoder inputs under full teacher forcing: the start token, then the target tokens except the
+    last.
+    """
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs

@@ -1,4 +1,4 @@
-"""Training on pairs of lines, which a task generates or a file contains. Validation computes exact match."""
+"""Training on pairs of lines, from a file or from a task that generates them. Validation computes exact match."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,8 +28,9 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Lines(Source):
-    """Pairs of lines, which a task generates, or which are read from the file that `--data` states. A run copies no
-    files."""
+    """Pairs of lines, from the file in `--data` or from the task in the spec. Nothing is copied into the run
+    directory.
+    """
 
     name = "lines"
 
@@ -37,8 +38,10 @@ class Lines(Source):
         self._spec, self._tokenizer = spec, characters_of(spec)
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Generates the lines if `data` is the name of the task. Otherwise reads `data`, a file of lines. One in ten of
-        its lines is used for validation."""
+        """Generates the lines if `data` is the name of the task. Otherwise reads the file `data`.
+
+        One in ten lines of a file is used for validation.
+        """
         spec, tokenizer, width = self._spec, self._tokenizer, self._spec.model.window
         task = task_of(spec.train.data)
         assert isinstance(spec.eval, ExactMatchSpec)
@@ -89,8 +92,11 @@ class _OpenLines:
         return Supply(feed, validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields batches of lines of equal length, without padding. A decoder stops before padding, so padding must not
-        affect the measured ranges. Sources are padded only if the model reads their padding."""
+        """Yields batches of lines of equal length, without padding.
+
+        A decoder stops before padding, so padding must not affect the measured ranges. Sources are padded only if the
+        model attends to padding.
+        """
         count = min(rows, len(self.train))
         sample = self.train[np.arange(count) * len(self.train) // count]
         sources, targets = lengths(sample.source), lengths(sample.target)

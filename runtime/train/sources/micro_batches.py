@@ -13,17 +13,17 @@ class BatchError(RuntimeFailure):
 
 
 def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | None = None) -> int:
-    """Returns the number of backward passes of a step on each of `world` processes.
+    """Returns the number of backward passes per step on each process.
 
     Args:
         train: the training spec.
         window: the number of tokens per row.
         world: the number of processes.
-        size: the size of the step, in rows if `train.batch` is set, else in tokens. None selects the size of the last
-            step of the run.
+        size: the size of a step, in rows if `train.batch` is set, otherwise in tokens. None selects the size of the
+            last step.
 
     Raises:
-        BatchError: if the size of a step is not a multiple of the rows of one pass on all processes together.
+        BatchError: if a step cannot be divided evenly into passes on all processes.
     """
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = size or last(train.step_size)

@@ -1,4 +1,4 @@
-"""The interface of a kind of training data."""
+"""The interface of kinds of training data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """The sizes of a set of line pairs.
+    """One epoch of line pairs.
 
     Attributes:
         samples: the number of samples per epoch.
@@ -42,7 +42,7 @@ class Epoch:
 
 
 class OpenData(Protocol):
-    """Opened training data."""
+    """Training data after opening."""
 
     @property
     def digests(self) -> DataDigests:
@@ -50,23 +50,22 @@ class OpenData(Protocol):
 
     @property
     def epoch(self) -> Epoch | None:
-        """The sizes of an epoch, for data that are line pairs. None for other data."""
+        """The epoch, if the data are line pairs. None for other data."""
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
-        """Returns the data for this process, and registers the resources to close with `stack`."""
+        """Returns the data for this process. Pushes the resources to be closed onto `stack`."""
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields `rows` rows of the training data in batches of at most `batch` rows. A batch has the inputs of the
-        program `score` by name, as i64 tensors on the CPU.
+        """Yields `rows` rows of the training data, in batches of at most `batch` rows. A batch maps input names of the
+        program `score` to i64 tensors on the CPU.
 
-        The rows are spread over the data. They depend only on the data, `rows`, `batch` and the spec's seed.
+        The rows are spread over the data. They depend only on the arguments, the data and the seed of the spec.
         """
 
 
 class Source(ABC):
-    """The reader of one form of data. Each subclass reads one form and is a file of this package.
-
-    Before a run writes anything, the constructor checks that all files are present and match the model.
+    """The reader of one form of data. Each subclass is in a separate file of this package. The constructor checks that
+    all files exist and match the model, before a run writes anything.
 
     Args:
         spec: the resolved spec.
@@ -74,7 +73,7 @@ class Source(ABC):
 
     Attributes:
         name: the form, equal to `DataKind.gives`.
-        files: the files that a run copies, so that the run directory can be opened on its own.
+        files: the files that are copied into the run directory, so that it can be opened on its own.
 
     Raises:
         DataError: if a file is missing or does not match the model.
@@ -88,13 +87,15 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Opens `data`, as given to `--data`. The folder `cache` stores results that are slow to compute. Raises
-        DataError if the data cannot be read or do not fit the spec."""
+        """Opens `data`, the value of the option `--data`. The folder `cache` stores results that are slow to compute.
+
+        Raises DataError if the data cannot be read or do not fit the spec.
+        """
 
     @staticmethod
     @abstractmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
-        """Returns the feed of a process that only measures the speed of training steps. No file is read.
+        """Returns a feed of random batches, for measuring the speed of training steps. No file is read.
 
         Args:
             spec: the spec.
@@ -105,6 +106,6 @@ class Source(ABC):
 
 
 def source_of(spec: Spec) -> type[Source]:
-    """Returns the source for the data on which the spec trains."""
+    """Returns the source class for the data of a spec."""
     kinds: Mapping[str, type[Source]] = classes(sources, Source)
     return kinds[spec.train.data.gives]

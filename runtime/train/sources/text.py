@@ -1,4 +1,4 @@
-"""Windows of one stream of tokens, scored in bits per byte."""
+"""Training on windows of one token stream. Validation computes bits per byte."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Text(Source):
-    """Text, jsonl or token shards. A run copies the files of its tokenizer."""
+    """Text files, jsonl files or token shards. The tokenizer files are copied into the run directory."""
 
     name = "text"
 
@@ -83,12 +83,12 @@ class _Streams:
 
 
 class RandomTokens:
-    """A substitute for a loader. It yields random ids and targets, uniform over the vocabulary.
+    """A substitute for a loader, with random ids and targets.
 
     Args:
         batch, length: the shape of ids and targets, i64 [batch, length].
         vocabulary: the number of different ids.
-        count: the number of different batches, after which they repeat.
+        count: the number of different batches. After them, the batches repeat.
         seed: the seed of the random numbers.
     """
 

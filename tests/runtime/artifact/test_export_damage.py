@@ -107,18 +107,18 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (b"\x93SPECC\r\n", "header is truncated"),
         (b"PK\3\4" + b"\0" * 200, "first bytes are wrong"),
         (forged_model(codes, 12, [3, 4], version=3), "format version is 3"),
-        (forged_model(codes, 12, [3, 4], flags=1), "its codec is 1"),
-        (forged_model(codes, 12, [3, 4], version=2, flags=2), "its codec is 2"),
+        (forged_model(codes, 12, [3, 4], flags=1), "the codec is 1"),
+        (forged_model(codes, 12, [3, 4], version=2, flags=2), "the codec is 2"),
         (forged_model(codes, 12, [3, 4], version=2, flags=1), "not a valid lzma stream"),
         (forged_model(codes, 12, [3, 4], kind=1 | 8 << 8, version=2), "unknown transform 8"),
         (forged_model(codes, 12, [3, 4], kind=1 | 1 << 8), "sets reserved bits"),
         (forged_model(codes, 12, [3, 4], kind=1 | 1 << 16, version=2), "sets reserved bits"),
-        (forged_model(codes, 12, [3, 4], kind=1 | 4 << 8, version=2), "sizes that its spec requires"),
+        (forged_model(codes, 12, [3, 4], kind=1 | 4 << 8, version=2), "sizes that the spec requires"),
         (
             forged_model(brotli.compress(b"\1" * 36), 36, [3, 4], kind=1 | 4 << 8, version=2),
             "row order of section 1 is not a permutation",
         ),
-        (forged_model(codes, 12, [12], kind=1 | 4 << 8, version=2), "sizes that its spec requires"),
+        (forged_model(codes, 12, [12], kind=1 | 4 << 8, version=2), "sizes that the spec requires"),
         (
             forged_model(brotli.compress(bytes(2**17)), 2**17, [2**17, 1], kind=1 | 4 << 8, version=2),
             "cannot have the transform ORDERED",
@@ -127,18 +127,18 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (forged_model(codes, 12, [3, 4], count=0), "0 sections"),
         (forged_model(codes, 12, [3, 4], count=1), "header is damaged"),
         (forged_model(codes, 12, [3, 4], interface=bytes(32)), "differ from those that this version of specc derives"),
-        (forged_model(codes, 12, [3, 4], compressed=2**32 - 1), "its sections end at byte"),
-        (forged_model(codes, 12, [3, 5]), "sizes that its spec requires"),
+        (forged_model(codes, 12, [3, 4], compressed=2**32 - 1), "the sections end at byte"),
+        (forged_model(codes, 12, [3, 5]), "sizes that the spec requires"),
         (forged_model(codes, 11, [1, 11]), "has 12 bytes, but the header declares 11"),
         (forged_model(codes, 13, [13]), "has 12 bytes, but the header declares 13"),
         (forged_model(codes + b"\0", 12, [3, 4]), "section 1"),
         (forged_model(codes * 2, 12, [3, 4]), "section 1"),
         (forged_model(codes[:-1], 12, [3, 4]), "section 1"),
-        (forged_model(b"", 12, [3, 4]), "ends before"),
+        (forged_model(b"", 12, [3, 4]), "is truncated"),
         (forged_model(b"\xff" * 40, 12, [3, 4]), "not a valid brotli stream"),
         (forged_model(brotli.compress(bytes(big)), big, [big]), "the maximum is"),
         (forged_model(codes, 12, [2**40, 2**20]), "more than the limit"),
-        (forged_model(codes, 12, [3]), "sizes that its spec requires"),
+        (forged_model(codes, 12, [3]), "sizes that the spec requires"),
         (forge([(1, codes, 12), (0, spec, 2)]), "first section must be the spec"),
         (forge([(1, codes, 12)]), "first section must be the spec"),
         (forge([(0, spec, 2), (0, spec, 2)]), "first section must be the spec"),
@@ -148,7 +148,7 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (forge([(0, spec, 2), (1, codes, 12), (7, codes, 12)], version=2), "must follow the spec, in this order"),
         (forge([(0, spec, 2), (7, codes, 12), (7, codes, 12)], version=2), "must follow the spec, in this order"),
         (forge([(0, spec, 2), (8, codes, 64), (7, codes, 12)], version=2), "must follow the spec, in this order"),
-        (forge([(0, spec, 2), (8, codes, 12)], version=2), "digests of data must have 64 bytes"),
+        (forge([(0, spec, 2), (8, codes, 12)], version=2), "digests of training data do not have 64 bytes"),
         (forge([(0, spec, 2), (7 | 1 << 8, codes, 12)], version=2), "sets reserved bits"),
         (forge([(0 | 1 << 8, spec, 2)], version=2), "sets reserved bits"),
         (forge([(0, spec, 2)]), "not valid for this version of specc"),
@@ -175,7 +175,7 @@ def test_extra_or_reordered_sections_are_refused(tmp_path: Path) -> None:
         [head, (1, four, 4)],
         [head],
     ):
-        assert "sizes that its spec requires" in assert_refused(tmp_path / "bad", forge(entries))
+        assert "sizes that the spec requires" in assert_refused(tmp_path / "bad", forge(entries))
 
 
 def test_mutated_headers_with_true_digests_never_crash(tmp_path: Path) -> None:

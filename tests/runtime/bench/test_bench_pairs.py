@@ -217,10 +217,10 @@ def test_an_int8_kernel_with_wrong_values_gets_no_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--only", "table"], 4, "table needs a model of lines, but this model reads one stream of tokens"),
+        (["--only", "table"], 4, "table needs a model that maps lines to lines, but this is a text model"),
         (["--only", "int8"], 4, "int8 needs int8 products, but this spec has none"),
-        (["--only", "step", "--gpus", "2"], 2, "--gpus is for table, which --only excludes"),
-        (["--only", "step", "--weights", "."], 2, "--weights is for decode, which --only excludes"),
+        (["--only", "step", "--gpus", "2"], 2, "--gpus applies only to table; add table to --only"),
+        (["--only", "step", "--weights", "."], 2, "--weights applies only to decode; add decode to --only"),
     ],
 )
 def test_what_it_refuses(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:

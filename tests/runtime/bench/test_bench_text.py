@@ -167,10 +167,10 @@ def test_what_cannot_be_decoded_is_named(monkeypatch: pytest.MonkeyPatch, capsys
 def test_options_of_decoding_are_of_text(capsys: pytest.CaptureFixture[str]) -> None:
     poly = SPEC.parent / "poly_transformer.yaml"
     assert run(["bench", str(poly), "--target", "cpu", "--only", "decode", "--batch", "1"]) == 4
-    assert "--batch, --context and --tokens are for models of text" in " ".join(capsys.readouterr().err.split())
+    assert "--batch, --context and --tokens are for text models" in " ".join(capsys.readouterr().err.split())
     for option in ("--batch", "--context", "--tokens"):
         assert run(["bench", str(SPEC), "--target", "cpu", "--only", "step", option, "8"]) == 2
-        assert f"{option} is for decode" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert f"{option} applies only to decode" in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("tied", [True, False])

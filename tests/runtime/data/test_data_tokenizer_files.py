@@ -216,7 +216,7 @@ def test_files_that_are_no_usable_tokenizer_json(folder: Path, tmp_path: Path) -
         ('{"model": {"type": "Foo"}}', "not a tokenizer.json"),
         ((folder / "gpt2.json").read_text()[:500], "not a tokenizer.json"),
         (altered(folder, model=words), "a model of type WordLevel, which cannot represent all text"),
-        (altered(folder, model__dropout=0.1), "merges are dropped at random"),
+        (altered(folder, model__dropout=0.1), "the tokenizer drops merges at random"),
     ):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(DataError, match=message) as caught:

@@ -259,7 +259,7 @@ def test_one_text_is_no_list_of_lines(loaded: Loaded) -> None:
 
 def test_there_is_one_limit_a_line(loaded: Loaded) -> None:
     for limits in ([], [3], [3, 3, 3]):
-        with pytest.raises(ValueError, match=f"a limit for each line: {len(limits)} for 2 lines"):
+        with pytest.raises(ValueError, match=f"a limit for each line, not {len(limits)} limits for 2 lines"):
             of(loaded).translate(["x+1", "x"], limits)
     assert len(of(loaded).translate(["x+1", "x"], [3, 4])) == 2
     assert of(loaded).translate([], []) == []

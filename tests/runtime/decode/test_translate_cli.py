@@ -103,7 +103,7 @@ def test_options_without_effect_are_refused_beside_a_prompt(
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", str(trained[1]), "--prompt", "x"]) == 2
     output = capsys.readouterr()
-    assert "transforms lines: use --lines FILE" in output.err and not output.out
+    assert "maps lines to lines: use --lines FILE" in output.err and not output.out
 
 
 def test_a_mark_of_byte_order_is_no_character(

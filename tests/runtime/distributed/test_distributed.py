@@ -226,7 +226,7 @@ def test_an_environment_that_is_not_whole_says_so(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(arguments(tmp_path, "run")) == 3
-    assert "not that of torchrun: 'LOCAL_RANK'" in capfd.readouterr().err
+    assert "a variable of torchrun is missing or invalid: 'LOCAL_RANK'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

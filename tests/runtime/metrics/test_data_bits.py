@@ -373,7 +373,7 @@ def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, bad: dict[str, int
         bits(score, stream, Wide(), **({"length": 64, "batch": 4} | bad))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be positive"):
         Share(rank=1)
-    with pytest.raises(ValueError, match=r"score gave shape \(4,\) for targets of shape \(4, 64\)"):
+    with pytest.raises(ValueError, match=r"the losses have the shape \(4,\), but the targets have the shape \(4, 64\)"):
         bits(lambda ids, targets: torch.zeros(4), stream, Wide(), 64, 4)
 
 

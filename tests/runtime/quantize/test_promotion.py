@@ -147,7 +147,7 @@ def test_it_stops_at_the_first_that_does_not_fit() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(QuantizeError, match=r"'blocks\.\*\.gate' matches no parameter"):
         promotion(1, match="blocks.*.gate")
-    with pytest.raises(QuantizeError, match="has count 9, but only 8 parameters can have int6"):
+    with pytest.raises(QuantizeError, match="count is 9, but only 8 parameters can have int6"):
         promotion(9)
 
 

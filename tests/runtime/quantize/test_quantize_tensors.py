@@ -53,7 +53,7 @@ def test_hessians_are_sums_of_outer_products_a_token(dtype: torch.dtype, device:
         sums += exact.T @ exact
         rows += exact.shape[0]
         hessians.add("a", x)
-    got = hessians.a_token(rows)["a"]
+    got = hessians.per_token(rows)["a"]
     assert got.dtype == dtype
     assert np.allclose(got.double().numpy(), sums / rows, rtol=1e-12 if dtype == torch.float64 else 2e-5, atol=1e-6)
 
@@ -64,18 +64,18 @@ def test_float64_sums_do_not_lose_small_batches() -> None:
     for _ in range(100):
         hessians.add("a", torch.full((1, 2), 0.1))
     want = (9e8 + 100 * float(np.float32(0.1)) ** 2) / 101
-    assert abs(float(hessians.a_token(101)["a"][0, 1]) - want) < 1e-6
+    assert abs(float(hessians.per_token(101)["a"][0, 1]) - want) < 1e-6
 
 
 def test_hessians_leave_no_graph_and_do_not_keep_the_input() -> None:
     hessians = Hessians()
     x = torch.ones(4, 3, requires_grad=True)
     hessians.add("a", x * 2)
-    assert not hessians.a_token(4)["a"].requires_grad
+    assert not hessians.per_token(4)["a"].requires_grad
     with torch.no_grad():
         x.fill_(math.nan)
-    assert bool(hessians.a_token(4)["a"].eq(4.0).all())
-    assert bool(hessians.a_token(2)["a"].eq(8.0).all())  # each token twice
+    assert bool(hessians.per_token(4)["a"].eq(4.0).all())
+    assert bool(hessians.per_token(2)["a"].eq(8.0).all())  # each token twice
 
 
 def test_bad_inputs_to_hessians_are_named() -> None:
@@ -85,11 +85,11 @@ def test_bad_inputs_to_hessians_are_named() -> None:
         hessians.add("a.b", torch.ones(2, 4))
     hessians.add("a.b", torch.tensor([[1.0, math.nan, 1.0]]))
     with pytest.raises(QuantizeError, match=r"a\.b: the input contains NaN"):
-        hessians.a_token(3)
+        hessians.per_token(3)
     empty = Hessians()
     empty.add("c", torch.ones(0, 3))
-    with pytest.raises(QuantizeError, match="c: the calibration text gave it no input"):
-        empty.a_token(3)
+    with pytest.raises(QuantizeError, match="c: no calibration text reached this parameter"):
+        empty.per_token(3)
 
 
 def test_traces_are_sums_of_the_diagonal() -> None:
@@ -126,7 +126,7 @@ def test_failures_name_the_parameter() -> None:
         quantize_tensors(params, schemes, {"blocks.0.up": hessians["blocks.0.up"]})
     with pytest.raises(QuantizeError, match=r"blocks\.0\.gain: int5 round, per row needs rows"):
         quantize_tensors(params, {**schemes, "blocks.0.gain": Round(bits=5)}, hessians)
-    with pytest.raises(QuantizeError, match="1 names lack a parameter or a scheme: scalar"):
+    with pytest.raises(QuantizeError, match="1 names have no parameter or no scheme: scalar"):
         quantize_tensors({k: v for k, v in params.items() if k != "scalar"}, schemes, hessians)
 
 

@@ -85,7 +85,7 @@ def test_what_it_cannot_begin_with_is_an_error() -> None:
 
     opened = opened_of(small_spec())
     opened.__dict__["tokenizer"] = Markless()
-    with pytest.raises(QuantizeError, match="has no document separator for the start of a text"):
+    with pytest.raises(QuantizeError, match="has no document separator, which is needed as the first token"):
         write_own(opened, wanted(), 32, 0)
     even = write_own(opened, wanted(begin="uniform"), 32, 0)
     assert even.separators == 0 and int(even.tokens.max()) < 256

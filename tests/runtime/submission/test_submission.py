@@ -177,7 +177,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
     assert not submission_size(folder, budget).over and not weights_file.exists()
     assert json.loads(done.stdout.splitlines()[-1])["tokens"] > 0
     done = alone(submission, folder, "quantize", *data)
-    assert done.returncode == 4 and "there are no trained weights to quantize" in done.stderr
+    assert done.returncode == 4 and "train first: quantization needs trained weights" in done.stderr
     weights_file.write_bytes(b"no weights")
     done = alone(submission, folder, "quantize", *data)
     assert done.returncode == 4 and "contains no trained weights" in done.stderr
@@ -225,7 +225,7 @@ def test_a_weights_file_of_another_model_is_refused(submission: Submission, tmp_
     shutil.copy(submission.folder / CODE, tmp_path)
     export_submission(other.directory, tmp_path / "other", codec=Codec.LZMA)
     done = alone(submission, tmp_path, "score", str(tmp_path / "other" / WEIGHTS), "--data", str(submission.shards))
-    assert done.returncode == 5 and "it belongs to another model" in done.stderr and not done.stdout
+    assert done.returncode == 5 and "the weights belong to another model" in done.stderr and not done.stdout
 
 
 def test_data_that_is_none_is_told(submission: Submission, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_what_cannot_be_a_submission(submission: Submission, tmp_path: Path) -> 
     with pytest.raises(RunFailure, match="is not quantized"):
         export_submission(raw.directory, tmp_path / "out")
     nothing = make_run(tmp_path / "none", small_spec("quant=null"), str(submission.shards))
-    with pytest.raises(ExportError, match="is not a quantized model of text"):
+    with pytest.raises(ExportError, match="is not a quantized text model"):
         export_submission(nothing.directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

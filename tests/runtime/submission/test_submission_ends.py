@@ -87,7 +87,7 @@ def test_what_a_killed_export_leaves_is_no_submission(
             errors = capsys.readouterr().err
             assert (
                 f"{name} is not a complete submission: it has no {CODE}" in errors
-                and "export it again: specc export RUN" in errors
+                and "export the submission again: specc export RUN" in errors
             )
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")

@@ -178,7 +178,7 @@ def test_settings_are_spelled_as_they_are() -> None:
         classes: set[type] = set()
         text = spelled({"it": value}, classes)
         assert eval(text, {kind.__name__: kind for kind in classes}) == {"it": value}
-    with pytest.raises(TypeError, match="cannot hold set"):
+    with pytest.raises(TypeError, match="cannot contain a value of type set"):
         spelled({1}, set())
 
 

@@ -115,7 +115,7 @@ def test_a_file_of_lines_is_scored(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_scored_is_refused(run: Path) -> None:
-    with pytest.raises(EvaluateError, match="--stride does not apply to a model of lines"):
+    with pytest.raises(EvaluateError, match="--stride does not apply to a model that maps lines to lines"):
         evaluate(run, EvaluateOptions(stride=4))
     with pytest.raises(DataError, match="unknown split 'mine'"):
         evaluate(run, EvaluateOptions(data="polynomial:mine"))

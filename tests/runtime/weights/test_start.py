@@ -131,7 +131,7 @@ def test_resuming_reads_the_weights_only_before_the_first_checkpoint(base: Run, 
         path.rename(tmp_path / f"base_{path.name}")
     make_again = make_run(tmp_path / "other", base.spec, base.data, seed=5, step=7)
     next(make_again.checkpoints.iterdir()).rename(base.checkpoints / "step_00000007")
-    with pytest.raises(RuntimeFailure, match="are not those that the run began with"):
+    with pytest.raises(RuntimeFailure, match="differ from the weights with which the run began"):
         begin(tmp_path, "early", str(base.directory), steps=3)
     _, weights, lines = begin(tmp_path, "half", str(base.directory), steps=3)
     assert same(weights, whole) and not any("starting from" in line for line in lines)
