@@ -112,7 +112,7 @@ class Kinds(Generic[M]):
     def model(self, tag: str) -> type[M] | None:
         """Returns the model of a tag; None if there is none.
 
-        The model is in a module that is already imported, or in the module of its name, or in any other module.
+        The model is in the module of its name, or in a module that is already imported, or in any other module.
         """
         if tag not in self._known:
             self._known[tag] = next(self._models_of(tag), None)
@@ -120,7 +120,7 @@ class Kinds(Generic[M]):
 
     def _models_of(self, tag: str) -> Iterator[type[M]]:
         names = _names(self.package)
-        likely = [name for name in names if name in sys.modules], [f"{self.package.__name__}.{tag}"], names
+        likely = [f"{self.package.__name__}.{tag}"], [name for name in names if name in sys.modules], names
         for modules in likely:
             for role in self.roles:
                 defined = _subclasses([name for name in modules if name in names], role)

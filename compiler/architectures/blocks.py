@@ -233,7 +233,8 @@ class Blocks(Block):
         for _, order in self.orders:
             for run in range(len(order)):
                 test = partial(module.number, run, order, self.count)
-                if problems := tuple(failure(test, ("where",), "S240", "change the condition", f"before run {run}, ")):
+                where = f"before run {run} of {len(order)}, "
+                if problems := tuple(failure(test, ("where",), "S240", "change the condition", where)):
                     yield from problems
                     return
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):

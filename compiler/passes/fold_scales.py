@@ -174,10 +174,15 @@ def _matrix(programs: Programs, product: Node) -> int | None:
 
 
 def _multiplies(epilogue: Op | None) -> bool:
-    """Returns whether an epilogue only multiplies the product by a factor. Without an epilogue, the factor is 1."""
+    """Returns whether an epilogue only multiplies the product by a factor, and adds nothing, such as a bias, which the
+    factor of a later node would not reach. Without an epilogue, the factor is 1."""
     if not isinstance(epilogue, Pointwise):
         return epilogue is None
-    return len(epilogue.outputs) == 1 and _factor(reread(epilogue.outputs[0]), epilogue.variables[0]) is not None
+    if len(epilogue.outputs) > 1:
+        return False
+    expression, product = reread(epilogue.outputs[0]), epilogue.variables[0]
+    at_zero = simplify(substitute(expression, {product: Const(0)}))
+    return _factor(expression, product) is not None and at_zero == Const(0)
 
 
 def _refusal(graph: Graph, scale: _Scale) -> str | None:

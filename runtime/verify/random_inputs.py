@@ -41,7 +41,9 @@ def random_tensor(
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
     if type == DRAW:  # any key and positions, but a sequence has at least one token
-        return torch.randint(1, 2**16, shape, generator=generator, device=generator.device)
+        draw = torch.randint(1, 2**16, shape, generator=generator, device=generator.device)
+        draw[0] = torch.randint(2**62, (), generator=generator, device=generator.device)
+        return draw
     if type.storage == STORAGE:
         state = torch.empty(shape, device=generator.device)
         begin_scales(state)

@@ -188,7 +188,7 @@ class Words:
         if not near or len(words) > 1:
             hints.append(f"choose {one_of(words)}")
         message = f"{self._place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
-        return self._at(self.source.value(path), "S105", message, " ".join(hints))
+        return self._at(self.source.place(path), "S105", message, " ".join(hints))
 
     # errors that the validator of a field raises
 

@@ -27,7 +27,7 @@ from specc.compiler.targets import TARGETS
 
 DRAWS = (
     [0x7F0F0E0D0C0B0A09, 3, 2, 7],
-    [5, 2**40 + 1, 3, 13],  # rows beyond 32 bits
+    [5, 2**40 + 1, 3, 13],  # rows that wrap at 32 bits
 )
 SHAPES = ((264, 72), (128, 64))
 CASES = [(form, target, *shape) for form in ("added", "twice") for target in ("sm90", "sm80") for shape in SHAPES]

@@ -87,6 +87,11 @@ CASES: dict[str, Spec] = {
     ),
     "parallel layers": spec(ATTENTION, GATED, fuse=(HEAD,), write="x + 0.5 * attention + mlp / layers"),
     "biases": spec({**ATTENTION, **VECTOR, "bias": True}, {**MLP, "write": "x + 0.5 * y"}, keys={"merge": ["*"]}),
+    "a bias in a group": spec(
+        {**ATTENTION, **VECTOR},
+        {**MLP, "bias": True, "write": "x + 0.5 * y", "dropout": 0.25},
+        fuse=({"blocks.*.mlp": ["up", "act", "down", "down.biased", "dropped"]},),
+    ),
     "latent attention": spec(
         {
             "kind": "latent",
