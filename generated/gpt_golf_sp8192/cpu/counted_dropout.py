@@ -18,16 +18,16 @@ def kept(x: Tensor, draw: Tensor, p: float) -> Tensor:
     """Returns a bool [..., D] that is True for the elements of x [..., D] that dropout keeps.
 
     `draw` has the key, the index of x's first sequence in the training step, the difference between
-    the indices of two sequences of x, and the tokens per sequence. Row m of x is token m % tokens of
-    sequence m // tokens.
+    the indices of two sequences of x, and the tokens per sequence. Row m of x is token m % tokens
+    of sequence m // tokens.
     """
     key, (first, step, tokens) = draw[0], draw[1:].int().unbind()
     m = torch.arange(x.shape[:-1].numel(), device=x.device, dtype=torch.int32)
     sequence = m // tokens  # in 32 bits, because GPUs divide 64-bit integers slowly
     row = ((first + sequence * step) * tokens + m - sequence * tokens).view(*x.shape[:-1], 1).long()
     columns = torch.arange(x.shape[-1], device=x.device)
-    # The mask depends on x, and in the backward pass on dy. Torch's compiler therefore cannot save the
-    # mask of the forward pass.
+    # The mask depends on x, and in the backward pass on dy. Torch's compiler therefore cannot save
+    # the mask of the forward pass.
     c0, c1, k = torch.where(x == x, columns, columns), (row ^ (key >> 32)) & LOW, key & LOW
     for _ in range(7):
         product = c0 * 0xD256D193

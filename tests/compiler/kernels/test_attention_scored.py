@@ -27,7 +27,7 @@ from specc.compiler.kernels.attention.scored import SCORED_GRAD
 from specc.compiler.kernels.kernel import Site, symbol
 
 SMALL = (4, 2, 16)
-T5 = Attention("s + bias[h, bucket(i - j, 32, 128)]", tables={"bias": (8, 32)})
+T5 = Attention("s + bias[h, bucket(i - j, 32, 128)]", tables=(("bias", (8, 32)),))
 
 
 # --- what they take and write ---
@@ -51,7 +51,7 @@ def test_plain_scores_and_masks_that_are_equal_have_one_text() -> None:
 
 def test_whole_tiles_compute_neither_mask_nor_element() -> None:
     lines = ScoreLines.of(
-        Score.of("s + bias[h, bucket(i - j, 32, 128)]", ("bias",), 8), Mask.of("j <= i", 8), {"bias": (8, 32)}
+        Score.of("s + bias[h, bucket(i - j, 32, 128)]", ("bias",), 8), Mask.of("j <= i", 8), (("bias", (8, 32)),)
     )
     assert lines.scores(masked=False) == ("read0 = read0_far", "x = s + read0")
     seen, load, x = lines.scores(masked=True)
@@ -60,13 +60,13 @@ def test_whole_tiles_compute_neither_mask_nor_element() -> None:
 
 
 def test_a_bias_of_the_distance_is_one_operation_per_score() -> None:
-    lines = ScoreLines.of(Score.of("s - slope(h) * (i - j)", (), 8), Mask.of("j <= i", 8), {})
+    lines = ScoreLines.of(Score.of("s - slope(h) * (i - j)", (), 8), Mask.of("j <= i", 8), ())
     assert lines.value == "s - tl.exp2(-fh - 1.0) * fi + tl.exp2(-fh - 1.0) * fj"
     assert lines.convert("fi", "fj") == ("fi = (i - i0).to(tl.float32)", "fj = (j - i0).to(tl.float32)")
 
 
 def test_functions_are_computed_once_for_score_and_gradient() -> None:
-    lines = ScoreLines.of(Score.of("30 * tanh(s / 30)", (), 8), Mask.of("j <= i", 8), {})
+    lines = ScoreLines.of(Score.of("30 * tanh(s / 30)", (), 8), Mask.of("j <= i", 8), ())
     assert [name for name, _ in lines.calls] == ["tanh0"]
     assert (lines.value, lines.slope) == ("30.0 * tanh0", "1.0 - tanh0 * tanh0")
 

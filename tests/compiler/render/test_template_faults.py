@@ -27,6 +27,7 @@ NAMES = (
     "gpt_moe",
     "gpt_mlp35",
     "llama3_1b",
+    "gpt_golf_sp8192",
 )
 
 
@@ -106,7 +107,7 @@ def test_what_is_no_python_is_not_written(
     damaged("torch/product.py.jinja", lambda rest: rest + text)
     assert run(["build", str(GPT_MINI), "--into", str(tmp_path / "generated")]) == 2
     error = capsys.readouterr().err
-    assert "templates/torch/product.py.jinja:37: the result is not Python: " in error
+    assert "templates/torch/product.py.jinja:39: the result is not Python: " in error
     assert f"{GPT_MINI}:" in error and not any((tmp_path / "generated").rglob("*.py"))
 
 
