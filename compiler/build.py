@@ -1,7 +1,7 @@
 """Entry points of the compiler: from a spec file to one plan per target and the text of every generated file.
 
-Modules that render, report and write are imported inside functions. Checks and plans of a spec do not load these
-modules.
+Modules that render, report and write are imported inside functions, because checking or planning a spec does not need
+them.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ class Planned:
     Attributes:
         spec: The checked spec.
         plans: The plan of each target, by name.
-        deployed: The plan of the model that runs from an artifact, for each target where this plan differs from
-            `plans`.
+        deployed: The plan of the model that runs from an artifact, by target name. Contains only targets for which this
+            plan differs from the plan in `plans`.
         lock: The measurements that the plans use.
     """
 
@@ -65,7 +65,7 @@ class Built(Planned):
 
 
 def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Planned:
-    """Checks a spec file and plans its targets without rendering code. A spec with plans can also be built.
+    """Checks a spec file and plans its targets without rendering code. If planning succeeds, the spec can be built.
 
     `overrides` are texts `path=value` that replace values of the spec. `targets` are target names. By default, all
     targets of the spec are planned.
@@ -77,7 +77,7 @@ def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] 
 
 
 def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Planned:
-    """Plans a spec that is already loaded, as `plan_spec` does.
+    """Plans the targets of a spec that is already loaded.
 
     Args:
         spec: the checked spec.
@@ -123,7 +123,7 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
 
 
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
-    """Plans and renders a spec that is already loaded, as `compile_spec` does.
+    """Plans and renders a spec that is already loaded.
 
     Args:
         spec: the checked spec.
@@ -156,8 +156,8 @@ class _Request:
 
 
 def compiled(spec: Spec, targets: Iterable[str] = (), lock: Lock = NO_LOCK) -> Built:
-    """Plans and renders a spec like `compile_loaded` without a source. The last results are cached, because a command
-    such as `specc quantize` compiles the same specs several times.
+    """Plans and renders a checked spec. The last results are cached, because a command such as `specc quantize`
+    compiles the same specs several times.
 
     Raises LoweringError with every problem if the spec cannot be planned.
     """
@@ -259,8 +259,9 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
 
 
 def called_text(site: Site) -> str | None:
-    """Renders the Torch call of a node as a Python function `CALLED`, and the functions that `CALLED` calls. The
-    arguments are the node's inputs. Returns None if there are no such functions, or if the node has an epilogue."""
+    """Returns the source of a Python function named CALLED, which computes a node by its Torch call. The arguments are
+    the node's inputs. The source begins with the support functions that the Torch call uses. Returns None if the Torch
+    call uses no support functions with their own files, or if the node has an epilogue."""
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import OpContext, is_op, op_file
 
@@ -383,8 +384,8 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the manifest entry `source`, the path of the spec relative to the project. Empty if this is
-    `_source_name`."""
+    """Returns the manifest entry `source`, the path of the spec relative to the project. Empty if this path equals
+    `_source_name`, or if the spec was not read from a YAML file."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}

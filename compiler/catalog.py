@@ -63,7 +63,8 @@ def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
 
 @cache
 def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...]:
-    """Returns all subclasses of `base` defined in `package` whose `field` is a single-valued Literal, in module order.
+    """Returns all subclasses of `base` in `package` for which the type of `field` is a single-valued Literal, in module
+    order.
 
     Raises ValueError if two classes have the same literal.
     """
@@ -82,16 +83,16 @@ def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
 
 
 class Kinds(Generic[M]):
-    """The type of a field whose value is one of several models, which a tag such as `kind` distinguishes.
+    """The type of a field whose value is one of several Pydantic models. A tag such as `kind` distinguishes the models.
 
-    A model is imported, and Pydantic builds its schema, when data state its tag. Only the errors of invalid data and
-    the JSON Schema need all models.
+    A model is imported only when data contain the tag of the model. Pydantic then builds the schema of this model. All
+    models are imported only to report invalid data and to write the JSON Schema.
 
     Args:
         package: the package that defines the models.
         roles: models, or base classes that stand for all models of the package that subclass them.
         tag: the field that holds the tag.
-        form: a function that derives the models of the type from those of the package.
+        form: a function that is applied to each model of the package. The results are the models of the field.
     """
 
     def __init__(
@@ -105,14 +106,15 @@ class Kinds(Generic[M]):
 
     @cached_property
     def models(self) -> tuple[type[M], ...]:
-        """All models, in the order of the roles and of their modules."""
+        """All models, in the order of `roles`. The models of one role are in the order of their modules."""
         listed = ((role,) if tag_of(role, self.tag) else models(self.package, role, self.tag) for role in self.roles)
         return tuple(map(self.form, chain(*listed)))
 
     def model(self, tag: str) -> type[M] | None:
         """Returns the model of a tag; None if there is none.
 
-        The model is in the module of its name, or in a module that is already imported, or in any other module.
+        The search begins with the module named `tag`, and continues with the modules that are already imported, then
+        with all modules.
         """
         if tag not in self._known:
             self._known[tag] = next(self._models_of(tag), None)

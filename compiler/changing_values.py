@@ -24,9 +24,9 @@ class Schedule(StrictModel):
 
     Attributes:
         at: [time, value] pairs. The first time is 0, and times increase.
-        by: the unit of the times. `share`: the completed share of the run, from 0 to 1, in seconds with
-            `budget_seconds` and otherwise in steps. `step`: the number of updates. `epoch`: the number of passes over
-            the training data.
+        by: the unit of the times. `share`: the completed share of the run, from 0 to 1. The share is measured by
+            seconds if `budget_seconds` is set, otherwise by steps. `step`: the number of updates. `epoch`: the number
+            of passes over the training data.
         between: the value between two points. `step`: the value of the earlier point. `linear`: interpolated.
     """
 
@@ -98,12 +98,13 @@ def last(value: Any) -> Any:
 
 
 def change_shares(part: StrictModel) -> tuple[float, ...]:
-    """Returns the shares of the run, in order, at which a schedule in a part of a spec changes."""
+    """Returns the fractions of the run at which a schedule in `part` changes, in order."""
     return tuple(sorted({share for at in _points_in(part.stated()) for share, _ in at if share}))
 
 
 def settled(part: M, share: float) -> M:
-    """Returns the part of a spec in which each schedule is replaced by its value at a share of the run."""
+    """Returns a copy of `part` in which each schedule is replaced by the schedule's value at the fraction `share` of
+    the run."""
     data = part.stated()
     if not any(_points_in(data)):
         return part

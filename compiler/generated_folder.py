@@ -21,7 +21,7 @@ State = Literal["changed", "missing", "extra", "line endings", "executable"]
 
 
 class OtherSource(SpeccError):
-    """Raised if a generated folder was built from another spec file. Exit code 2."""
+    """Raised if a generated folder was built from a spec file other than the given spec file. Exit code 2."""
 
     code = "G001"
 
@@ -223,7 +223,8 @@ def _present(folder: Path) -> set[str]:
 
 
 def _temporary(path: Path) -> bool:
-    """Returns whether a file is a temporary file of a build. It remains on disk only if the build was interrupted."""
+    """Returns whether a file is a temporary file of a build. Temporary files remain on disk only if a build was
+    interrupted."""
     return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 

@@ -1,4 +1,4 @@
-"""Creates a spec as a copy of another."""
+"""Creates a spec as a copy of another spec."""
 
 import re
 from pathlib import Path

@@ -97,8 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass, in order, to the first form of a model that has the pass. Forms are the keys of
-    PIPELINES."""
+    """Maps the name of each pass, in order, to a form of the model: the first key of PIPELINES whose passes include
+    this pass."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}

@@ -64,7 +64,7 @@ def small_version(text: str, name: str) -> str:
 
 
 def _shorten(train: Any, spec: Spec) -> None:
-    """Changes a run to few steps of few rows."""
+    """Changes the training run to a few steps with few rows per step."""
     rows = ROWS if spec.model.reads == "text" else LINE_ROWS
     for key in ("context", "validate_every"):
         train.pop(key, None)
@@ -87,13 +87,13 @@ def _shorten(train: Any, spec: Spec) -> None:
 
 
 def _read_bytes(data: Any, spec: Spec) -> None:
-    """Changes a model of text and its data to the tokenizer `bytes`."""
+    """Sets the tokenizer `bytes` in the training data, and the fields of the model that depend on the tokenizer."""
     order = {key: data["train"]["data"][key] for key in ("order",) if key in data["train"]["data"]}
     _put(data, ("train", "data"), {"tokenizer": "bytes", **order})
     _put(data, ("model", "vocab"), BYTE_IDS)
     _put(data, ("model", "context"), min(spec.model.window, CONTEXT))
     for path, _ in spec.model.marks:
-        if _part(data, path[:-1]).get(path[-1]) is not None:  # not set: the field has the id of another field
+        if _part(data, path[:-1]).get(path[-1]) is not None:  # an unset field takes its id from another field
             _put(data, path, BYTE_IDS - 1)
 
 

@@ -76,7 +76,7 @@ T = TypeVar("T")
 def later(default: Any) -> Any:
     """Declares a field that was added when specs were already in use.
 
-    The canonical text of a spec omits the field if it has its `default`. A spec without the field therefore keeps its
+    The canonical text of a spec omits the field if the value is `default`. A spec without the field therefore keeps its
     digest, and its runs still match.
     """
     return Field(default, exclude_if=lambda value: value == default)
@@ -115,8 +115,8 @@ class Problem:
 class StrictModel(BaseModel):
     """The base class of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the default member of a union. The default applies if the data states no kind. `described`
-    is the name of a whole file of this model in messages, such as `the spec`.
+    `untagged` is True for the model that a union selects if the data has no tag, such as `kind`. `described` is what
+    messages call a file that contains this model, such as `the spec`.
     """
 
     untagged: ClassVar[bool] = False
@@ -130,14 +130,14 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data whose keys are names, and not fields of this model. An entry has the path of
-        the part, the type that the part must have, and the data of the part. The data includes the tag, such as
-        `kind`, if the part itself does not state it."""
+        """Yields each part of `data` whose key is a name that the user chose, and not a field of this model. An entry
+        contains the path of the part, the type that the part must have, and the data of the part. If the part does not
+        state its tag, such as `kind`, the data in the entry contains the tag."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:
-        """Returns the fields that were set, as JSON data. Unlike `model_dump`, this needs no serializer, which
-        Pydantic would have to build for each class."""
+        """Returns the fields that were set, as JSON data. `model_dump` is not used, because Pydantic would have to
+        build a serializer for each class."""
         known = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
         return {name: _data(value) for name, value in (known | (self.model_extra or {})).items()}
 
@@ -155,8 +155,8 @@ def _data(value: Any) -> Any:
 
 
 def as_tuples(value: Any) -> Any:
-    """Returns JSON data with tuples in place of lists, because Pydantic's strict mode accepts only tuples as values of
-    Python."""
+    """Returns JSON data with tuples in place of lists, because Pydantic's strict mode accepts a list for a tuple field
+    only in JSON text."""
     if isinstance(value, dict):
         return {key: as_tuples(inner) for key, inner in value.items()}
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value

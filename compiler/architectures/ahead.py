@@ -1,4 +1,4 @@
-"""Modules after the last block that predict later tokens. Only training programs contain them."""
+"""Modules that predict later tokens from the output of the last block. Only training programs contain these modules."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace

@@ -51,7 +51,8 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} must override `window`")
 
     def after(self, done: float) -> Self:
-        """Returns the model in which each schedule is replaced by its value after the fraction `done` of a run."""
+        """Returns a copy of the model in which each schedule is replaced by the schedule's value after the fraction
+        `done` of a run."""
         return settled(self, done)
 
     @property
@@ -76,7 +77,7 @@ class Architecture(StrictModel):
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
-        """The ids that begin documents. Each has its path in the spec."""
+        """The ids that begin documents, as pairs (path in the spec, id)."""
         return ()
 
     @property
@@ -96,7 +97,7 @@ class Architecture(StrictModel):
         return None
 
     def place_of(self, init: Init) -> Path:
-        """Returns the spec path of the field with this initialization."""
+        """Returns the spec path of the field whose value is the object `init`."""
         return ("model", *next((path for path, other in values_in(self, Init) if other is init), ()))
 
     @property

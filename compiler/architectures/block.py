@@ -30,9 +30,10 @@ NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: ge
 class Block(StrictModel):
     """One block: its layers in order, with norms.
 
-    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the stream after
-    run k of a block), learned values, `layer` and `layers`. With several residual streams, `read` and `write` have one
-    expression per stream, by name. Expressions read streams by these names.
+    A run is one execution of a block. Runs are counted from 0. Expressions can read the residual stream `x`, `x0` (the
+    input of the first block), `output(k)` (the stream after run k), learned values, `layer` (the index of the block)
+    and `layers` (the number of blocks). With several residual streams, `read` and `write` have one expression per
+    stream, by name. Expressions read streams by these names.
 
     Attributes:
         norm: the norms of the block, before each layer or in other places. null for none.
@@ -59,7 +60,7 @@ class Block(StrictModel):
         return name in self.circuit.reads
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the block's state between tokens, by layer and key."""
+        """Returns the types of the block's decoding state, such as caches, by layer and key."""
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:

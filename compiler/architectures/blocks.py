@@ -1,4 +1,4 @@
-"""The blocks of a stack: one block, and changes to it in the layers where a condition holds."""
+"""The blocks of a stack: the fields of one block, and changes to these fields in some blocks."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,8 @@ VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # 
 
 
 class Between(StrictModel):
-    """Modules between runs of blocks. A module precedes each run for which the condition `where` holds.
+    """Modules between runs of blocks. A run is one execution of a block. A module precedes each run for which the
+    condition `where` holds.
 
     Module `name`.0 precedes the first such run, `name`.1 the second, and so on. Each module has separate learned
     values.
@@ -57,13 +58,13 @@ class Between(StrictModel):
 
 
 class Blocks(Block):
-    """A stack of blocks: the fields of one block, and changes to these fields in some layers. Layers are counted from
-    0.
+    """A stack of blocks: the fields of one block, and changes to these fields in some blocks. `layer` is the index of a
+    block, counted from 0.
 
     Attributes:
         count: the number of blocks.
         common: learned values that all blocks share. A learned value may read `ids`, `x0` and other learned values.
-        changes: the fields that differ in some layers.
+        changes: the changes to the fields in some blocks.
     """
 
     count: Annotated[int, Field(gt=0, le=1000)]
@@ -109,7 +110,7 @@ class Blocks(Block):
 
     @property
     def all_layers(self) -> Iterator[tuple[int, int, Layer]]:
-        """Yields every layer of every block, after the index of the block and the index of the layer in the block."""
+        """Yields (index of the block, index of the layer in the block, layer) for every layer of every block."""
         return ((i, j, layer) for i, block in enumerate(self.every) for j, layer in enumerate(block.layers))
 
     @property
@@ -212,7 +213,8 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Yields a problem for each `value(k)` whose run k has no attention values, or has values of another size."""
+        """Yields a problem for each `value(k)` that run `run` reads if run k has no attention layer `title`, or if the
+        attention values of the two runs have different sizes."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
@@ -267,7 +269,7 @@ class Blocks(Block):
         return tuple({computation.name: computation for computation in shared}.values())
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the blocks' state between tokens, by run, layer and key."""
+        """Returns the types of the blocks' decoding state, such as caches, by run, layer and key."""
         runs = enumerate(self.runs)
         return {f"{run}.{key}": type for run, i in runs for key, type in self.every[i].state(shape).items()}
 
@@ -297,8 +299,8 @@ def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, i
 def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
-    """Yields a problem for each `output(k)` or `value(k)` in an expression whose k has no value or is not before
-    `run`.
+    """Yields a problem for each `output(k)` or `value(k)` in an expression if the formula k has no value, or if run k
+    is not before the run `run`.
 
     Args:
         wiring: The expression.

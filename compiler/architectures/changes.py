@@ -1,4 +1,4 @@
-"""Changes to the block of a stack in some layers."""
+"""Changes to some of the blocks of a stack."""
 
 import json
 from collections.abc import Mapping
@@ -23,14 +23,15 @@ Data = Mapping[str, Any]
 
 
 class Change(StrictModel):
-    """Fields of a block that differ in the layers where the condition `where` holds.
+    """Changes to fields of those blocks for which the condition `where` holds.
 
-    A key may also be the name of a layer. Its value contains the fields of the layer that differ. Mappings are merged
-    field by field, in the order of the changes. A layer or norm of another `kind` replaces the existing one. Null
-    removes a field, a learned value or a layer.
+    A key may also be the name of a layer of the block. The value of such a key contains the changed fields of the
+    layer. Mappings are merged field by field, in the order of the changes. A layer or norm of another `kind` replaces
+    the existing one. Null removes a field, a learned value or a layer.
 
     Attributes:
-        where: a condition of `layer` and `layers`, such as `layer % 6 == 5`.
+        where: a condition such as `layer % 6 == 5`. `layer` is the index of a block, and `layers` is the number of
+            blocks.
         norm: the changed fields of the norm.
         learn: added learned values, or changed fields of learned values.
         read: an expression for the residual stream at the start of the block.
@@ -54,7 +55,7 @@ class Change(StrictModel):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that the change sets, as data."""
+        """The fields that the change sets, by name, as JSON data."""
         return {name: value for name, value in self.stated().items() if name != "where"}
 
 
@@ -62,7 +63,7 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
     """Returns the block with the changes applied. `changes` maps the index of each change to the change.
 
     Raises:
-        ValidationError: If the block is invalid. An error is reported at the change that causes it.
+        ValidationError: If the changed block is invalid. The path of an error is in the change that causes the error.
     """
     data: Data = {name: value for name, value in base.stated().items() if name in Block.model_fields}
     merged = reduce(_merge_block, [change.fields for change in changes.values()], data)

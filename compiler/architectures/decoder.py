@@ -178,7 +178,7 @@ class Decoder(Architecture):
         return tuple(dict.fromkeys((("model", *at, "bos"), mark) for at, mark in marked if mark is not None))
 
     def shape(self, tables: Tables) -> Shape:
-        """Returns the properties of the model for its parts."""
+        """Returns the sizes and the settings of the model that the embedding, the blocks and the head read."""
         vocab, dim = tables.size("V", self.vocab, "tokens"), tables.size("D", self.dim, "features")
         inits = (self.init, self.output_init or self.init)
         coded = self.cache is not None and self.cache.dtype is not None
@@ -239,7 +239,7 @@ class Decoder(Architecture):
         programs += lowering.halves() if halves else ()
         phases: list[Phase] = []
         plain, runs = tuple(range(model.blocks.count)), model.blocks.runs
-        # The names of parts that differ from the parts of the last phase
+        # Names for the heads and the blocks that differ from those of the last phase
         titles, methods = {model.head: ""}, {model.blocks.every: ""}
         for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self)))):
             then = self.after(share)
@@ -282,7 +282,8 @@ class _Trunk(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lowering:
-    """Lowers one decoder without schedules.
+    """Lowers a decoder in which each schedule is replaced by the value of one phase. A phase is a part of the training
+    run in which no schedule of the model changes.
 
     Attributes:
         model: The decoder.
@@ -360,8 +361,8 @@ class _Lowering:
         return self.shape.tables.program(b, {"logits": logits, **trunk.state})
 
     def require_codes(self) -> None:
-        """Raises LoweringError if the cache holds 8-bit codes, but the model has other state between tokens. Such
-        state cannot be stored as codes."""
+        """Raises LoweringError if the cache holds 8-bit codes, but the model also has decoding state that cannot be
+        stored as codes."""
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
                 message = f"an 8-bit cache holds only keys, values and latents, but the model has another state, {name}"
@@ -369,7 +370,7 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:
-        """Raises LoweringError if the model has state between tokens other than pages of keys and values."""
+        """Raises LoweringError if the model has decoding state other than pages of keys and values."""
         for name, type in self.states().items():
             if type.shape[:2] != ("P", page):
                 message = f"a paged cache holds only keys and values, but the model has another state, {name}"
@@ -377,7 +378,7 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def states(self) -> Mapping[str, TensorType]:
-        """Returns the types of all state between tokens, by name."""
+        """Returns the types of the whole decoding state, such as caches, by name."""
         blocks = self.model.blocks
         parts = {step.title: step.state(self.shape) for step in self.model.embed}
         parts |= {value.name: value.state() for value in blocks.shared(self.shape)}

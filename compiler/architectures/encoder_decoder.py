@@ -115,7 +115,7 @@ class EncoderDecoder(Architecture):
             yield from name_problems(side, stages)
         for path, _ in values_in(self, Schedule):
             hint = "write the last value instead of the schedule; only numbers of `train` can have a schedule"
-            yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder has no schedules", hint)
+            yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder cannot have a schedule", hint)
         if self.bridge is None and not any({"reads_source", "reads_final"} & stage.traits for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
             yield Problem(("decoder",), "S253", "no stage of the decoder reads the encoder", hint)

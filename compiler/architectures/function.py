@@ -47,7 +47,7 @@ class Function:
 
         Args:
             node: The name of the call.
-            names: The candidate names of the function.
+            names: Candidate names of the function, most preferred first.
             at: The path prefix of the function's parameters.
             outputs: The outputs of the function, by label.
             types: The types of the results. By default, the types of the outputs.
@@ -74,7 +74,7 @@ def begin_parts(
         b: The builder of the program.
         parts: The parts, each with its sizes.
         context: The values that the parts can read.
-        names: The candidate names of the function.
+        names: Candidate names of the function, most preferred first.
         at: The path prefix of the function's parameters.
         name: The prefix of the call's name.
     """

@@ -35,11 +35,12 @@ class Scope:
         shape_of: A function that returns the sizes for the learned value with a given path.
         values: The values of parts, by title.
         branches: The input `h` and the output `y` of the last part.
-        inputs: The results of `read` expressions. A key has an expression, and the references of the values that the
-            expression reads.
+        inputs: The results of `read` expressions. A key contains an expression, and the references of the values that
+            the expression reads.
         head_values: The per-head values of attention layers, by the title of the layer.
         shared: The token positions of the program, and the shared computations.
-        added: The references of learned values. A key has the path of a learned value, and the value that it reads.
+        added: The references of learned values. A key contains the path of a learned value, and the reference of the
+            value that the learned value multiplies, or "".
     """
 
     b: Builder
@@ -121,8 +122,8 @@ class Scope:
             value: One expression, or one per stream.
             name: The name of the node of a single expression. Otherwise, nodes have the names of streams.
             prefix: The name of scalars that depend on the layer, such as `mlp_residual`.
-            base: The expression that `value` replaces. `value` may equal `base` with an expression E in place of the
-                stream. E then becomes a separate node, and blocks with `value` and blocks with `base` share all other
+            base: The expression that `value` replaces. If `value` is `base` with an expression E in place of the
+                stream, E becomes a separate node. Blocks with `value` and blocks with `base` then share all other
                 nodes.
             title: The title of a part, whose learned values the expression reads by their short names.
             replaced: Values that override values of the scope, by name.

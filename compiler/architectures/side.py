@@ -19,8 +19,9 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
     """Yields an entry for each loop over time and for each stage outside of loops. An entry has the name of the loop
     (empty outside of loops), the index of the first stage, and the stages.
 
-    A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. If
-    another stage in the loop has such a query from a stage after the loop, the loop extends to that stage.
+    A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. If the
+    attention query of another stage in the loop is the state of a stage after the loop, the loop is extended to end at
+    the stage with this state.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0
@@ -37,7 +38,7 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
 
 
 def owner_of(side: str, stage: Part) -> str:
-    """Returns the base name of the class with the functions of a stage."""
+    """Returns the base name of the generated class that contains the functions of a stage."""
     return f"{side}_{stage.title}".removesuffix("s")
 
 
@@ -66,8 +67,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the stages' state between tokens, by side, stage and key. The stages must have been
-        added before. The default is all stages."""
+        """Returns the types of the stages' decoding state, such as caches, by side, stage and key. The stages must have
+        been added before. The default is all stages."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)

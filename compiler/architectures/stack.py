@@ -33,8 +33,8 @@ class Stack:
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
-        """For each block, the input names of the shared values that the block reads, by ref. A name that would occur
-        twice is prefixed with the name of the computation."""
+        """For each block, a mapping from the ref of each shared value that the block reads to the name of the input. A
+        name that would occur twice is prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -280,8 +280,8 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields two mappings from input names to values of the block: the values that all blocks read, then the
-        others.
+        """Yields two mappings from input names to values of the block: the values that all blocks read, then the values
+        that only some blocks read.
 
         In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and
         values of the source.

@@ -124,8 +124,8 @@ class Loop(NamedTuple):
         context: LoweringContext,
     ) -> Mapping[str, str]:
         """Adds one step to the function `step`. Returns the outputs by name. The state of all recurrent stages comes
-        first in the inputs and outputs. The argument of a state input is the name of the state, which the caller
-        replaces by the value.
+        first in the inputs and outputs. For each state, the argument is the name of the state. The caller of this
+        method replaces the name by the value.
 
         Input names never collide. Fixed names contain no `_`. The output of a stage is named TITLE_SUFFIX, and the
         suffix contains no `_`. Only names of state end in a key.

@@ -77,8 +77,9 @@ class Attention(ScoreAndMask):
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
         v: the values: an expression of the projected `v` of each head. If the expression does not read `v`, there is no
-            projection. `value(k)` is the result of this expression in the layer of the same name, in run k of a block
-            (value residual, Zhou et al. 2024, arXiv 2410.17897).
+            projection. `value(k)` is the result of this expression in run k, in the layer of the same name. Runs are
+            executions of blocks, counted from 0. `value(k)` permits value residuals (Zhou et al. 2024, arXiv
+            2410.17897).
         exclude: exclusive self-attention.
         pool: keys and values of whole blocks of earlier tokens. A query attends to such blocks and to the tokens that
             the mask admits.

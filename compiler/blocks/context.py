@@ -14,7 +14,7 @@ from specc.compiler.strict import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Properties of the model, for the checks and the lowering of a part.
+    """The sizes and the settings of the model that the checks and the lowering of a part read.
 
     Attributes:
         dim: The number of features.
@@ -99,7 +99,7 @@ class CallSite(NamedTuple):
 
     Attributes:
         at: The prefix of the paths of the calls.
-        owner: The base name of the functions' class.
+        owner: The base name of the generated class that contains the functions.
         place: The path of the part in the spec.
         phase: The method name of the functions in this training phase. Empty if the functions are those of the last
             phase.
@@ -174,14 +174,14 @@ class Shared:
     positional: bool = False
 
     def state(self) -> Mapping[str, TensorType]:
-        """Returns the types of the computation's state between tokens, by key."""
+        """Returns the types of the computation's decoding state, by key."""
         return {}
 
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         """Adds the computation to the scope of the whole model. Returns one value per label.
 
-        In a program that continues a sequence, `context.cache` holds the previous state. The new state follows the
-        values.
+        In a program that continues a sequence, `context.cache` holds the previous state. The new state is returned
+        after these values.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 

@@ -44,7 +44,8 @@ class Norm(StrictModel):
         weight: a learned factor of each feature: an expression of a parameter `w`, such as `w` or `1 + w`; `none` for
             no weight. The initial `w` is 0 or 1, whichever makes the factor 1.
         bias: whether to add a learned number per feature, initially 0.
-        scale: a factor of the result. It may depend on `layer`, which is counted from 0.
+        scale: a factor of the result: a number, or a formula of `layer` (the index of the block, from 0) and `layers`
+            (the number of blocks).
         places: where the norms of a block are: `before` each layer, `after` each layer, or on the `stream`. A norm
             after a layer normalizes the output of the layer, before `write`. A norm of the stream normalizes the result
             of each `write` (post-LN).
@@ -134,9 +135,9 @@ Trait = Literal[
 
 
 class Part(StrictModel):
-    """The base class of layers and stages. A part computes one value [B, T, D] from another."""
+    """The base class of layers and stages. A part computes an output from an input [B, T, D]."""
 
-    # The fields that are expressions over attention values, and may read those of earlier blocks.
+    # The fields that are expressions over attention values, and may read the attention values of earlier blocks.
     over_values: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -151,7 +152,7 @@ class Part(StrictModel):
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """The properties of the part that concern other parts; see `Trait`."""
+        """The traits of the part. `Trait` lists all traits."""
         return frozenset()
 
     @property
@@ -161,7 +162,7 @@ class Part(StrictModel):
 
     @property
     def further_modules(self) -> Mapping[str, str]:
-        """The additional modules of the part in generated code: their names and descriptions."""
+        """Maps the name of each additional module of the part in generated code to the description of the module."""
         return {}
 
     @property
@@ -202,7 +203,7 @@ class Part(StrictModel):
         return ()
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the part's state between tokens, by key. The first dim is the batch B."""
+        """Returns the types of the part's decoding state, such as caches, by key. The first dim is the batch B."""
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
@@ -216,8 +217,8 @@ class Part(StrictModel):
         Args:
             b: The builder of the function or program.
             x: The input, [B, T, D]. Empty for a part with the trait `starts`.
-            shape: The sizes of the model, with D features. For a part of `embed`, D is the number of features of the
-                model.
+            shape: The sizes of the model. `shape.dim` is D, except for a step of `embed`: the input of such a step may
+                differ in width from the model.
             context: The other values that the part can read.
 
         Raises:
@@ -301,7 +302,8 @@ class Wired(Part):
 
 
 class Stage(Wired):
-    """A part whose output replaces the input. The output may have another number of features."""
+    """A part whose output replaces the input. The number of features of the output may differ from that of the
+    input."""
 
 
 class Layer(Wired):

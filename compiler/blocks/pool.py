@@ -42,8 +42,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens, except causality, which needs a proof. `masks` are the
-        attention masks. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. Causality is not checked, because this check needs a
+        proof. `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
@@ -70,8 +70,8 @@ class Pool(StrictModel):
             )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError like
-        `bound_blocks`."""
+        """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError if the
+        mask of blocks is invalid or not causal, or if it admits no block."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:

@@ -23,8 +23,8 @@ Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "
 
 
 class Scaling(StrictModel):
-    """Frequency scaling. Slow pairs of channels rotate `factor` times slower. Fast pairs are unchanged. The
-    frequencies of other pairs are linear blends of the slow and the fast rule.
+    """Frequency scaling. Slow pairs of channels rotate `factor` times slower. Fast pairs are unchanged. The frequency
+    of any other pair is a linear blend of the slowed and the unchanged frequency.
 
     Attributes:
         factor: the divisor of slow frequencies.
@@ -187,7 +187,7 @@ class RopeSpec(StrictModel):
             for pair in range(dims // 2):
                 number(share, f=self.base ** (-2 * pair / dims), pair=float(pair))
             if isinstance(scaling, Scaling) and scaling.multiplier <= 0:
-                raise ExprError(f"the magnitude is {scaling.multiplier:g}")
+                raise ExprError(f"the magnitude is {scaling.multiplier:g}, but must be positive")
         except (ExprError, ArithmeticError) as error:
             reason = "a power of the base overflows" if isinstance(error, OverflowError) else "log(base) is 0"
             message = f"the RoPE frequencies cannot be computed: {getattr(error, 'message', reason)}"

@@ -95,8 +95,8 @@ class ScoreAndMask(Layer):
         return any(sees_later(self.bound_mask(mask, shape), self.heads) for mask in self.masks)
 
     def bound_mask(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if the mask is invalid
-        there."""
+        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if the mask is invalid in
+        this model."""
         return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
     def bound_score(self, mask: str, shape: Shape) -> str:

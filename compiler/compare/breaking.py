@@ -44,7 +44,7 @@ def interface_of(origin: FilePath | str, name: str) -> Interface:
 
     Args:
         origin: the spec file, or the text of a spec.
-        name: the name that messages use for a text.
+        name: the name that messages use for `origin` if `origin` is a text.
 
     Raises:
         SpecError: if the spec is invalid.
@@ -71,7 +71,8 @@ def _tokens(spec: Spec) -> dict[str, object]:
 
 
 def breaking_changes(old: Interface, new: Interface) -> tuple[Diagnostic, ...]:
-    """Returns one finding per kind of change, each at the line of the new spec that causes it.
+    """Returns one finding per kind of change. The position of a finding is the line of the new spec that causes the
+    change.
 
     Parameters whose names differ only in numbers, such as those of different layers, share one finding. A new
     activation or learning rate, for example, is not breaking.

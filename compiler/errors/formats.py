@@ -12,7 +12,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def json_text(diagnostics: Sequence[Diagnostic]) -> str:
-    """Returns a JSON list of the diagnostics. `schema` describes it."""
+    """Returns a JSON list of the diagnostics. `schema` returns the JSON Schema of this list."""
     return json.dumps([_fields(diagnostic) for diagnostic in diagnostics], indent=2)
 
 
@@ -22,7 +22,7 @@ def github_text(diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def sarif_text(diagnostics: Sequence[Diagnostic]) -> str:
-    """Returns a SARIF 2.1.0 log of one run. Its rules are the codes of the diagnostics."""
+    """Returns a SARIF 2.1.0 log of one run. The rules of the run are the codes of the diagnostics."""
     codes = sorted({diagnostic.code for diagnostic in diagnostics})
     rules = [{"id": code, "shortDescription": {"text": CODES[code]}} for code in codes]
     run = {

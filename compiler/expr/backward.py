@@ -5,7 +5,7 @@ These are the strategies, in order of preference:
 - linear: The derivative depends only on constants and operands. Nothing is saved.
 - output: The derivative is a function g(y) of the output. The output is in memory anyway.
 - derivative: The derivatives are saved as additional outputs. The backward pass is then one multiplication without a
-  branch. If f is homogeneous of degree k, the forward pass may compute it as slope * x / k.
+  branch. If f is homogeneous of degree k, the forward pass may compute f as slope * x / k.
 - inputs: Like derivative, if the derivatives are the inputs themselves, as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
@@ -80,7 +80,8 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
         expr: The expression of y.
         wrt: The variables to differentiate with respect to. They are results of matrix products, in registers. All
             other variables are in memory.
-        keep: What is saved if the backward pass needs saved values: the derivatives, or the variables that they read.
+        keep: What is saved if the backward pass needs saved values: the derivatives, or the variables that the
+            derivatives read.
 
     Raises:
         ExprError: If `expr` uses the name d, y, or the name of a saved value, or if `wrt` has duplicates.

@@ -1,4 +1,5 @@
-"""Derivatives of expressions, and degrees of homogeneity, which are determined case by case."""
+"""Derivatives of expressions, and degrees of homogeneity. A degree is determined separately for each outcome of the
+conditions."""
 
 from collections.abc import Hashable
 from fractions import Fraction
@@ -119,7 +120,8 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Returns whether x f'(x) / f(x) is the same at a few sample points. If not, no case distinction is necessary."""
+    """Returns whether x f'(x) / f(x) is the same at a few sample points. If the ratio differs, `expr` is not
+    homogeneous, and its pieces need not be examined one by one."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
@@ -131,7 +133,7 @@ def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
 
 
 def _as_where(expr: Expr) -> Expr:
-    """Rewrites abs, min and max as `where`. `assume` handles relu and leaky_relu, so they stay."""
+    """Rewrites abs, min and max as `where`. relu and leaky_relu are not rewritten, because `assume` simplifies them."""
     expr = rebuild(expr, _as_where)
     match expr:
         case Call("abs", (u,)):

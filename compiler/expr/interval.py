@@ -393,8 +393,8 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
-    """Returns the largest i - j for which a condition holds, or None if it never holds. Positions and heads are
-    limited as in `example`.
+    """Returns the largest i - j for which a condition holds, or None if it never holds. Positions are less than
+    `positions`, and heads are less than `heads`.
 
     Raises:
         Undecided: If WORK boxes do not suffice.

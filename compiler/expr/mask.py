@@ -62,8 +62,8 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
         sizes: The values of the names in SIZES.
 
     Raises:
-        ExprError: If the text is not a mask. Also unless a proof shows that no query attends to a later key outside of
-            the prefix. The message states the query and the key.
+        ExprError: If the text is not a mask, or if a query may attend to a later key outside of the prefix. The message
+            states the query and the key.
     """
     numbers = numbers_of(heads, context, prefix, sizes)
     condition = simplify(with_numbers(parse_mask(text), numbers))
@@ -188,7 +188,7 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds if the documents are chosen freely. None if there are none."""
+    """Returns i, j and h for which a condition holds for some choice of documents. None if there is no such pair."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -272,7 +272,8 @@ class Mask(NamedTuple):
         return _count(with_documents(reread(self.text, LANGUAGE), ALWAYS), self.heads, tokens)
 
     def block_pairs(self, block: int, tokens: int) -> int:
-        """Returns the number of unmasked query-block pairs for a mask of blocks, as `pairs` does for tokens."""
+        """Returns the number of unmasked query-block pairs of a mask of blocks in a sequence of one document, averaged
+        over heads. The number is exact for up to 4,096 tokens."""
         condition = with_documents(reread(self.text, LANGUAGE), ALWAYS)
         return _count(of_tokens(condition, block), self.heads, tokens) // block
 

@@ -41,7 +41,7 @@ ELSEWHERE = {
 class Positions(NamedTuple):
     """The additional syntax of expressions of token positions.
 
-    They may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
+    Such expressions may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
 
     Attributes:
         whole: The variables that are whole numbers.
@@ -358,7 +358,7 @@ def _document_of(node: ast.expr) -> str | None:
         case ast.Call(func=ast.Name(id="document"), args=[ast.Name(id=name)], keywords=[]):
             return name
         case ast.Call(func=ast.Name(id="document")):
-            fail("document takes one position", node, "write document(i) == document(j)")
+            fail("document(...) takes one position", node, "write document(i) == document(j)")
     return None
 
 

@@ -102,7 +102,7 @@ def _operators(value: str, room: int) -> list[str]:
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """Splits a statement into its value, which is assigned or returned, and the text before."""
+    """Splits a statement into the text before its value, and the value, which is assigned or returned."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
     if isinstance(node.value, ast.Tuple):  # a tuple without parentheses has the position of its first item

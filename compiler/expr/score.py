@@ -59,7 +59,7 @@ class TableRead:
     """An element of a learned table that a score reads.
 
     Attributes:
-        variable: The variable of the element in the score.
+        variable: The variable that stands for the element in the score.
         table: The name of the table.
         indices: One whole-number expression of i, j and h per dim.
     """
@@ -203,7 +203,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
 
     Args:
         score: The score, or a part of it.
-        mask: The condition under which the part is computed.
+        mask: The condition under which `score` is computed.
         heads: The number of query heads.
         context: The number of tokens of a sequence.
         text: The score as written, for the column of an error.

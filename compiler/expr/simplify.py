@@ -118,7 +118,8 @@ def times(coefficient: Fraction, expr: Expr) -> Expr:
 
 
 def product(parts: Iterable[Expr]) -> Expr:
-    """Builds a product. Like factors are collected, and piecewise factors of the same condition are merged."""
+    """Builds a product. Powers of the same base are collected, and piecewise factors with the same condition are
+    merged."""
     coefficient = Fraction(1)
     factors: Factors = ()
     for part in parts:
@@ -145,7 +146,8 @@ def _product(coefficient: Fraction, factors: Factors) -> Expr:
 
 
 def _with_sigmoid(factors: Factors) -> Factors:
-    """Rewrites 1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u). These do not overflow."""
+    """Rewrites 1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u). The sigmoids do not
+    overflow."""
     changed = list(factors)
     for place, (base, exponent) in enumerate(changed):
         u = logistic_argument(base) if exponent < 0 and exponent.denominator == 1 else None
@@ -212,10 +214,10 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Returns the product with factors moved into the arms of a `where`, if the condition of the `where` simplifies
-    these factors. Otherwise None.
+    """Returns the product with factors moved into the two arms of one of its factors, a `where`. The condition of this
+    `where` simplifies the moved factors. Returns None if there is no such `where`.
 
-    If an arm is 0, all factors are moved, because they need not be computed there.
+    If an arm of the `where` is 0, all factors are moved, because the zero arm does not compute them.
     """
     for base, exponent in factors:
         match base:
@@ -286,8 +288,8 @@ def compare(op: str, a: Expr, b: Expr) -> Compare:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """Builds a `where` from simplified parts. It resolves constant conditions and equal arms, and recognizes relu and
-    leaky_relu."""
+    """Builds a `where` from simplified parts. Constant conditions and equal arms are resolved, and relu and leaky_relu
+    are recognized."""
     assert isinstance(condition, Compare)
     if is_number(condition):
         return a if number(condition) else b

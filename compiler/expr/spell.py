@@ -52,7 +52,8 @@ def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool =
 
 
 def score_text(expr: Expr, names: Mapping[str, str]) -> str:
-    """Returns `torch_text` of a score or its derivative, where i, j and h are tensors of whole numbers."""
+    """Returns Python source that computes a score, or a derivative of a score, with Torch. i, j and h are tensors of
+    whole numbers."""
     return _TorchScore(names, False).text(decided(expr))
 
 
@@ -117,8 +118,8 @@ def is_primary(text: str) -> bool:
 class _Target(Printer):
     """The base class of printers for Torch, for kernels and for the CuTe DSL.
 
-    Floats have a decimal point or exponent. With `whole`, all numbers are whole and have none. Otherwise, `inner`
-    prints the parts that are whole numbers.
+    Floats are printed with a decimal point or an exponent. With `whole`, all numbers are whole, and are printed without
+    a decimal point. Otherwise, `inner` is the printer of the whole-number parts of an expression.
     """
 
     language: ClassVar[str]

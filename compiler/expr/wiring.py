@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value that this stands for in an expression of the layer `layer`. In such an expression,
-        `value(k)` is the value of the same layer in run k."""
+        """Returns the value that an expression of the layer `layer` reads. In such an expression, `value(k)` is the
+        attention value of the same layer in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -64,8 +64,9 @@ class Wiring:
 def parse_wiring(text: str) -> Wiring:
     """Parses an expression of named values.
 
-    The language is the pointwise language with dotted names, `output(k)` and `value(k)`. `output(k)` is the residual
-    stream after run k of a block, and `value(k)` the attention values of that run. k is a formula of whole numbers.
+    The language is the pointwise language with dotted names, `output(k)` and `value(k)`. A run is one execution of a
+    block. `output(k)` is the residual stream after run k, and `value(k)` is the attention values of run k. k is a
+    formula of whole numbers.
 
     Raises:
         ExprError: If the text is not a valid expression.

@@ -21,7 +21,7 @@ class AttentionFusion(Fusion):
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         attention = next(member for member in members if isinstance(member.op, Sdpa | SdpaSeen))
         others = [member.name for member in members if member is not attention]
-        return f"takes attention alone; {others[0]} is a member too" if others else None
+        return f"takes a single attention node; {others[0]} is a member too" if others else None
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
         (attention,) = members

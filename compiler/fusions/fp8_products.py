@@ -1,4 +1,4 @@
-"""Splits an 8-bit linear layer into several nodes. Some round the operands to codes, and one multiplies the codes. The
+"""Splits an 8-bit linear layer into nodes that round the operands to codes, and a node that multiplies the codes. The
 kernel of another node in the group can then write the codes."""
 
 from collections.abc import Sequence

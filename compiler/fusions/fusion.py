@@ -33,10 +33,10 @@ class Fusion:
     the error states the reason.
 
     `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. The fusion
-    refuses a member whose other fields are not defaults. It therefore never drops a setting that it does not know,
-    such as a field of a subclass or a field that was added later.
+    refuses a member if any other field has a value other than the default. A fusion therefore never drops a setting
+    that is not in `reads`, such as a field of a subclass or a field that was added later.
 
-    Members are in the order of `graph`. Only members of the group read members before the last one. A node that an
+    Members are in the order of `graph`. Only members read the outputs of members before the last one. A node that an
     earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear or pointwise,
     or have a derivative rule.
     """
@@ -51,8 +51,8 @@ class Fusion:
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None. The fields that `reads` does not list have their
-        defaults. Subclasses must override this method."""
+        """Returns the reason why the fusion does not apply, or None. `refusal` calls this method after a check that all
+        fields outside of `reads` have their defaults. Subclasses must override this method."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:

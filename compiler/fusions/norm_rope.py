@@ -92,7 +92,7 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     gain = next((member for member in members if last.name in member.inputs and member is not rope), None)
     weight = by_name.get(node_of(norm.inputs[1])) if norm is not None and len(norm.inputs) > 1 else None
     if left := [member.name for member in members if member not in (norm, rope, gain, weight)]:
-        return f"takes a norm, a rope and a gain alone; {left[-1]} is a member too"
+        return f"takes only a norm, a rope and a gain; {left[-1]} is a member too"
     if norm is not None and not isinstance(norm.op, RmsNorm):
         return f"takes only an rms_norm before the rope; {norm.name} is a {norm.op.name}"
     if weight is not None and not _of_parameter(weight):

@@ -53,7 +53,7 @@ def covering(names: Sequence[str]) -> str:
 class Source:
     """A matrix product of the model. Names are full names in the model.
 
-    The features of the input are divided into `parts` equal slices. The weight multiplies one of them.
+    The features of the input are divided into `parts` equal slices. The weight multiplies one of these slices.
 
     Attributes:
         node: The name of the node that contains the product.
@@ -61,7 +61,8 @@ class Source:
         bias: The name of the int8 bias, or "".
         read: The indices of the node inputs that the weight multiplies.
         outputs: The indices of the node outputs that the weight multiplies.
-        maker: The name of the node or graph input that computes the first of the multiplied inputs.
+        maker: The name of the node that computes the first of the multiplied inputs, or of the graph input that is this
+            value.
         leader: The weight whose name identifies the input scale. Of all weights that multiply this input, it is the
             first in the parameter table.
         part: The index of the slice that the weight multiplies.
@@ -110,7 +111,7 @@ class Editor:
 
     Attributes:
         graph: The original graph.
-        places: The path of each call of the graph, such as `blocks.0.`. Full names of parameters begin with it:
+        places: The path of each call of the graph, such as `blocks.0.`. Full names of parameters begin with this path:
             `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
@@ -120,8 +121,8 @@ class Editor:
         new: New nodes. A key is the name of the original node before which they are inserted.
         gone: The names of the removed nodes.
         names: Maps the ref of each removed value to its replacement.
-        shared: The refs of codes that several products may read. A key has the ref of the quantized value, and the
-            leader whose input scale applies.
+        shared: The refs of codes that several products may read. A key contains the ref of the quantized value, and the
+            leader that identifies the input scale.
     """
 
     graph: Graph
@@ -202,8 +203,8 @@ class Editor:
         widths = {self.schemes[name].input_bits for name in names}
         if len(widths) > 1:
             message = (
-                f"{names[0]} and the weights that share its input or its code must have inputs of equal width, 8 or "
-                "16 bits"
+                f"{names[0]} and the weights that share its input or its code must all have 8-bit inputs, or all have "
+                "16-bit inputs"
             )
             raise Unfit(message, names, at_once=True)
         return widths.pop()
@@ -213,8 +214,8 @@ class Editor:
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
             message = (
-                f"blocks with the code of {self.places[0]}{weight[1:]} must agree on the products that read its input, "
-                "but they differ"
+                f"the products that read the input of {self.places[0]}{weight[1:]} are not the same in all blocks that "
+                "share its code"
             )
             raise TypeRuleError(message)
         return leaders.pop()

@@ -23,11 +23,12 @@ SUFFIX = "_rounded"
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
     """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests them.
 
-    The training program of each phase with `train.qat` is copied. The copy rounds each input of an int8 product to a
-    value that the deployed model's codes can represent. Recurrent states are rounded at every step.
+    A phase is a part of the training run with its own training program. For each phase in which `train.qat` applies, a
+    copy of the training program is added. The copy rounds each input of an int8 product to a value that the deployed
+    model's codes can represent. Recurrent states are rounded at every step.
 
     If the decoder is not always teacher-forced, the programs that compute the decoder's inputs are copied too. The
-    scales of the inputs are `programs.buffers`. The caller rounds the weights.
+    scales of the inputs are `buffers` of the returned programs. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.

@@ -20,7 +20,8 @@ from specc.compiler.strict import Path, Problem
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
     """Returns the matrix products that the deployed model computes in int8, in the order of the parameter table.
-    Calibration measures the range of the inputs of these products. `programs` must not be rewritten yet."""
+    Calibration measures the range of the inputs of these products. `programs` are the programs before any pass that
+    rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):

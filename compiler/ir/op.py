@@ -22,9 +22,9 @@ class Op:
     """
 
     name: ClassVar[str] = ""
-    # The line of generated code that reads the value may contain its expression.
+    # Generated code may compute the op inside the line that reads the value.
     inline: ClassVar[bool] = True
-    # The value is assigned to a name in a separate line. Lines that read it contain this name.
+    # The value is assigned to a name in a separate line. Lines that read the value contain this name.
     assigned: ClassVar[bool] = False
     # The op computes a gradient. In generated code, the value has the name of this node, even with an epilogue.
     gradient: ClassVar[bool] = False
@@ -57,13 +57,13 @@ class Op:
     chained: ClassVar[int] = 1
     # Operations per second on a GPU, relative to those of matrix products in the compute dtype.
     speed: ClassVar[int] = 1
-    # The op is linear in this many of its first inputs. The derivative therefore does not read them.
+    # The op is linear in its first `linear_in` inputs. The derivative therefore does not read these inputs.
     linear_in: ClassVar[int] = 0
-    # Its output is multiplied by a factor per feature if its first input is multiplied by this factor.
+    # If the first input is multiplied by a factor per feature, the output is multiplied by the same factor.
     homogeneous: ClassVar[bool] = False
-    # Its Torch code concatenates values. Torch's compiler therefore stores its result and never recomputes it.
+    # The op's Torch code concatenates values. Torch's compiler therefore stores the result and never recomputes it.
     concatenates: ClassVar[bool] = False
-    # The outputs are views of the only input. The backward pass therefore recreates them, and does not save them.
+    # The outputs are views of the only input. The backward pass recreates the outputs, and does not save them.
     views: ClassVar[bool] = False
     # The index of the input that the op modifies in place and returns as its first output.
     written: ClassVar[int | None] = None
@@ -104,7 +104,7 @@ class Op:
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         """Returns the exclusive upper bound of integer inputs. Integer inputs are indices, so the lower bound is 0."""
-        raise TypeRuleError(f"{self.name} has no whole numbers to index with")
+        raise TypeRuleError(f"{self.name} has no bound for integer inputs")
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Makes random test inputs consistent, for ops whose inputs depend on each other."""

@@ -31,7 +31,8 @@ class TorchCall:
             function (`rope_angles`), which is defined in templates/torch/<function>.py.jinja.
         args: The positional arguments: inputs of the op, other calls, and constants.
         keywords: The keyword arguments.
-        generated: The template and the typed context of a support function for this op. None without one.
+        generated: The template of the support function and the typed context of the template. None if the function is
+            not a support function, or if its template has no context.
     """
 
     function: str

@@ -15,8 +15,8 @@ class LaterToken(LossTerm):
     """The cross-entropy of the token `ahead` positions later, from the logits of the next token. This is a form of
     multi-token prediction.
 
-    A target does not count if it is beyond the end of the row, or in another document than the next token. The loss of
-    this token is then 0. The mean is over all tokens.
+    If the target is beyond the end of the row, or in another document than the next token, the loss of the token is 0.
+    The mean is over all tokens.
 
     Attributes:
         ahead: the position of the target: 2 is the token after the next.

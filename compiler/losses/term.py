@@ -13,8 +13,8 @@ from specc.compiler.strict import StrictModel
 class LossTerm(StrictModel):
     """A term of the training loss. Evaluation always uses the plain cross-entropy of the next token.
 
-    A subclass has a `kind` Literal as its tag. A term is an expression `per_token`, which is computed for each token,
-    or an auxiliary loss of layers, named `states`.
+    A subclass has a `kind` Literal as its tag. A term has either an expression `per_token`, which is computed for each
+    token, or `states`, the name of an auxiliary loss of layers.
 
     Attributes:
         weight: the factor of the term: a number, a formula in `t`, or a schedule.
@@ -27,8 +27,8 @@ class LossTerm(StrictModel):
     def per_token(self) -> str:
         """The loss of a token, as an expression. Empty for an auxiliary loss.
 
-        Its variables are `nats` (the cross-entropy of the token), `lse` (log(sum(exp(logits)))), and `nats_n` for each
-        `n` of `targets`.
+        The variables of the expression are `nats` (the cross-entropy of the token), `lse` (log(sum(exp(logits)))), and
+        `nats_n` for each `n` of `targets`.
         """
         return ""
 
@@ -75,14 +75,14 @@ def add_loss(
 ) -> str:
     """Adds the node `loss`, and returns its value.
 
-    In training, it is the weighted sum of all terms that are computed for each token. Otherwise, it is the
-    cross-entropy of the next token.
+    With `mean`, the value is the weighted sum of all terms that are computed for each token. Otherwise, the value is
+    the cross-entropy of the next token.
 
     Args:
         b: The builder of the program. In training, the program has the inputs of `declare_weights`.
         terms: The terms of the training loss.
-        logits: f32 [B, T, V].
-        targets: i64 [B, T].
+        logits: The logits, f32 [B, T, V].
+        targets: The next token of each token, i64 [B, T].
         mean: Whether to return the training loss, f32 []. Otherwise, the cross-entropy of each token, f32 [B, T].
         ignore: The target id that the loss ignores.
     """

@@ -135,7 +135,7 @@ def test_the_group_takes_its_inputs_as_they_are() -> None:
     assert "        return d_x, None, None, d_q_gain\n" in text
 
 
-MORE = "is a rope; norm_rope takes a norm, a rope and a gain alone"
+MORE = "is a rope; norm_rope takes only a norm, a rope and a gain"
 ALONE = "only linear and pointwise nodes state the derivative that a group needs"
 REFUSED = [
     (["q.norm"], f"attention.q.norm is a rms_norm; {ALONE}"),
