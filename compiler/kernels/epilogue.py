@@ -103,10 +103,10 @@ class Epilogue:
         layout: `nk` for weights [N, K], `kn` for weights [K, N].
         draws: The name of each dropout mask, and the probability that an element is 0. The operand of the same name
             holds the random numbers.
-        scales: The name of each product of two scales, and the columns of these scales. The operand of the same name
-            holds the scales.
-        steps: The outputs in the order of computation. The first output is computed last, because it may read the
-            others.
+        scales: Maps the name of each product of two scales to the columns of the two scales. The columns are those of
+            the operand of the same name.
+        steps: The outputs in the order of computation. The first output is computed last, because its expression may
+            read the other outputs.
     """
 
     x: Value
@@ -248,7 +248,7 @@ def _results_refusal(site: Site) -> str | None:
             return f"writes {', '.join(FLOATS)}; output {i} is {type.dtype}"
     read = {name for result in epilogue.results for name in variables(result.expr)} | {*epilogue.changed}
     if idle := [value.name for value in epilogue.operands if value.name not in read]:
-        return f"reads only what its outputs need; no output reads {idle[0]}"
+        return f"reads only operands that its outputs need; no output reads {idle[0]}"
     full = {*epilogue.accumulators, *(value.name for value in epilogue.operands if not value.column)}
     for step in epilogue.steps:
         if not _meets(step.expr, full):

@@ -112,7 +112,7 @@ def generated_function(
 
 
 def number_of(dim: Dim) -> int:
-    """Returns a dim that is a number at compile time."""
+    """Returns `dim`, which must be a number and not a symbol, as an int."""
     assert isinstance(dim, int)
     return dim
 

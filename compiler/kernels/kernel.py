@@ -105,7 +105,8 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns the reason, with numbers, why this kernel with its tile cannot compute the node. None if it can.
+        """Returns the reason, with numbers, why this kernel with its tile cannot compute the node. None if the kernel
+        can compute it.
 
         The caller has already compared the language and the features in `needs` with the target.
         """

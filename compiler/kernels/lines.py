@@ -6,12 +6,12 @@ from textwrap import wrap
 
 from specc.compiler.expr.python_lines import WIDTH
 
-HEADER = WIDTH - len("/    plan 0123456789ab")  # of a header; a comment of C++ and the plan key add to its last line
+HEADER = WIDTH - len("/    plan 0123456789ab")  # columns; the plan key follows on the last line
 _GLUE = "\0"
 
 
 def unbroken(text: str) -> str:
-    """Returns the text with marked spaces. `flowed` does not break lines at marked spaces."""
+    """Marks the spaces of the text, so that `flowed` does not break lines at these spaces."""
     return text.replace(" ", _GLUE)
 
 

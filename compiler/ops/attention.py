@@ -53,7 +53,7 @@ class Attention(Op):
     def allowed(self, *inputs: Tensor) -> Tensor:
         """Returns the mask bool[T, S], which is True where a query attends to a key. Additional leading dims broadcast
         to [B, H]."""
-        raise TypeRuleError(f"{self.name} does not define `allowed`, its mask")
+        raise TypeRuleError(f"{self.name} does not define `allowed`, the mask")
 
     def scores(self, *inputs: Tensor) -> Tensor:
         """Returns the scores [B, H, T, S] before the mask."""

@@ -11,9 +11,8 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class DocumentStarts(Moves):
-    """The position at which a token's document begins, i64[B, T], for each token of ids [B, T].
-
-    A document begins at the last `mark` up to and including the token, or at 0 if there is none.
+    """The position at which a token's document begins, i64[B, T], for each token of ids [B, T]. A document begins at a
+    token `mark`. Tokens before the first `mark` belong to a document that begins at 0.
     """
 
     name: ClassVar[str] = "document_starts"
@@ -35,8 +34,8 @@ class DocumentStarts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class DocumentStartsCached(Moves):
-    """DocumentStarts for decoding. `start` (i64[]) is the number of earlier tokens, before the input tokens. Position
-    0 is the first earlier token.
+    """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
+    before the input tokens. The first earlier token has position 0.
 
     The second input i64[B, 1] is the state: the position at which the last earlier token's document begins. The state
     is ignored if `start` is 0.

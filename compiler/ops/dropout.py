@@ -30,16 +30,16 @@ class Dropout(Op):
     By default, the random numbers come from Torch's generator of the device, in program order. The reference uses the
     same generator.
 
-    With `counted`, they come from Philox2x32-7 (Salmon et al., 2011). It is a function of a key, of the row in the
-    whole step, and of the column. A second input of type DRAW holds the key and the rows of the batch. The gradient
-    recomputes the numbers, so no mask is stored.
+    With `counted`, the random numbers come from Philox2x32-7 (Salmon et al., 2011), a function of a key, a row and a
+    column. A row is the index of a token in the batch of the whole step, not in the micro-batch. A second input of type
+    DRAW holds the key and the rows of the batch. The gradient recomputes the numbers, so no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
     homogeneous: ClassVar[bool] = True
-    joined_when: ClassVar[str] = "the kernel of a product draws dropout if that alone reads the product"
+    joined_when: ClassVar[str] = "the kernel of a product draws dropout only if nothing else reads the product"
     p: float
     counted: bool = field(default=False, metadata=ADDED)
 
@@ -72,8 +72,8 @@ class Dropout(Op):
 
 
 def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
-    """Returns a bool tensor of `shape` on the CPU. False elements are those that dropout with the buffer `draw` sets
-    to 0."""
+    """Returns a bool tensor of `shape` on the CPU. An element is False if dropout with the buffer `draw` sets it to
+    0."""
     import torch
 
     key, first, step, tokens = draw.tolist()

@@ -25,7 +25,8 @@ class Fp8Linear(Op):
     dw = dy^T x. Each is summed in f32 and multiplied by the scales of its factors.
 
     Attributes:
-        by_rows: Whether a factor has one scale for each vector along the summed dim. Otherwise, it has one scale.
+        by_rows: Whether a factor has one scale for each vector along the summed dim. Otherwise, the whole factor has
+            one scale.
         delayed: Whether a third input f32 [2 + H, 3] contains the scales, in columns for x, w and dy. The first row
             holds the scales. The second row holds the largest magnitudes since the scales were set. The products update
             this row. The last H rows hold the largest magnitudes of the last H steps.

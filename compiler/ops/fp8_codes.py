@@ -48,7 +48,9 @@ class Fp8Codes(Op):
     name: ClassVar[str] = "fp8_codes"
     arity: ClassVar[int] = 2
     inline: ClassVar[bool] = False  # the op changes the state, so it needs a separate line
-    joined_when: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
+    joined_when: ClassVar[str] = (
+        "a kernel rounds a value to 8 bits only if it computes the value as a product with an epilogue"
+    )
     factor: int
 
     @property

@@ -36,8 +36,8 @@ class Int8LstmStep(Int8Product):
     offset, is an exact int32 sum. The gates, in the order i, f, g, o, are computed from x + sums * scale. All
     operations after the sums are f32. If h and c have a narrower dtype, the new h and c are rounded once.
 
-    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`). Each is multiplied with w exactly. The total, in f32,
-    is the sum for q1 (with the offset) plus 1/254 of the sum for q2.
+    With `bits` 16, h is the sum q1 + q2 / 254 of two int8 codes (see `two_codes`). Both codes are multiplied with w
+    exactly. The total, in f32, is the sum for q1 (with the offset) plus 1/254 of the sum for q2.
     """
 
     name: ClassVar[str] = "int8_lstm_step"
@@ -73,7 +73,7 @@ class Int8LstmStep(Int8Product):
         names = ("gates of x", "weights", "biases", "scales", "inverses")
         for i, (name, want) in enumerate(zip(names, wanted, strict=True), 2):
             if (inputs[i].shape, inputs[i].dtype) != (want.shape, want.dtype):
-                raise TypeRuleError(f"of {size} features takes {name} {want}, not {inputs[i]}", (i,))
+                raise TypeRuleError(f"needs {name} {want} for h of {size} features, not {inputs[i]}", (i,))
         return h, c
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -84,8 +84,8 @@ class Int8LstmStep(Int8Product):
         return LARGEST + 1
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces the random inputs by realistic ones. Weight codes get both signs, and zeros after column H. The
-        scales bring the sums near 1.
+        """Replaces random inputs by test inputs of realistic size. Half of the weight codes become negative, and the
+        codes after column H become 0. The scales bring the sums near 1.
 
         The inverses are powers of two, so h has the same codes in every precision.
         """

@@ -21,10 +21,10 @@ class CrossEntropy(Op):
     The output is f32[] with `reduction` "mean", and f32[B, T] with "none". Targets equal to `ignore` are excluded from
     the mean, and their loss is 0 with "none".
 
-    `per_token` is an expression of a token's loss. It may read `nats`, the loss above; `lse`, which is
-    log(sum(exp(logits))); and the names in `weights`. A name `n` in `further` is an additional target per token. The
-    expression may read the loss of this target as `nats_n`, which is 0 where the target is negative. The inputs after
-    the targets are the additional targets, i64[B, T] each, then the `weights`, f32[] each.
+    `per_token` is the expression of a token's loss. The expression may read `nats`, the loss above; `lse`, which is
+    log(sum(exp(logits))); and the names in `weights`. `further` lists the names of additional targets. For an
+    additional target `n`, the expression may read the loss `nats_n`, which is 0 where the target is negative. The
+    inputs after the targets are the additional targets, i64[B, T] each, then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -199,8 +199,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradient of the rows `some`, and the mean over the rows `every`. Processes ROWS rows at a time
-        to limit memory."""
+        """Computes the gradients of the rows `some`, and the mean loss over the rows `every`. Processes ROWS rows at a
+        time to limit memory."""
         import torch
 
         if self.reduction == "none":
@@ -239,8 +239,8 @@ class SoftmaxLoss(Op):
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
-    `bos` is the id that begins a document. If `bos` is set, a target in a later document than the next token is -1. A
-    target equal to `ignore` is also -1.
+    `bos` is the id that begins a document. If `bos` is set, a target is -1 if `bos` is among the `distance` tokens
+    before the target. The first of these tokens is the next token. A target equal to `ignore` is also -1.
     """
 
     name: ClassVar[str] = "later_targets"

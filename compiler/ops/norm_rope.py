@@ -34,7 +34,7 @@ class HeadRotation(Op):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the words of a kernel name, one per operation on a head."""
+        """Returns the words of a kernel name. Each word stands for one operation on a head."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
         weight = "_".join(filter(None, ("w", name_of(reread(self.weight))))) if self.weight else ""
         return tuple(filter(None, (norm, weight, self._rotary("rotary"), "gain" if self.gain else "")))
@@ -120,8 +120,8 @@ class NormRopeGrad(HeadRotation):
     head. Then dx = r * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain,
     dx = dz, and x is not an input.
 
-    With a weight, dz * weight replaces dz in these formulas. dweight is a sum over all heads and tokens: gain * r * x
-    * dz, times the derivative of the weight with respect to w.
+    With a weight, dz * weight replaces dz in these formulas. dweight is the sum over all heads and tokens of gain * r *
+    x * dz, times the derivative of the weight with respect to w.
     """
 
     name: ClassVar[str] = "norm_rope_grad"

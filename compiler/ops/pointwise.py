@@ -45,15 +45,15 @@ class Pointwise(Op):
         outputs: one expression per output.
         variables: the names of the inputs in the expressions, in order.
         labels: the names of the outputs in generated code. Empty for a single unnamed output.
-        dtype: the dtype of the outputs. Inputs are converted to it. Empty for the dtype of the first input.
+        dtype: the dtype of the outputs. Inputs are converted to this dtype. If empty, the dtype of the first input.
         title: the word for the expression in kernel names, if the spec states one.
         draws: the variables that are dropout masks, and the probability that an element is 0. The input of such a
             variable is a buffer of type DRAW. The buffer determines the mask. Only epilogues have masks.
         scales: the variables that are products of two scales. The input of such a variable is the state of 8-bit
-            products. An entry has the variable and the columns of both scales. Only epilogues have these.
-        codes: the outputs that are rounded to 8 bits. An entry has the output's index, the state variable, the scale's
-            column, and a dtype. The value is rounded to this dtype first. The kernel writes the largest magnitude to
-            the state. Only epilogues have these.
+            products. An entry has the variable and the columns of both scales. Only epilogues have scales.
+        codes: the outputs that are rounded to 8 bits. An entry has the index of the output, the variable of the state,
+            the column of the scale, and the dtype to which the value is rounded first. The kernel writes the largest
+            magnitude to the state. Only epilogues have codes.
     """
 
     name: ClassVar[str] = "pointwise"

@@ -62,8 +62,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Op):
-    """Returns the same cos and sin as `RopeAngles`. They are rows of a table, which is computed once for all positions
-    below `context`."""
+    """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). Reads rows of a table that is
+    computed once for all positions below `context`."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False
@@ -129,8 +129,8 @@ class RotaryFrequencies(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles(Op):
-    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both are multiplied by `magnitude`,
-    f32[T, R]."""
+    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both, f32[T, R], are multiplied by
+    `magnitude`."""
 
     name: ClassVar[str] = "rotary_angles"
     inline: ClassVar[bool] = False

@@ -39,7 +39,7 @@ class Previous(Moves):
 
 @dataclass(frozen=True, slots=True)
 class PreviousCached(Moves):
-    """`Previous` for decoding. `start` (i64[]) is the number of earlier tokens, before the input tokens.
+    """Shifts x [B, T, ...] by one token in decoding. `start` (i64[]) is the number of tokens before the input tokens.
 
     The first row is the state [B, 1, ...], the value of the last earlier token. If `start` is 0, it is `fill`.
     """

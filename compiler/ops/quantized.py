@@ -31,7 +31,8 @@ def rounded(values: Tensor) -> Tensor:
 
 
 def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the i8 codes nearest to `values`, and the i8 codes of the remainders in units of 1 / FINE.
+    """Quantizes values to 16 bits as two i8 codes. Returns the nearest codes, and the codes of the remainders in units
+    of 1 / FINE.
 
     Values are first clamped to [-LARGEST, LARGEST], so values beyond this range have remainder 0.
     """
@@ -41,8 +42,8 @@ def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_of(bits: int) -> float:
-    """Returns the resolution of quantized values, relative to the step of the first code. It is 1 for 8 bits, which
-    have one code, and 1 / FINE for 16 bits, which have two."""
+    """Returns the step between quantized values, relative to the step of the first code: 1 for 8 bits (one code), and 1
+    / FINE for 16 bits (two codes)."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
@@ -63,8 +64,8 @@ def check_scales(x: TensorType, inverse: TensorType) -> None:
 class QuantizeRows(Op):
     """Quantizes x [..., K] to i8 codes [..., columns]: x * inverse, rounded and clamped to [-127, 127].
 
-    `inverse` is f32 [K]. Ties round to even, NaN becomes 0, and columns after K are 0. With `second`, the output is the
-    second code of `two_codes` instead of the first.
+    `inverse` is f32 [K]. Ties round to even, NaN becomes 0, and columns after K are 0. 16-bit inputs have two codes per
+    value. With `second`, the output is the second code, which represents the remainder of the first (see `two_codes`).
     """
 
     name: ClassVar[str] = "quantize_rows"

@@ -17,7 +17,7 @@ class Call(Op):
 
     Attributes:
         callee: the name of the function.
-        at: the path of the call in the model. Parameter names begin with it.
+        at: the path of the call in the model. The names of the parameters begin with this path.
         returns: the shapes and dtypes of the outputs.
         scalars: the numbers that the caller passes, by name.
         labels: the names of the outputs in generated code.

@@ -17,7 +17,7 @@ class RoundRows(Op):
     """Quantizes x [..., K] as `QuantizeRows` does, and dequantizes the result.
 
     x * inverse, for inverse f32 [K], is rounded with ties to even, clamped to [-127, 127] and divided by inverse. NaN
-    stays NaN. With `bits` 16, the result is the sum of two codes (`two_codes`).
+    stays NaN. With `bits` 16, a second code also represents the remainder (see `two_codes`).
 
     The gradient is 1 where x * inverse is within [-127, 127], and 0 outside, where the result is constant. This is the
     straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.

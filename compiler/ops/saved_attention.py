@@ -37,7 +37,7 @@ class SavedAttention(Op):
 
     @property
     def by_rows(self) -> int:
-        """The number of inputs that have rows. The other inputs, at the end, are parameters."""
+        """The number of inputs with a batch dim. The remaining inputs are parameters."""
         return self.arity
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -63,8 +63,8 @@ class SavedAttention(Op):
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def gradients(self, tape: Tape, grad: Op) -> Gradients:
-        """Adds the node of the op `grad`, and returns one gradient per input. A mask, which has rows, has no
-        gradient."""
+        """Adds the node of the op `grad`, and returns one gradient per input: None for a mask and for document
+        starts."""
         read = (*map(tape.input, range(3)), tape.output(0), tape.output(1), *map(tape.input, range(3, self.arity)))
         dq = tape.add("grad", grad, (tape.grad(), *read))
         learned = (output_ref(dq, i) for i in range(3, 3 + self.arity - self.by_rows))
@@ -124,7 +124,7 @@ class SavedAttentionGrad(Op):
         return dy, q, k, v, y.to(q.dtype), lse, *mask
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Differentiates the reference of `plain` with autograd, some sequences at a time."""
+        """Differentiates attention without the log-sum-exp with autograd, a few sequences at a time."""
         import torch
 
         outputs, rows = [], self.forward.by_rows
@@ -155,7 +155,7 @@ class CausalAttention(SavedAttention):
 
 
 class CausalAttentionGrad(SavedAttentionGrad):
-    """The gradients of CausalAttention."""
+    """The gradients dq, dk and dv of CausalAttention."""
 
     name: ClassVar[str] = "causal_attention_grad"
     arity: ClassVar[int] = 6
@@ -255,7 +255,7 @@ class SeenAttention(SavedAttention):
         return SdpaSeen()
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """Cross-attention and self-attention have different names. A plan therefore chooses separate kernels."""
+        """Cross-attention and self-attention have different names, so that a plan chooses a kernel for each."""
         q, k = inputs[:2]
         return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", _heads_size(*inputs[:3])
 
@@ -267,7 +267,7 @@ class SeenAttention(SavedAttention):
 
 
 class SeenAttentionGrad(SavedAttentionGrad):
-    """The gradients of SeenAttention."""
+    """The gradients dq, dk and dv of SeenAttention."""
 
     name: ClassVar[str] = "seen_attention_grad"
     arity: ClassVar[int] = 7
@@ -304,10 +304,9 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields lists of values. The first `rows` values are sliced along the sequences, the others are whole.
-
-    A slice of one sequence may have any number of attention scores. A slice of several has at most SCORES. Without
-    sequences, there is one empty slice.
+    """Yields the values for a few sequences at a time. The first `rows` values are sliced along the sequences. The
+    remaining values are whole. A slice with several sequences has at most SCORES attention scores. A slice with a
+    single sequence may have more. Without sequences, there is one empty slice.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):

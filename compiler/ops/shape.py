@@ -438,9 +438,8 @@ class RowByRow(Moves):
 
 @dataclass(frozen=True, slots=True)
 class TimeMajor(Moves):
-    """Transposes [B, T, D] to a contiguous [T, B, D], reversed in time if `backward`.
-
-    With `back`, the input is time-major, and the output is a view of the input as [B, T, D].
+    """Transposes [B, T, D] to a contiguous [T, B, D]. With `backward`, the result is also reversed in time. With
+    `back`, the input is [T, B, D], and the output is a view [B, T, D].
     """
 
     name: ClassVar[str] = "time_major"

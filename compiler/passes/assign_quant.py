@@ -1,5 +1,5 @@
-"""Assigns a quantization scheme to each parameter: that of the matching rule, or the default. Also checks `promote`,
-`allocate` and `correct`, settings that apply after training."""
+"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default scheme. Also checks
+`promote`, `allocate` and `correct`, settings that apply after training."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
@@ -145,7 +145,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     if isinstance(known, Problem):
         yield known
         return
-    # Counted once per scheme, because most parameters share one
+    # Counted once per scheme, because most parameters share a scheme
     schemes = {id(chosen[name]): chosen[name] for name in known}
     counts = {key: len(variants(scheme, allocate.bits, allocate.clip_stds)) for key, scheme in schemes.items()}
     options = {name: counts[id(chosen[name])] for name in known}
@@ -231,9 +231,9 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns two sets of parameters: the weights of matrix products and the embedding tables whose inputs calibration
-    observes. These are read in the program `score` of a text model. The sets are empty for other models. `programs`
-    must not be rewritten yet."""
+    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
+    embedding tables. Calibration observes the program `score` of a text model. For other models, both sets are empty.
+    No pass may have rewritten `programs` before."""
     nodes = _scored(programs)
     return frozenset(_reads(nodes, Linear, GroupedLinear)), frozenset(_reads(nodes, Embedding))
 

@@ -24,7 +24,7 @@ from specc.compiler.ops.fp8_codes import Fp8Product
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 
-SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient, with the pending factor of its path
+SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending factor
 
 
 def accumulates(op: Op) -> bool:
@@ -113,8 +113,8 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the name of the forward value `ref` in the backward graph. The first call makes the value an input.
-        A view is computed again instead, from the value that it views."""
+        """Returns the name of the forward value `ref` in the backward graph. The first call makes the value an input. A
+        view is not saved. The backward graph computes the view again from the viewed value."""
         node = self.forward.by_name.get(node_of(ref))
         if node is not None and node.op.views:
             if node.name not in self.b.types:
@@ -133,7 +133,8 @@ class Derivation:
         return Scaled(total, gradients[0].by)
 
     def multiplied(self, name: str, grad: Scaled) -> str:
-        """Returns the gradient times its pending factor, if there is one. A pending factor is a scalar."""
+        """Returns the gradient times its pending factor, if there is one. A pending factor is a scalar that has not
+        been multiplied into the gradient yet."""
         if not grad.by:
             return grad.value
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
@@ -195,7 +196,7 @@ class Derivation:
             title: The title of the node's pointwise op.
             texts: For each variable, the expression of the variable's gradient.
             operands: For each variable, the ref of the forward value that the variable represents.
-            readable: The same for all variables that an expression may read.
+            readable: For each variable that an expression may read, the ref of the forward value.
             grad: The incoming gradient.
 
         Returns:

@@ -87,7 +87,7 @@ def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
 
 
 def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
-    """Yields each factor of a product that does not depend on the tokens."""
+    """Yields the factors of products, except factors that depend on the tokens."""
     for node in graph.nodes:
         if not isinstance(node.op, Pointwise) or len(node.op.outputs) > 1:
             continue
@@ -115,8 +115,8 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
 
 
 def _source(graph: Graph, ref: str) -> Node | None:
-    """Returns the node from which homogeneous ops compute the value `ref`, or the node of the value itself. None if the
-    value is an input of the graph, or if one of the values has other readers."""
+    """Follows homogeneous ops back from the value `ref`, and returns the first node that is not homogeneous. None if
+    the ops begin at an input of the graph, or if a value on the way has several readers."""
     node = graph.by_name.get(ref)
     if node is None or graph.uses(ref) != 1:
         return None
@@ -124,7 +124,8 @@ def _source(graph: Graph, ref: str) -> Node | None:
 
 
 def _term(expression: Expr, variable: str) -> Expr:
-    """Returns the term of a sum that contains the variable, or the whole expression if several terms contain it."""
+    """Returns the term that contains the variable, if `expression` is a sum. If several terms contain the variable,
+    returns the whole expression."""
     match expression:
         case Binary("+" | "-", a, b) if (variable in variables(a)) != (variable in variables(b)):
             return _term(a if variable in variables(a) else b, variable)
@@ -159,8 +160,8 @@ def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
 
 
 def _matrix(programs: Programs, product: Node) -> int | None:
-    """Returns the index of the matrix among the inputs of a product; None if the node is not a product, or has an
-    epilogue that is not a factor of the product, as dropout is."""
+    """Returns the index of the matrix among the inputs of a product. None if the node is not a product, or if the
+    epilogue does more than multiply the product by factors. A dropout mask is a factor."""
     if product.op == Linear() and product.epilogue is None:
         return 1
     if not isinstance(product.op, Fused) or programs.group(product.op.group).chunks > 1:
@@ -188,7 +189,7 @@ def _multiplies(epilogue: Op | None) -> bool:
 def _refusal(graph: Graph, scale: _Scale) -> str | None:
     reader, matrix = scale.reader, graph.types[scale.product.inputs[scale.weight]]
     if reader.types != scale.product.types:
-        return f"{reader.name} is {reader.type}, not {scale.product.type} as the product"
+        return f"{reader.name} is {reader.type}, but the product is {scale.product.type}"
     for ref in scale.operands.values():
         type = graph.types[ref]
         if type.shape not in ((), (1,), matrix.shape[:1]):
@@ -216,7 +217,7 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
     def unused(name: str) -> bool:
         return name not in graph.types  # a second factor of a product
 
-    # Factors have the names of their parameters, so that blocks with other expressions share the matrix
+    # Factors have the names of their parameters, so that blocks with different expressions share the matrix
     words: dict[str, str] = {}
     for name, ref in scale.operands.items():
         words[name] = free([ref[1:].rpartition(".")[2]], {MATRIX, *words.values()}.__contains__)

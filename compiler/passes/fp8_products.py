@@ -19,8 +19,8 @@ SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Returns the programs. In training programs, the matrix products that `train.precision.fp8` selects multiply
-    8-bit floats.
+    """Makes training programs multiply 8-bit floats in the matrix products that `train.precision.fp8` selects. Returns
+    the new programs.
 
     Programs for scoring and decoding still multiply in the compute dtype, because a scale depends on all tokens of a
     tensor, including later tokens. If a training program shares a function with another program, the training program

@@ -27,7 +27,7 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
     """
     problems: list[Problem] = []
-    built: dict[Selection, Group] = {}  # for one run, because equal sizes of other specs may have other names
+    built: dict[Selection, Group] = {}  # not shared between specs, whose names for equal sizes may differ
     for i, point in enumerate(points):
         (pattern, members), *_ = ((key, value) for key, value in point.items() if not isinstance(value, int))
         chunks = next((value for value in point.values() if isinstance(value, int)), 1)
@@ -87,7 +87,7 @@ def _fuse_point(
         if unknown:
             raise _unmatched("S302", f"{pattern} has no node {unknown[0]}", f"the nodes are {_short(known)}")
     if taken:
-        hint = "remove it from one of the two fusion points, or join them"
+        hint = "remove it from one of the two fusion points, or join the two points"
         raise _unmatched("S302", f"{taken[0]} of {pattern} is already in another fusion point", hint)
     for name, scope in fusable:
         programs = _fuse_graph(programs, name, scope, members, chunks, built)
@@ -95,7 +95,8 @@ def _fuse_point(
 
 
 def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
-    """Returns whether the member is already in a fused group of this graph."""
+    """Returns whether the member is already in a fused group. `key` is the name of the graph and the scope of the
+    member."""
     fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
     return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 
@@ -142,7 +143,7 @@ def _fuse_graph(
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """Returns the nodes `names` in graph order, and the nodes that have to be fused with them.
+    """Returns the nodes `names` and the nodes that have to be fused with these nodes, in graph order.
 
     A linear layer is fused if only a named node reads it. A node whose name begins with the name of a member, such as
     the cast `logits.f32` of `logits`, is fused if only fused nodes read it.

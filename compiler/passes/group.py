@@ -126,8 +126,8 @@ def _composed(selection: Selection) -> Group:
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers. Every member before the last must have
-    readers, all of them in the group."""
+    """Raises Unfusable if a member reads a number that differs between layers. Also raises Unfusable if a member before
+    the last has a reader outside of the group, or no reader."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:

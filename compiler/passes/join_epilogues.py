@@ -12,15 +12,16 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Turns each pointwise node that alone reads a matrix product into the epilogue of this product. Returns the new
-    graph.
+    """Turns each pointwise node that is the only reader of a matrix product into the epilogue of this product. Returns
+    the new graph.
 
     If a pointwise node reads several linear layers of the same input, these layers become one node with several
     accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, stays separate. Such a node
     only scales a small tensor, and the product can remain a library call.
 
-    Dropout with a buffer is a pointwise node that reads a mask. Dropout also joins an existing epilogue. A node after
-    an epilogue with a mask does so, too. Dropout between a product and a sum then needs no separate pass over memory.
+    Dropout with a buffer is a pointwise node that reads a mask. Dropout also joins an existing epilogue. A pointwise
+    node that reads the result of an epilogue with a dropout mask joins this epilogue, too. Dropout between a product
+    and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)

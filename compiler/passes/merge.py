@@ -130,7 +130,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:
-        # the variants run shared nodes in contradictory orders, so the first shared node is not shared
+        # the orders of the variants contradict each other, so the first group of merged nodes is divided again
         at = next(i for i, nodes in enumerate(groups) if len(nodes) > 1)
         groups[at : at + 1] = [{variant: node} for variant, node in groups[at].items()]
     values = _values(slots)
@@ -168,7 +168,8 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants that compute the same value become one."""
+    """Returns a slot for each group of nodes. Slots of different variants that compute the same value become one
+    slot."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -337,8 +338,8 @@ class _Variables:
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Maps every value that shares a variable to the first value of the variable, which is an input if there is
-        one."""
+        """Maps every value that shares a variable to the first value of the variable. If an input shares the variable,
+        the input is the first value."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

@@ -1,8 +1,8 @@
 """Merges linear layers that read the same value into one matrix product.
 
 The forward pass is one product with the concatenated matrices. The gradient of the input is one product, which reads
-the concatenated output gradients. The gradient of the matrices is one product with the rows of all matrices. Each
-matrix remains a separate parameter.
+the concatenated output gradients. The gradients of all matrices are one product. Each matrix remains a separate
+parameter.
 
 Some gradients are written directly into the tensor of concatenated gradients: the gradients that Torch's compiler
 computes, and the gradients of fused groups that `join_groups` can join. All other gradients are copied there.
@@ -61,8 +61,8 @@ class _Moved:
         if self.costs <= self.saves:
             return None
         return (
-            f"gradients of {_last_words(tuple(self.copied))} are results of kernels: one product would copy"
-            f" {self.costs:,} numbers per token in all blocks to save {self.saves:,} of the gradient of the input"
+            f"kernels compute the gradients of {_last_words(tuple(self.copied))}: one product would copy {self.costs:,}"
+            f" numbers per token in all blocks, and save only {self.saves:,} in the gradient of the input"
         )
 
 

@@ -22,7 +22,7 @@ class Section(Op):
         names: The names of the method's parameters.
         optional: The parameters that some callers do not pass.
         labels: The labels of the method's outputs.
-        keeps: Whether the method receives the state.
+        keeps: Whether the method receives the state, the values that persist between tokens.
     """
 
     name: ClassVar[str] = "section"
@@ -63,8 +63,8 @@ def outline(
         taken: The names of the model's methods.
         reserved: The names that arguments must not have.
         kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: A function that returns whether the arguments of a method determine the variant. If they do not,
-            the pass tries a section of fewer programs.
+        distinguishes: A function that returns whether a method can tell from its arguments which program calls the
+            method. If it cannot, the pass tries a section of fewer programs.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}

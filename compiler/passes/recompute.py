@@ -69,8 +69,8 @@ def _trained(programs: Programs) -> tuple[str, ...]:
 
 
 def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields each function that the backward pass recomputes. Each has the path pattern of the model part that the
-    function computes."""
+    """Yields two names for each function that the backward pass recomputes: the name of the function, and the path
+    pattern of the model part that the function computes."""
     for name in programs.recomputed:
         is_part = name.partition(".")[2].startswith(PREFIX)
         part = programs.function(name).nodes[0].name.partition(".")[0] if is_part else ""
@@ -98,7 +98,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
     """Returns the reason why nodes cannot run twice per training step. Empty if they can."""
     states = {ref for ref, type in graph.types.items() if type.storage == STORAGE}
     recorded = next((node.name for node in nodes if states.intersection(node.inputs)), "")
-    return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
+    return f"{recorded} would record the largest magnitudes of its inputs twice per step" if recorded else ""
 
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:

@@ -32,7 +32,8 @@ class Loop(Op):
             run.
         returns: The labels of the blocks' outputs without the residual stream and the state.
         joined: The path of the list of join modules.
-        join_methods: Pairs of a block and the method of the join module before it, if this is not `forward`.
+        join_methods: Pairs of a block index and a method name. The join module before this block runs this method
+            instead of `forward`.
         runs: The block indices in the order in which they run.
         joins: For each run with a join before it: the run, the index of the join module, and the earlier run.
         methods: The names of the block methods that the runs call, without the name of the class.
@@ -76,7 +77,8 @@ class Begin(Op):
 
 
 def field_of(node: Node) -> str:
-    """Returns the path of the module list that contains the called block. Empty if the node calls no such block."""
+    """Returns the path of the module list that contains the called block. Empty if the node does not call a block of a
+    module list."""
     if not isinstance(node.op, Call):
         return ""
     place, _, number = node.op.at.rpartition(".")
@@ -90,14 +92,14 @@ def index_of(call: Node) -> int:
 
 
 def method_of(call: Node) -> str:
-    """Returns the method of the block that a call runs."""
+    """Returns the name of the block's method that the call runs."""
     assert isinstance(call.op, Call)
     return call.op.callee.partition(".")[2]
 
 
 def roll(programs: Programs, graph: Graph) -> Graph:
-    """Returns the program with one node per stack of blocks. The state of a single block is no longer an input or
-    output."""
+    """Returns the program with one node per stack of blocks. The states of single blocks are no longer inputs and
+    outputs of the program."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
     state = {name for name, _ in graph.inputs if name.startswith(STATES)}
@@ -123,8 +125,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Yields groups of adjacent nodes, in order. The calls of one module list form a group. The group includes other
-    calls between these that read the previous result. Any other node is a group by itself."""
+    """Yields groups of adjacent nodes, in order. The calls of the blocks of one module list form a group. The group
+    includes calls of join modules between these blocks. Any other node is a group by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)

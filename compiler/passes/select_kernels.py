@@ -112,8 +112,8 @@ def _chosen(
 
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
-    """Returns the save choices of a group, one of which is chosen. The chosen one is the choice in the lock, otherwise
-    the choice that moves the fewest bytes. A tie selects the default."""
+    """Returns the save choices of a group, and chooses one of them: the choice in the lock, otherwise the choice that
+    moves the fewest bytes. A tie selects the default."""
     group = options[0].group
     # The kernel is that of the default save choice, because other save choices may have another kernel
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))

@@ -19,8 +19,8 @@ def verify(programs: Programs, after: str, before: Programs | None = None) -> No
     Args:
         programs: the programs.
         after: the name of the pass.
-        before: programs that are already verified. A graph of these is not checked again, unless parameter shapes,
-            called functions or called groups have changed.
+        before: programs that are already verified. A graph that is also in these programs is not checked again, unless
+            parameter shapes, called functions or called groups have changed.
 
     Raises:
         VerifyError: if a graph is malformed, a type is wrong, or a call does not match its callee.

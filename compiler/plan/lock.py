@@ -73,7 +73,7 @@ class GroupEntry(StrictModel):
 
     Attributes:
         key: A digest of the nodes in all save choices (`group_key`). The entry does not apply to a changed group.
-        group: In locks of earlier versions, another digest in place of `key`.
+        group: In locks of earlier versions, the result of `group_digest` in place of `key`.
         keep: The fastest save choice.
         ms: The time of the group's kernels, forward and backward, for each save choice.
     """
@@ -94,7 +94,7 @@ class GroupEntry(StrictModel):
     @model_validator(mode="after")
     def _has_a_time(self) -> "GroupEntry":
         if self.keep not in self.ms:
-            raise ValueError(f"`ms` has no time for the choice {self.keep} of `keep`")
+            raise ValueError(f"`keep` is {self.keep}, but `ms` has no time for this save choice")
         return self
 
 
@@ -330,7 +330,7 @@ def group_key(options: Sites) -> str:
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
     """Returns the plan key: twelve hex digits, a digest of node, target, kernel and tile. All files of a kernel state
-    it.
+    their plan key.
 
     Args:
         kernel: The kernel that computes the node.

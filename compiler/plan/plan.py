@@ -70,7 +70,8 @@ class SaveChoices:
         label: The path of the group.
         name: The name of the group's entry in a lock.
         options: The save choices, beginning with the default of the group.
-        chosen: The selected save choice. It is the fastest measured one, otherwise the one that moves the fewest bytes.
+        chosen: The selected save choice. It is the fastest measured choice, otherwise the choice that moves the fewest
+            bytes.
         measured: The lock's entry of the group, or None.
     """
 

@@ -144,7 +144,7 @@ class FlashBackward(AttentionKernel):
         channels = number_of(inputs_of(site)["q"].width)
         if channels in REFUSED and site.target.shared_memory < ROOM:
             heads = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
-            return f"has no gradient on {site.target.title} of {heads}"
+            return f"cannot compute the gradient on {site.target.title} for {heads}"
         return AttentionKernel.rejects(self, site)
 
 

@@ -22,7 +22,7 @@ from specc.compiler.ops.decoding.rope_attention import RopeAttention
 from specc.compiler.targets import Target
 
 WIDEST = 512  # largest number of channels of keys or of values
-SHORTEST = 128  # in positions; a shorter cache has one or two tiles, which Torch reads as fast
+SHORTEST = 128  # in positions; Torch reads a shorter cache, of one or two tiles, just as fast
 # Bytes that each multiprocessor must have in flight to reach the memory bandwidth: about 8 TB/s x 1 us / 132
 IN_FLIGHT = 65_536
 RESIDENT = 4  # programs per multiprocessor
@@ -33,9 +33,9 @@ TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention(Kernel):
-    """Accepts 16-bit queries over contiguous caches, ring buffers and pages. The cache may hold e4m3 codes. If the op
-    rotates new tokens and writes them to the cache, the kernel does so too. If the measured tile, `tile`, is None, the
-    kernel has the tile of `cached_tile`."""
+    """Accepts 16-bit queries over contiguous caches, ring buffers and pages. The cache may hold e4m3 codes. For
+    `RopeAttention`, the kernel also rotates the new queries and keys, and writes the new rows to the cache. `tile` is
+    the measured tile. If it is None, the kernel uses the result of `cached_tile`."""
 
     TILE: ClassVar[type | None] = CachedTile
     tile: CachedTile | None = None
@@ -77,10 +77,10 @@ def cached_tile(site: Site) -> CachedTile:
     """Returns the default tile: 64 keys, or 32 if rows are wide. The tile has the fewest stages that keep IN_FLIGHT
     bytes of loads in flight.
 
-    A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is
-    loaded while another is multiplied. Four program instances on a multiprocessor then have 64 KiB in flight, and
-    occupy 128 KiB of shared memory. Latents of 512 + 64 channels are both keys and values, so a tile of 32 latents has
-    36 KiB. A paged cache needs one more stage, because the page number is loaded before the keys.
+    A tile of 64 keys and 64 values, each with 64 channels in bf16, has 2 * 64 * 64 * 2 bytes = 16 KiB. With two stages,
+    one tile is loaded while another is multiplied. Four program instances on a multiprocessor then have 64 KiB in
+    flight, and occupy 128 KiB of shared memory. Latents of 512 + 64 channels are both keys and values, so a tile of 32
+    latents has 36 KiB. A paged cache needs one more stage, because the page number is loaded before the keys.
     """
     row, page = row_bytes(site), page_of(site)
     keys = 64 if row <= WIDE_ROW else 32

@@ -17,7 +17,8 @@ class CachedTile:
     """The tile of a program instance. A program instance has `warps` warps, and reads `keys` keys at a time, with
     `stages` reads in flight.
 
-    The keys of a text are split into parts. Each multiprocessor then has up to `programs` program instances.
+    The keys of a text are split into parts, one per program instance. The number of parts is chosen so that each
+    multiprocessor has up to `programs` program instances.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -50,8 +51,8 @@ class Loop:
         span: The bounds of the loop.
         keys: Lines that locate a tile of keys. They define the positions `j`, the rows `at`, and the mask `inside`.
         scores: Lines that compute the scores x.
-        new: The prefix of tensor names. It is "new_" for rows of the input tokens, which the ring buffer does not hold
-            yet.
+        new: The prefix of tensor names: "new_" if the loop reads rows of the input tokens, which a ring buffer does not
+            hold yet, and "" if the loop reads rows of the cache.
     """
 
     span: str
@@ -69,10 +70,11 @@ class CachedContext:
         settings: Lines that assign the constants that describe the tile and the layout of the cache.
         helpers: Templates of functions that the kernels call.
         pdl: Whether a kernel may begin before the preceding kernel ends (programmatic dependent launch).
-        finish, join: The signatures of two Triton functions: `finish` divides the sums, `join` adds the parts.
+        finish, join: The signatures of two Triton functions. `join` adds the partial sums of all parts of the keys.
+            `finish` divides the sums by the denominator of the softmax, and stores y.
         kernel, join_kernel: The signatures of the two kernels.
         finish_lines: Lines that complete the denominator of the softmax.
-        finish_block, finish_joined: The calls of `finish`, after one part and after the sum of all parts.
+        finish_block, finish_joined: The calls of `finish`: in the kernel, if there is a single part, and in `join`.
         join_block, join_row: The calls of `join`.
         begin: The position of the first query of a text.
         bounds: Lines that define the first and last token of a block of queries. Empty if no line reads these.
@@ -89,19 +91,20 @@ class CachedContext:
         other: The value of elements that these masks exclude.
         decode: The conversion of loaded keys and values.
         weights: The weights of the values in the softmax, as an expression.
-        unit: The number that 1 represents in the integer sums.
-        inside: The condition that a channel exists in the values. The text is appended to another condition.
+        unit: The factor of y that cancels the constant factor of the scales of values, as text.
+        inside: The condition that excludes the padding of channels, with a leading ` & `. Empty without padding.
         element, stored: The dtypes of the operands of matrix products, and of y.
-        sizes, launched_sizes: Lines that define the sizes: those of the function, and those of the launch.
+        sizes, launched_sizes: Lines that define sizes, in the function and in the launch.
         prepared: Lines before the launch.
-        most_parts: The largest useful number of parts.
+        most_parts: The largest useful number of parts of the keys, as an expression.
         arguments, join_arguments: The arguments of the launches.
         options: Further options of the launch.
         written: The names of the tensors that the custom op writes, as items of a tuple.
         custom_op, fake: The signatures of the custom op and of its fake implementation.
         registered: The name of the custom op.
         promise: The docstring of the custom op.
-        outer: Lines of the function that calls the custom op. Empty if the function is the custom op.
+        outer: Lines of the generated function, which calls the custom op. Empty if the generated function is the custom
+            op.
         pairing: The line that computes, for a rotated channel, the index of its pair and the other channel of the pair.
         largest: The largest number of e4m3.
         wanted: The input checks of the generated function.

@@ -34,11 +34,11 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 
 MOST_ROWS = 64  # rows per program instance
 SUMS = 128  # f32 sums per thread; a thread has 255 registers
-# Bytes of parts that one program instance joins, of at most 16 rows. It reads them from the L2 cache in about 0.6 us,
-# and the launch of another kernel takes more than 1 us.
+# Bytes of partial sums that one program instance adds, for at most 16 rows. The read from the L2 cache takes about
+# 0.6 us. The launch of another kernel would take more than 1 us.
 JOINED_BYTES = 65_536
-JOINED = 32  # of these, the numbers that a thread loads at once; with 64, it has too many registers
-# Scales of values are multiplied by this, which brings them near 1 for 16-bit products; a power of two is exact
+JOINED = 32  # partial sums that a thread loads at once; 64 would need too many registers
+# Scales of values are multiplied by this factor, so that they are near 1 in 16-bit products; a power of two is exact
 UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
 PROMISE = """\

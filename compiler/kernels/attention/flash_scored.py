@@ -110,8 +110,8 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns `i` or `h` if the gradient reads this variable, and flash-attn-4 passes a wrong value for it. Otherwise
-    None.
+    """Returns a variable of which flash-attn-4 passes a wrong value to the gradient: `i`, the query position, or `h`,
+    the head. None if the gradient reads only correct values.
 
     flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. Only
     packed heads need this division, but the gradient runs once per query head.

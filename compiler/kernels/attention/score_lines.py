@@ -28,7 +28,7 @@ from specc.compiler.kernels.lines import nested
 
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
-NEAREST = 256  # in a computed tile, a key is fewer positions than this after its query
+NEAREST = 256  # in a computed tile, no key is this many positions or more after its query
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
@@ -90,8 +90,8 @@ class Reading:
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load an element once per head. All scores or all distant pairs of the head read this
-        element. Empty if there is no such element."""
+        """Returns the lines that load an element once per head. If the index depends only on the head, all scores read
+        this element. If the index depends on i - j, all distant query-key pairs read it. Otherwise empty."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:

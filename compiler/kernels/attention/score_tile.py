@@ -61,7 +61,7 @@ MOST_SUMS = 128  # f32 sums of products per thread; a thread has 255 registers
 def fitting(
     target: Target, channels: int, choices: Iterable[tuple[int, int, int, int]], by_keys: bool = False
 ) -> list[ScoreTile]:
-    """Returns the tiles that fit: blocks into shared memory, and sums into registers.
+    """Returns the tiles whose blocks fit into shared memory, and whose sums fit into registers.
 
     Args:
         target: The target.

@@ -42,7 +42,7 @@ class ScoredKernel(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredForward(ScoredKernel):
-    """The forward kernel. If the measured tile, `tile`, is None, the kernel has the first tile that fits."""
+    """The forward kernel. `tile` is the measured tile. If it is None, the kernel uses the first tile that fits."""
 
     TILE: ClassVar[type | None] = ScoreTile
     tile: ScoreTile | None = None
@@ -61,7 +61,8 @@ class ScoredForward(ScoredKernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBackward(ScoredKernel):
-    """The two gradient kernels. If `tile`, the measured tiles, is None, each kernel has the first tile that fits."""
+    """The two gradient kernels. `tile` holds the measured tiles. If it is None, each kernel uses the first tile that
+    fits."""
 
     TILE: ClassVar[type | None] = ScoreGradTile
     tile: ScoreGradTile | None = None

@@ -38,7 +38,8 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of two loops over a row of tiles. One loop visits the tiles with masked pairs, the other all other tiles.
+    """One of two loops over a row of tiles. One loop visits the tiles with masked pairs. The other loop visits the
+    remaining tiles.
 
     Attributes:
         comment: A comment on the loop.
@@ -70,22 +71,24 @@ class ScoredContext(NamedTuple):
         how: A description of the kernel's algorithm.
         lines: The code of the score and the mask.
         tiles_kernel: The signature of the kernel that lists tiles.
-        bounds: Lines of that kernel that load the first positions of documents.
-        list_tiles: The signature of the function that launches that kernel.
+        bounds: Lines of the kernel that lists tiles. They load the first positions of documents.
+        list_tiles: The signature of the function that launches the kernel that lists tiles.
         tiles_arguments: The arguments of the launch.
-        listing: The call of that function, without the arguments for the sizes of tiles.
+        listing: The call of the function in `list_tiles`, without the arguments for the sizes of tiles.
         diagonals: Pairs of a table read and a kernel signature. The kernel sums the gradient over all pairs with equal
             i - j.
-        classes: Lines of these kernels that compute whether some scores of a tile are masked.
+        classes: Lines of the kernels in `diagonals` that compute whether some scores of a tile are masked.
         mixed: Lines that compute the scores of a tile with masked pairs.
-        located: The table reads that depend only on the head and i - j. Elements are gathered before the launch.
+        located: The table reads that depend only on the head and i - j. The elements of these tables are copied into
+            strips before the launch.
         helpers: Templates of functions that the kernels call.
-        entries: The largest size of a table whose sums fit into one program instance.
+        entries: The largest number of table elements for which one program instance holds a sum each.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
-        arguments: The arguments of the launches of these kernels.
+        arguments: The launch arguments of each kernel in `kernels`.
         queries, keys: The masks of valid queries (in terms of i) and valid keys (in terms of j), as expressions.
-        key_rows, rows: The same masks for the kernel that computes dk and dv.
+        key_rows, rows: The masks of valid elements in loads of key rows and of query rows, in terms of `key` and
+            `query`.
         positions: Lines that define the variables of the score for a block of queries.
         row: The index of the row of tiles that a program instance computes, as an expression.
         parts, key_parts: The loops over a row of tiles: for a block of queries, and for a block of keys.

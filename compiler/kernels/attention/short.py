@@ -94,8 +94,8 @@ class ShortContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShortAttention(Kernel):
-    """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. If the measured tile, `tile`, is
-    None, the kernel has the tile of `pair_tile`."""
+    """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. `tile` is the measured tile. If it
+    is None, the kernel uses the result of `pair_tile`."""
 
     TILE: ClassVar[type | None] = PairTile
     tile: PairTile | None = None
@@ -147,7 +147,7 @@ SHORT_SEEN_GRAD = ShortAttention("short_seen_attention_grad", "triton", _NEEDS, 
 
 
 def pair_tile(site: Site) -> PairTile:
-    """Returns the default tile: one pair, with the fewest warps whose registers hold the scores and heads of
+    """Returns the default tile: one pair, with the fewest warps whose registers can hold all scores and loaded heads of
     the pair."""
     rows, width = _rows(site), _block(number_of(inputs_of(site)["q"].width))
     if rows <= 32:

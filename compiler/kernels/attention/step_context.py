@@ -1,5 +1,5 @@
-"""The template context for attention of one new token per text. The kernel also rotates the token and writes it to the
-cache."""
+"""The template context for attention of one new token per text. The kernel also rotates the query and key of the token,
+and writes the key and value to the cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,8 +95,9 @@ class StepWriter(Writer):
         return (replace(old, span="part * share, tl.minimum(part * share + share, tiles)", keys=keys),)
 
     def _new_token(self) -> tuple[str, ...]:
-        """Returns the lines that load the new token, and a branch for the last range of keys. The branch attends to
-        the token and stores it. The load is outside of the branch, next to the loads of the queries."""
+        """Returns the lines that load the key and value of the new token, and a branch for the last range of keys. The
+        branch attends to the new key, and writes the key and value to the cache. The load is outside of the branch,
+        next to the loads of the queries."""
         row = "new_k_ptr + new_row * C"
         inner = (
             *self._codes(),

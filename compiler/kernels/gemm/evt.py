@@ -60,11 +60,11 @@ class GemmTile:
         power("swizzle", self.swizzle, 1, 8)
         between("raster", self.raster, 0, len(RASTERS) - 1)
         if self.n % STEP:
-            raise ValueError(f"n is {self.n}, and not a multiple of {STEP}")
+            raise ValueError(f"n is {self.n}, but must be a multiple of {STEP}")
         for whole, part in zip((self.m, self.n), self.part or (), strict=False):
             between("part", part, STEP, whole)
             if whole % part:
-                raise ValueError(f"part is {part}, which does not divide {whole}")
+                raise ValueError(f"part is {part}, but must divide {whole}")
 
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.schedule.lower()}"
@@ -183,7 +183,7 @@ class GemmEvt(Kernel):
     single kernel takes 0.92 ms.
     """
 
-    # Without measurements this kernel ranks before Triton's, whose tensor cores idle during the epilogue.
+    # Without measurements, this kernel ranks before Triton's, in which tensor cores idle during the epilogue.
     RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
@@ -285,7 +285,7 @@ def _struct(step: Result) -> str:
 
 
 def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
-    """Returns the names that a functor reads, as its arguments."""
+    """Returns the names of the values that a functor reads, in the order of the functor's parameters."""
     read = variables(step.expr)
     known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)

@@ -39,8 +39,8 @@ ROWS_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The tile of a kernel for one row of x. A program instance has `n` rows of weights. A program instance reads `k`
-    features at a time, or `k` lanes if codes are packed. A lane holds eight codes."""
+    """The tile of a kernel for one row of x. A program instance multiplies `n` rows of the weights, and reads `k`
+    features at a time. If codes are packed, it reads `k` lanes at a time. A lane holds eight codes."""
 
     n: int
     k: int
@@ -70,14 +70,14 @@ class TritonContext:
         rows_k: The features or lanes that a program instance for several rows loads at once.
         rows_extent: The number of features or lanes per row.
         rows_warps: The warps of a program instance for several rows.
-        tiles: For several rows, the possible rows of x per program instance, and the possible rows of weights.
-        pieces: For several rows, the bytes of one load per row of x, and per row of weights.
+        tiles: For several rows, the possible numbers of rows per program instance, of x and of the weights.
+        pieces: For several rows, the bytes of one load: per row of x, and per row of the weights.
         in_flight: For several rows, the bytes that a program instance has in flight.
         stages: For several rows, the largest number of pipeline stages.
         shared_memory: The bytes of shared memory that the stages may use.
         multiprocessors: The number of multiprocessors. The sizes above suit this number.
-        slices: The largest number of slices of the features, for the tile with the fewest rows. Each warp has one
-            slice. 1 if the features are not divided.
+        slices: The largest number of slices into which the features are divided, for the tile with the fewest rows.
+            Each warp sums one slice. 1 if the features are not divided.
         slices_name: The launch argument with the number of slices. `_` for codes, which have no slices.
         ahead: The number of loads that a program instance for one row issues before it waits for the preceding kernel.
         pdl: Whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
@@ -187,8 +187,8 @@ def row_tile(parts: Parts) -> RowTile:
 
 
 def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
-    """Returns the size of one load for several rows of x: the number of features (or lanes of eight codes), and two
-    byte counts. These are for one row of x, and for one row of weights."""
+    """Returns the size of one load for several rows of x: the number of features (or lanes of eight codes), then the
+    bytes per row of x and per row of the weights."""
     size = BYTES[parts.x.type.dtype]
     if parts.scales:  # lanes, with all of their features of x: so few that several loads are in flight
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)

@@ -63,7 +63,7 @@ class PointerContext:
 class LinearTriton(Kernel):
     """Accepts one or two matrix products of the same rows, with any epilogue, operands and outputs.
 
-    If the measured tile, `tile`, is None, the kernel has the tile of `tile_of`.
+    `tile` is the measured tile. If it is None, the kernel uses the result of `tile_of`.
     """
 
     RANK: ClassVar[int] = 1

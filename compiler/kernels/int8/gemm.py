@@ -16,8 +16,8 @@ LONGEST_LABEL = 64
 
 
 class Int8Epilogue(NamedTuple):
-    """An int8 matrix product and its epilogue. The kernel sums x [rows, K] i8 times w [N, K] i8 plus offset [N] i32.
-    `expr` computes y [rows, N] from these sums `p` and the operands."""
+    """An int8 matrix product and its epilogue. The product is p = x w^T + offset in int32, for x i8 [rows, K], w i8 [N,
+    K] and offset i32 [N]. `expr` computes y [rows, N] from p and the operands."""
 
     n: int
     k: int
@@ -130,15 +130,15 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
 
 
 def nodes_of(label: str) -> str:
-    """Returns the source line `NODES = (...)` with the node paths of a label. The label joins them with ` and `. Text
-    after a blank in a path, such as "+ act", is removed."""
+    """Returns the source line `NODES = (...)` with the node paths of a label. A label consists of paths joined with
+    " and ". Text after a blank in a path, such as "+ act", is removed."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """Returns the label for a file's header. A label of many nodes is shortened to the first node and the number of
-    others. PLAN.md lists all nodes."""
+    """Returns the label for a file's header. A label of many nodes is shortened to the first node and the number of the
+    other nodes. PLAN.md lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

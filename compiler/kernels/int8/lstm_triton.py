@@ -28,7 +28,7 @@ class StepContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmTriton(Kernel):
-    """Accepts any number of rows and any H. If the measured tile, `tile`, is None, the kernel has the tile of
+    """Accepts any number of rows and any H. `tile` is the measured tile. If it is None, the kernel uses the result of
     `step_tile`."""
 
     TILE: ClassVar[type | None] = Tile

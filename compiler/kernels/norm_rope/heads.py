@@ -13,7 +13,7 @@ WHOLE = "whole"  # the name of the tensor that dx is a part of
 @dataclass(frozen=True, slots=True)
 class Heads:
     """A site of `NormRope` or its gradient. `inputs` and `outputs` map names in generated code to types. If dx is
-    written to a part of a wider tensor, `at` is the index of the first feature there."""
+    written to a part of a wider tensor, `at` is the index of the first feature of this part."""
 
     op: HeadRotation
     backward: bool
@@ -78,7 +78,7 @@ def heads_of(site: Site) -> Heads:
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation, which begins a sentence."""
+    """Returns a description of the computation, to begin a sentence with."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
     words += ["gain"] * heads.op.gain

@@ -14,7 +14,7 @@ from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_fu
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
-LARGEST_HEAD = 4096  # the most channels of a head, which stays in registers
+LARGEST_HEAD = 4096  # the most channels of a head; a head stays in registers
 MOST_GAINS = 256  # the most heads whose gains a program instance can sum at its end
 LARGEST_TILE = 1 << 17  # the number of elements that a program instance holds at once
 LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vector load
@@ -123,8 +123,8 @@ class HeadContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NormRopeTriton(Kernel):
-    """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. If the measured tile, `tile`,
-    is None, the kernel has the tile of `head_tile`."""
+    """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. `tile` is the measured tile. If
+    it is None, the kernel uses the result of `head_tile`."""
 
     TILE: ClassVar[type | None] = HeadTile
     tile: HeadTile | None = None

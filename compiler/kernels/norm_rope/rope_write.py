@@ -21,7 +21,7 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 
-WIDEST = 1024  # the most channels of a head, which one program instance holds
+WIDEST = 1024  # the most channels of a head; one program instance holds a head
 HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of one head
 
 

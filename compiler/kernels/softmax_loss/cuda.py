@@ -79,13 +79,13 @@ CANDIDATES = (
 class StagedContext(NamedTuple):
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    The code in the fields from `passes` on depends on two facts: whether a gradient is computed, and whether a block
-    has several rows. A token may have additional targets besides the next token.
+    The field `passes` and all fields after it hold code that depends on whether a gradient is computed, and on whether
+    a block has several rows. A token may have additional targets besides the next token.
 
     Attributes:
         how: A description of the kernel's algorithm.
         copiers: The number of additional threads that copy rows.
-        prelude: Functions that `functions` call.
+        prelude: Functions that the code in `functions` calls.
         functions: The name, comment and body of each function of a logit.
         parts: The templates of the device code, in order.
         begun: Lines that load a row's additional targets, and the logits of these targets.
@@ -137,8 +137,8 @@ class LauncherContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossCuda(Kernel):
-    """Accepts rows that fit into shared memory but not into registers. If the measured tile, `tile`, is None, the
-    kernel has the tile of `staged_tile`.
+    """Accepts rows that fit into shared memory but not into registers. `tile` is the measured tile. If it is None, the
+    kernel uses the result of `staged_tile`.
 
     The kernel first multiplies logits by log2(e). A row with a finite logit beyond 2.3e38 therefore gives NaN.
     """
@@ -310,10 +310,8 @@ def _begun(name: str) -> tuple[str, ...]:
 
 
 def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Returns three parts of the code for a row.
-
-    The first part writes the loss. The second is an argument, the factor of the exponentials. It is empty if the
-    factor is 1. The third writes the gradients of the targets' logits.
+    """Returns three parts of the code for a row: the lines that write the loss, the factor of the exponentials (empty
+    if the factor is 1), and the lines that write the gradients of the targets' logits.
     """
     sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
     if op.per_token == "nats":

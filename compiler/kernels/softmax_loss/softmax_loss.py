@@ -163,8 +163,8 @@ class LossContext(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossTriton(Kernel):
-    """Accepts any vocabulary size and any function of the logits. If the measured tile, `tile`, is None, the kernel
-    has the tile of `row_tile`."""
+    """Accepts any vocabulary size and any function of the logits. `tile` is the measured tile. If it is None, the
+    kernel uses the result of `row_tile`."""
 
     TILE: ClassVar[type | None] = RowTile
     tile: RowTile | None = None
@@ -208,7 +208,8 @@ class PlainContext(NamedTuple):
 
 
 class SoftmaxLossTorch(Kernel):
-    """The same computation as a plain Torch function: a readable reference, and the kernel of the CPU."""
+    """Softmax cross-entropy and its gradient as a plain Torch function: a readable reference, and the kernel of the
+    CPU."""
 
     RANK: ClassVar[int] = 9
 
@@ -275,7 +276,7 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 
 
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
-    """Returns the factors in the gradient of a token's loss: of the softmax, and of each one-hot target.
+    """Returns the factor of the softmax, and the factor of each one-hot target, in the gradient of a token's loss.
 
     Let E be the loss, with partial derivatives E_nats and E_lse, and nats = lse - f[target]. Then dE/df = (E_nats +
     E_lse) softmax - E_nats onehot. An additional target `n` adds a term to the factor of the softmax. This term

@@ -17,7 +17,7 @@ class CachedBase(ScoredBase):
 
     `names` lists the inputs: q, k, v, the positions, the inputs of the subclass, the scales of k and v, and the
     additional inputs of `ScoreFields`. The rows of the input tokens are inputs if they are not yet in a ring buffer.
-    The base classes expect other inputs, which `plain` returns: decoded values in the order of `leading`.
+    The base classes expect the inputs that `plain` returns: decoded values in the order of `leading`.
 
     Attributes:
         values: The number of leading features of the key that form the value. If None, the values are an input.
@@ -143,8 +143,8 @@ class CachedBase(ScoredBase):
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces the random positions by positions at the end of the cache. Documents start before these positions.
-        Codes get both signs."""
+        """Returns test inputs. Replaces random positions by positions at the end of the cache, and document starts by
+        earlier positions. Makes half of the codes negative."""
         given = dict(zip(self.names, inputs, strict=True))
         given |= self.placed(given)
         for name in self.names if self.coded else ():

@@ -42,9 +42,9 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 class ToCodes(Op):
     """Rounds x [..., C] to e4m3, 8-bit floats. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
-    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. The scale is the magnitude times
-    1/448, because Torch divides by constants differently on GPU and CPU. The scale is rounded to bf16. A kernel may
-    therefore multiply a softmax weight by the scale without additional rounding.
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. The magnitude is multiplied by 1/448
+    and not divided by 448, because Torch's division by a constant differs between GPU and CPU. The scale is rounded to
+    bf16. A kernel may therefore multiply a softmax weight by the scale without additional rounding.
     """
 
     name: ClassVar[str] = "to_codes"

@@ -2,8 +2,7 @@
 has ops that write to the cache, and ops that attend to the cached keys.
 
 A program over pages reads K tokens of each of R texts. All tokens are packed into one row, one text after another.
-Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that treat each token separately are therefore the same as
-in other programs.
+Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that treat each token separately need no change.
 """
 
 from collections.abc import Sequence
@@ -98,7 +97,7 @@ class PagedWrite(Op):
         pages, x, _, table = inputs
         if pages.shape[2:] != x.shape[2:] or table != TABLE:
             raise TypeRuleError(
-                f"cannot write {x} to pages {pages} of a page table {table}: the shapes do not match", (0, 1, 3)
+                f"cannot write {x} to pages {pages} with page table {table}: the shapes do not match", (0, 1, 3)
             )
         return (pages,)
 

@@ -1,8 +1,8 @@
 """The memory layout of integer weights for kernels with few input rows.
 
 A code is an integer of 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. The bits are divided into parts of 8, 4, 2
-or 1 bits. There is one part for each 1 in the binary notation of the number of bits. For example, 5 bits become the
-lower 4 bits and the highest bit.
+or 1 bits. There is one part for each 1 in the binary notation of the number of bits, so the widths of the parts add up
+to the number of bits. For example, 5 bits become the lower 4 bits and the highest bit.
 
 A row of K codes, padded to a multiple of 128, has L = K / 8 lanes. Lane i holds the codes of the features i, i + L,
 ..., i + 7 L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W
@@ -77,7 +77,7 @@ def unpack(packed: Tensor, features: int) -> Tensor:
 
 
 def dequantized(packed: Tensor, scale: Tensor, features: int) -> Tensor:
-    """Returns the weight [N, features], code times scale. The dtype is f32, or the dtype of `scale` [N] if that is
+    """Returns the weight [N, features], code times scale. The dtype is f32, or the dtype of `scale` [N] if `scale` is
     wider."""
     import torch
 

@@ -20,7 +20,7 @@ class RopeAttention(CachedBase):
     table. The outputs are y and the cache tensors, which are written in place.
 
     Attributes:
-        neighbors: As in `Rope`.
+        neighbors: Whether channels 2i and 2i + 1 form a pair, as in `Rope`.
         paged: Whether the cache is paged.
     """
 
@@ -31,12 +31,12 @@ class RopeAttention(CachedBase):
 
     @property
     def write(self) -> RopeWrite:
-        """The op that rotates and writes. The inputs are the first inputs of this op."""
+        """The op that rotates the new queries and keys, and writes the new rows. It has the first inputs of this op."""
         return RopeWrite(self.neighbors, False, self.coded, self.ring, self.paged)
 
     @property
     def attend(self) -> CachedBase:
-        """The op of the attention."""
+        """The attention op, which reads the cache after the write."""
         return (SdpaPaged if self.paged else SdpaCached)(*self.of_scores, self.values, self.coded, self.ring)
 
     @property
@@ -69,8 +69,8 @@ class RopeAttention(CachedBase):
         return self.attend.placed(given)
 
     def attended(self, inputs: Sequence[Any], written: Sequence[Any]) -> list[Any]:
-        """Returns the inputs of the op `attend`, or the types of these inputs. `inputs` belong to this op, and
-        `written` are the outputs of the op `write`."""
+        """Returns the inputs of the op `attend`: tensors, or types if the arguments are types. `inputs` are the inputs
+        of this op. `written` are the outputs of the op `write`."""
         given, op = dict(zip(self.names, inputs, strict=True)), self.write
         new = dict(zip(op.new, written[1 + len(op.stored) :], strict=True))
         given |= {"q": written[0], "k_scale": None, "v_scale": None}

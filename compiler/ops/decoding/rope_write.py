@@ -18,12 +18,12 @@ class RopeWrite(Op):
     v [B, T, G, V] to the cache rows `positions` (i64[T]), in place.
 
     `names` lists the inputs. The outputs are the rotated q and the cache tensors. With a ring buffer, attention reads
-    the new rows separately. New rows that do not equal inputs are therefore outputs too. The buffer is written before
-    attention reads it. This is valid because each text has a single token. The token replaces a position that no later
-    query sees.
+    the new rows separately. New rows that are not inputs, such as rotated keys, are therefore outputs too. The ring
+    buffer is written before attention reads it. This is valid because each text has a single new token, which replaces
+    a position that the query and all later queries mask.
 
     Attributes:
-        neighbors: As in `Rope`.
+        neighbors: Whether channels 2i and 2i + 1 form a pair, as in `Rope`.
         joined: Whether the cache has one tensor, `keys`, whose rows are v followed by the rotated k.
         coded: Whether the cache holds e4m3 codes and scales, as from `ToCodes`.
         ring: The sizes (first, window) of a ring buffer, as in `CacheWrite`.
@@ -99,7 +99,7 @@ class RopeWrite(Op):
         return 1  # `belonging` replaces positions and page tables; the codes in a cache are not read
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Chooses positions at the end of the cache. Each text has separate pages."""
+        """Returns test inputs with positions at the end of the cache. Each text has separate pages."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -13,11 +13,9 @@ from specc.compiler.ops.norm import RmsNorm
 
 @dataclass(frozen=True, slots=True)
 class RowLinear(Op):
-    """Computes h w^T for one or more weights w [N, K]. h [..., K] is the input or its RMS norm.
-
-    The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. N may differ between weights,
-    unless the node has an epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16
-    [N].
+    """Computes h w^T for one or more weights w [N, K]. h is the input x [..., K], or the RMS norm of x. The inputs are
+    x, the weight [K] of the norm if `affine`, and the weights w. N may differ between weights, unless the node has an
+    epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16 [N].
 
     Attributes:
         weights: The number of weights.
@@ -64,7 +62,7 @@ class RowLinear(Op):
         return f"linear of few rows{weights}{norm}"
 
     def each_weight(self, inputs: Sequence[TensorType]) -> Sequence[TensorType]:
-        """Returns the type of each weight, or of its codes if weights are packed."""
+        """Returns the type of each weight. For packed weights, returns the type of the codes."""
         return inputs[self.first : self.arity : 1 + self.packed]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -73,7 +71,7 @@ class RowLinear(Op):
         return word, f"n{widths}_k{inputs[0].width}"
 
     def site_type(self, type: TensorType) -> TensorType:
-        # One kernel reads codes with any number of bits, because layers may differ in it.
+        # One kernel reads codes with any number of bits, because layers may have different numbers of bits.
         return type.with_shape(type.shape[0], "W") if type.dtype == "u8" else super(RowLinear, self).site_type(type)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

@@ -43,8 +43,8 @@ class BalanceLoss(Op):
     loads, or all p, are equal.
 
     Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
-    Transformers", equation 4). With `by_sequence`, there is one loss per sequence, with means over its tokens, and the
-    result is the mean loss (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
+    Transformers", equation 4). With `by_sequence`, the loss is computed for each sequence, with means over the tokens
+    of the sequence, and the result is the mean of these losses (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
     """
 
     name: ClassVar[str] = "balance_loss"
@@ -79,7 +79,8 @@ class AttachLoad(Moves):
     mean load.
 
     Inputs are the weights, the bias, and the load f32[B, E]. With this gradient, an optimizer lowers the bias of an
-    expert with too much load. This balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
+    expert that has more than the mean load. This balances the load without an auxiliary loss (Wang et al. 2024, arXiv
+    2408.15664).
     """
 
     name: ClassVar[str] = "attach_load"

@@ -250,8 +250,8 @@ class PoolWrite(Op):
     in a cache [B, N M, G, C], in place.
 
     The second input is the cache of single tokens, as in `SdpaPooledCached`. Pooling by latent tokens also reads the
-    keys and the latents. The rows of an incomplete block have no meaning, and each additional token of the block
-    replaces them.
+    keys and the latents. The rows of an incomplete block are not used. Each additional token of the block replaces
+    these rows.
     """
 
     name: ClassVar[str] = "pool_write"

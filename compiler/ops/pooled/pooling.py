@@ -11,13 +11,13 @@ MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd multipliers of the two rounds of t
 
 
 class Pooling:
-    """The base class of pooling methods. They map x [B, G, N, P, C], the keys or values of N blocks of P tokens, to
-    [B, G, N M, C].
+    """The base class of pooling methods. A method maps x [B, G, N, P, C], the keys or values of N blocks of P tokens,
+    to M pooled keys or values per block, [B, G, N M, C].
 
     Attributes:
         template: The template of the function `pool` in generated code.
-        reads: The arguments of `pool` after `x`. `number` is the block indices i64[N], `keys` are the keys [B, G, N, P,
-            C] of the same tokens, and `latents` [M, G C] are learned.
+        reads: The arguments of `pool` after `x`. `number` i64[N] are the indices of the blocks, `keys` [B, G, N, P, C]
+            are the keys of the same tokens, and `latents` [M, G C] are learned.
         several: Whether M may be more than 1.
     """
 
@@ -56,7 +56,7 @@ class Maximum(Pooling):
 
 
 class Reservoir(Pooling):
-    """A random sample of M tokens without replacement: those with the largest random priorities (Efraimidis and
+    """A random sample of M tokens without replacement: the M tokens with the largest random priorities (Efraimidis and
     Spirakis, 2006, "Weighted random sampling with a reservoir", with equal weights).
 
     The priority of a token is a hash of the seed and the token's position, so it is the same in training and decoding.
@@ -103,7 +103,7 @@ POOLINGS: Mapping[str, Pooling] = MappingProxyType(
 
 
 def priority(position: int, seed: int) -> int:
-    """Returns the sampling priority of a token: a 32-bit hash of its position and the seed.
+    """Returns the sampling priority of a token: a 32-bit hash of the token's position and the seed.
 
     Each step of the hash is invertible, so two positions below 2**32 never have the same priority.
     """

@@ -21,8 +21,8 @@ def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs with packed codes and scales for every `RowLinear` whose weights are all stored as codes.
 
     Blocks that share a function may store weights with different numbers of bits. The function is then copied for each
-    combination of types. Codes and scales are buffers. `rewritings` records the bits of each node that reads codes.
-    For every other product, it records the reason.
+    combination of types. Codes and scales are buffers. For each product that reads codes, `rewritings` of the result
+    records the number of bits. For every other product, `rewritings` records why the product does not read codes.
 
     Args:
         programs: The programs that append tokens to texts, after `row_linears`.
@@ -106,8 +106,8 @@ class _Packing:
         yield f"{weight}{SCALE}", TensorType((n,), "f16", STORAGE)
 
     def _function(self, name: str, at: str) -> Graph:
-        """Returns the function with packed weights. A function gets a new name if the old name already stands for
-        other types."""
+        """Returns the function with packed weights. The function gets a new name if the old name already belongs to a
+        function with other types."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}

@@ -57,8 +57,8 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns a node that reads the angles of positions from a table. Returns `node` unchanged if it computes the
-    angles of other numbers."""
+    """Returns a node that reads the angles of positions from a table. Returns `node` unchanged if it does not compute
+    the angles of token positions."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -149,8 +149,9 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
-    """Returns the refs of the values that are stored at the positions of the keys. Each has the nodes that write the
-    value. Keys and values are either all codes or all floats. Rotated rows are left out."""
+    """Returns the values that are written to a cache at the positions of the keys: the ref of each value, and the nodes
+    that write the value. Values are left out if they are rotated, or if only the keys or only the values are stored as
+    codes."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

@@ -17,9 +17,9 @@ STEPS = ("decode", "step")  # the programs that extend texts by one token, with 
 def row_linears(programs: Programs) -> Programs:
     """Returns the programs that append tokens to texts, with every linear layer as a `RowLinear`.
 
-    If only one pointwise node reads a product, the pointwise node becomes the epilogue of the product. If the
-    pointwise node reads several products of the same input, these products become one node. The remaining products of
-    each input also become one node. An RMS norm that only products read becomes a part of each.
+    If only one pointwise node reads a product, the pointwise node becomes the epilogue of the product. If the pointwise
+    node reads several products of the same input, these products become one node. The remaining products of each input
+    also become one node. An RMS norm that only products read becomes a part of each product.
 
     Raises:
         ValueError: If the model has no such program.

@@ -97,11 +97,11 @@ def test_it_is_judged_on_codes_of_both_signs(bits: Literal[8, 16]) -> None:
 
 CHANGES = {
     "c": (TensorType(("B", 12), "f32"), "needs h and c of one float type, not f32[B,8] and f32[B,12]"),
-    "x": (TensorType(("B", 24), "f32"), "of 8 features takes gates of x f32[B,32], not f32[B,24]"),
-    "w": (TensorType((32, 8), "i8"), "of 8 features takes weights i8[32,16], not i8[32,8]"),
-    "offset": (TensorType((31,), "i32"), "of 8 features takes biases i32[32], not i32[31]"),
-    "scale": (TensorType((32,), "bf16"), "of 8 features takes scales f32[32], not bf16[32]"),
-    "inverse": (TensorType((16,), "f32"), "of 8 features takes inverses f32[8], not f32[16]"),
+    "x": (TensorType(("B", 24), "f32"), "needs gates of x f32[B,32] for h of 8 features, not f32[B,24]"),
+    "w": (TensorType((32, 8), "i8"), "needs weights i8[32,16] for h of 8 features, not i8[32,8]"),
+    "offset": (TensorType((31,), "i32"), "needs biases i32[32] for h of 8 features, not i32[31]"),
+    "scale": (TensorType((32,), "bf16"), "needs scales f32[32] for h of 8 features, not bf16[32]"),
+    "inverse": (TensorType((16,), "f32"), "needs inverses f32[8] for h of 8 features, not f32[16]"),
 }
 
 

@@ -88,7 +88,7 @@ BOTH_REFUSE = {
         "reads operands in bf16, f16, f32; slope is i8",
     ),
     "output dtype": (typed(PLAIN, "i8"), "writes bf16, f16, f32; output 0 is i8"),
-    "idle operand": (with_epilogue(MUL, "2 * d"), "reads only what its outputs need; no output reads slope"),
+    "idle operand": (with_epilogue(MUL, "2 * d"), "reads only operands that its outputs need; no output reads slope"),
     "constant output": (with_epilogue(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is the same in every row"),
     "column output": (
         with_epilogue(make_site("scaled_residual"), "residual + scale * y", "scale ** 2", labels=("", "square")),

@@ -347,8 +347,8 @@ def test_copies_of_gradients_decide_for_all_blocks_alike() -> None:
     small = spec({**ATTENTION, "kv_heads": 2}, MLP, fuse=({"blocks.*.attention": ["y"]},), keys={"merge": "auto"})
     (refused,) = [r for r in pipeline.run(small, "cpu").rewritings if r.step == "merge_linears"]
     assert refused.refusal == (
-        "gradients of q, k, v are results of kernels: one product would copy 192 numbers per token in all blocks"
-        " to save 128 of the gradient of the input"
+        "kernels compute the gradients of q, k, v: one product would copy 192 numbers per token in all blocks, and save"
+        " only 128 in the gradient of the input"
     )
     apart, merged = (load(ROOT / f"specs/{name}.yaml", ["merge=auto"])[0] for name in ("gpt2_124m", "gpt_mlp35"))
     nodes = tuple(f"blocks.*.attention.{name}" for name in "qkv")

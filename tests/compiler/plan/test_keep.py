@@ -130,7 +130,7 @@ def test_variants_of_a_spec_share_a_lock() -> None:
 def test_a_lock_has_the_time_of_what_is_kept() -> None:
     with pytest.raises(ValueError, match="keep"):
         locked(GELU, "sm90", "mask")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`ms` has no time for the choice input of `keep`"):
+    with pytest.raises(ValueError, match="`keep` is input, but `ms` has no time for this save choice"):
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
     entry = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})

@@ -187,11 +187,11 @@ def test_a_key_states_the_node_and_no_class() -> None:
             {"tile": {**GIVEN, "m": 192}},
             "is not valid for gemm_evt: m is 192, but must be a power of two from 64 to 256",
         ),
-        ({"tile": {**GIVEN, "n": 100}}, "n is 100, and not a multiple of 16"),
+        ({"tile": {**GIVEN, "n": 100}}, "n is 100, but must be a multiple of 16"),
         ({"tile": {**GIVEN, "k": 100_000_000}}, "k is 100000000"),
         ({"tile": {**GIVEN, "schedule": "Cooperative"}}, "m is 64, but must be a power of two from 128 to 256"),
         ({"tile": {**GIVEN, "cluster": [4, 4]}}, "cluster is 16"),
-        ({"tile": {**GIVEN, "part": [48, 64]}}, "part is 48, which does not divide 64"),
+        ({"tile": {**GIVEN, "part": [48, 64]}}, "part is 48, but must divide 64"),
         ({"tile": {**GIVEN, "swizzle": 3}}, "swizzle is 3"),
         (
             {"kernel": "linear_triton", "tile": {**TRITON, "m": 7}},

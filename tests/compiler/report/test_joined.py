@@ -21,7 +21,7 @@ def test_plan_and_explain_state_what_kernels_join() -> None:
         "Rounded to 8 bits by the kernel of blocks.*.mlp.up, blocks.*.mlp.down.dgrad.",
         "Dropout in the kernel of blocks.*.mlp.down.",
     ]
-    assert any("blocks.*.mlp.dropped.grad: the kernel of a product draws dropout if" in fact for fact in facts[2:])
+    assert any("blocks.*.mlp.dropped.grad: the kernel of a product draws dropout only if" in fact for fact in facts[2:])
     assert any("blocks.*.mlp.up.x_codes, blocks.*.mlp.up.codes" in fact for fact in facts[2:])
     assert list(products_of_8_bits(plan)) == [
         "blocks.*.mlp.up, blocks.*.mlp.down (fp8 linear, a scale per tensor, delayed)"
@@ -31,4 +31,4 @@ def test_plan_and_explain_state_what_kernels_join() -> None:
     assert kernel.kernel == "linear_triton (triton)" and "dropout" in dict(kernel.rejected)["gemm_evt"]
     assert "scales" in dict(rows["blocks.*.mlp.up + act + down.x_codes"].rejected)["gemm_evt"]
     (reason,) = rows["blocks.*.mlp.dropped.grad"].rejected
-    assert "if that alone reads the product" in reason[1]
+    assert "only if nothing else reads the product" in reason[1]
