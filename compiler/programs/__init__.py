@@ -1,2 +1,2 @@
-"""Programs over one parameter table, their cost, and two checks of generated modules: by torch.fx traces, and by
-float64 references."""
+"""The programs of a model, which share one parameter table, and the cost of programs. Also two checks of generated
+modules: against torch.fx traces, and against float64 references."""

@@ -67,12 +67,12 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns the number of elements of a cache for `tokens` tokens. 0 if no program continues sequences."""
+    """Returns the number of elements in the decoding cache of `tokens` tokens. 0 if the programs use no cache."""
     return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
 
 
 def cached_bytes(programs: Programs, tokens: int) -> int:
-    """Returns the bytes of a cache for `tokens` tokens. 0 if no program continues sequences."""
+    """Returns the bytes of the decoding cache of `tokens` tokens. 0 if the programs use no cache."""
     return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
 
 
@@ -86,7 +86,7 @@ def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mappi
 
 
 def used_parameters(programs: Programs) -> int:
-    """Returns the number of parameters that one token uses. Only the chosen experts of the token count."""
+    """Returns the number of parameters that one token uses. Experts to which the token is not routed are left out."""
     graph = flatten(programs, programs.program("train"))
     shares = {param.name: 1.0 for param in programs.params}
     for node in graph.nodes:
@@ -109,9 +109,9 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
 def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
     """Returns the minimum work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens.
 
-    The first number is the operations of matrix products and attention. The second is the bytes of the parameters and
-    the cache, each read once. A lookup reads only the rows that it returns. An expert is read at most once, and only
-    if a text uses it.
+    The first result is the number of operations in matrix products and attention. The second result is the number of
+    bytes of parameters and cache, if each byte is read once. A lookup reads only the rows that it returns. An expert is
+    read at most once, and only if a text uses it.
     """
     sizes = {"B": rows, "T": 1, "S": tokens}
     graph = flatten(programs, programs.program("decode"))

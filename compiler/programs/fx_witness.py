@@ -29,7 +29,8 @@ class Mismatch(Exception):
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """Returns the fx graph of one method of a generated module. A call of a function in model.py is one node."""
+    """Returns the fx graph of one method of a generated module. `source` is the imported model.py. Each call of a
+    function of model.py is one node."""
     import types
 
     from torch import arange, fx
@@ -66,8 +67,8 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _plain_methods(source: ModuleType) -> Iterator[None]:
-    """A context in which plain methods replace the wrapped methods of model.py. The backward pass recomputes wrapped
-    methods."""
+    """A context in which classes of model.py have plain methods in place of methods with a recomputation wrapper. The
+    wrapper recomputes the method's values in the backward pass."""
     classes = [value for value in vars(source).values() if isinstance(value, type)]
     wrapped = [(c, n, v) for c in classes for n, v in list(vars(c).items()) if hasattr(v, "__wrapped__")]
     try:
@@ -118,10 +119,10 @@ def compare(
         graph: the flattened graph of the plan.
         scalars: the scalars that calls pass, by `PATH.name`.
         traced: the fx graph.
-        groups: the function of each fused group, by the group's name.
+        groups: the function name of each fused group, by the group's name.
 
     Returns:
-        The traced node for the name of each graph node.
+        The traced nodes, each by the name of the graph node that it computes.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -161,7 +162,7 @@ def check_types(
     checked = 0
 
     class Checked(fx.Interpreter):
-        """An interpreter that compares each value as soon as it is computed. In-place ops may change the value
+        """An interpreter that compares each value as soon as it is computed, because in-place ops may change the value
         later."""
 
         def run_node(self, n: fx.Node) -> Any:
@@ -207,7 +208,7 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Compares all nodes, from the only output on. Returns the traced node for the name of each plan node."""
+        """Compares all nodes, from the only output on. Returns the traced nodes by plan node (`seen`)."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -257,10 +258,10 @@ class _Comparison:
             self.kernel(node, actual, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
     def group(self, node: Node, function: str, actual: Any) -> None:
-        """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, it
-        must be an application of an autograd function.
+        """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, the
+        trace must apply an autograd function instead.
 
-        The trace may flatten the rows of an argument to one dim, and then unflatten those of the result.
+        The trace may flatten the rows of an argument to one dim, and then unflatten the rows of the result.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)
@@ -282,7 +283,7 @@ class _Comparison:
 
     def kernel(self, node: Node, actual: Any, function: str) -> None:
         """Checks a call of a kernel's function. The traced name is `function`, followed by `_` and the title of the
-        epilogue if there is one. A final `__` and shape is ignored."""
+        epilogue if there is one. The suffix from `__` on, which states a shape, is ignored."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
         name, wanted = self.called(actual).partition(".")[0].partition("__")[0], f"{function}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", actual)

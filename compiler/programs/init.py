@@ -23,8 +23,8 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator of expressions that read `name`. The expressions may also read the names in `further`, but
-    no others."""
+    """Returns a validator that requires an expression to read `name`. The expression may also read the names in
+    `further`, but no others. `message` is the error message if the expression does not read `name`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):

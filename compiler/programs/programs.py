@@ -81,7 +81,7 @@ class Group:
         backward: The backward graph, whose nodes have epilogues. Empty if no gradient flows through the group.
         saved: The values of `forward` that `backward` reads besides the incoming gradient.
         keep: The save choice: the kind of value that the forward pass saves for the backward pass.
-        others: The same group with the other save choices. The plan selects one.
+        others: A copy of the group for each of the other save choices. The plan selects one of all these groups.
         chunks: The number of chunks of rows, which are computed one after another. With several chunks, the gradients
             of a chunk are computed right after its results. Intermediate values then exist for one chunk at a time.
         results: The number of results. The results are the first outputs of `forward`, and their gradients are the
@@ -187,20 +187,22 @@ class Programs:
         params: The parameters.
         functions: The functions that programs call.
         programs: The programs.
-        places: Pairs of a prefix of node names, and the spec path of the part that created these nodes.
+        places: Pairs (prefix, path). Nodes with names of this prefix come from the part of the spec at this path.
         whole: The names of the programs that read whole sequences at once.
         groups: The fused groups.
-        phases: The phases of a training run, in order. After the last phase, the run continues with `train` and
-            `score`.
+        phases: The phases of a training run, in order. After the last phase, the run continues with the programs
+            `train` and `score`.
         context: The maximum number of tokens of a sequence. None if unknown.
         buffers: Tensors that programs read but no optimizer updates, such as the inverse scales of quantized inputs.
         constants: The constants of the spec's formulas: a name for generated code, the value, and the formula.
         sizes: The named dims: the name, the size, and a description.
         recomputed: The functions whose values are not stored, because the backward pass recomputes them.
-        derived: The functions of blocks that compute matrices from parameters alone. Training runs each once per step.
+        derived: The functions that compute matrices of blocks from parameters alone. Training calls each function once
+            per step.
         layers: The value of `layers` in formulas: the number of blocks, at least 1. In an encoder-decoder, it counts
             the blocks of both sides.
-        rewritings: The effects of passes that select nodes, and the reasons why other nodes were not rewritten.
+        rewritings: For each pass that rewrites only some nodes: the effects, and the reasons why the pass did not
+            rewrite the other nodes.
     """
 
     name: str
@@ -241,7 +243,7 @@ class Programs:
 
     @cached_property
     def call_paths(self) -> Mapping[str, tuple[str, ...]]:
-        """Maps the name of each function that programs call to the paths of the calls."""
+        """Maps the name of each called function to the paths of its calls."""
         paths: dict[str, list[str]] = {}
         for node in (node for program in self.programs for node in program.nodes):
             if isinstance(node.op, Call | Scan):
@@ -276,8 +278,8 @@ class Programs:
         return next(group for group in self.groups if group.name == name)
 
     def place(self, node: str) -> Path:
-        """Returns the spec path of the part that created a node: the entry of `places` with the longest prefix of the
-        name. Without an entry, it is the path of the model."""
+        """Returns the spec path of the part that created a node: the path in `places` with the longest prefix of the
+        node's name. If no prefix matches, returns the path of the model."""
         paths = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
         return max(paths)[1] if paths else ("model",)
 
@@ -344,7 +346,7 @@ def _inlined(
     def inline(
         graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim], region: str = ""
     ) -> list[str]:
-        """Adds the nodes of `graph`. Returns the references of its outputs.
+        """Adds the nodes of `graph` to the result. Returns the references of the outputs of `graph`.
 
         Names of parameters begin with `at`, and names of nodes with `run`. `values` maps references to their
         replacements, and `dims` maps dims, such as T to S in an encoder. The nodes are in the region `region`.
@@ -394,8 +396,9 @@ def class_name(name: str) -> str:
 def group_functions(programs: Programs) -> Mapping[str, str]:
     """Returns the function name of each group, by the group's name.
 
-    Groups with the same computation, such as the rotations of q and of k, share one function. The function is named
-    after the members of a group if that name is free.
+    Groups with the same computation, such as the rotations of q and of k, share one function. The name of a shared
+    function consists of the names of the group's members. If that name is taken, the function has the name of the first
+    group.
     """
     shared: dict[object, list[Group]] = {}
     for group in programs.groups:
@@ -433,5 +436,5 @@ def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
 
 
 def owner(ref: str) -> str:
-    """Returns the class of a function, such as `block` for `block.forward`."""
+    """Returns the class in the name of a function, such as `block` in `block.forward`."""
     return node_of(ref).partition(".")[0]

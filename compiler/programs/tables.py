@@ -15,7 +15,7 @@ TRAIN = "train"  # the name prefix of programs that only training runs
 
 @dataclass
 class Tables:
-    """Functions by name and parameters by path, in the order in which they were added.
+    """The functions and parameters of a model, in the order in which they were added.
 
     Attributes:
         layers: The number of blocks, for formulas.
@@ -23,8 +23,8 @@ class Tables:
         graphs: The functions, by name.
         params: The parameters, by path.
         scored: The paths of the parameters that are read outside of training programs.
-        refused: The initializations that some parameter cannot have. Each has the first such parameter and the reason.
-        owners: The class of the functions that run at each path.
+        refused: For each initialization that a parameter cannot have, a text with the parameter and the reason.
+        owners: The name of the class whose functions run at a path, by path.
         constants: The value and the text of each formula, by the name of the constant in generated code.
         sizes: The sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
     """
@@ -131,7 +131,8 @@ class Tables:
         return graph
 
     def _define(self, b: Builder) -> None:
-        """Adds the constants of a graph. A number is appended to a name that has another value."""
+        """Adds the constants of a graph. If the name of a constant is taken by another value, the name gets a numeric
+        suffix."""
         for name, constant in b.constants.items():
 
             def free(option: str, constant: tuple[float, str] = constant) -> bool:

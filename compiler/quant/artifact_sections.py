@@ -13,7 +13,7 @@ from enum import IntEnum
 from specc.compiler.quant.scheme import Stored
 
 CHUNK_BYTES = 512 * 2**10  # the largest size of a section, before compression
-# Smaller roles share a stream, because each section needs a header entry, and brotli starts without history in it
+# Smaller roles share a stream, because each section needs a header entry and is compressed separately
 JOIN_BYTES = 16 * 2**10
 DATA_DIGEST_BYTES = 64  # the size in bytes of the section that holds the digests of the data
 CODEC_BYTES = 16  # the bytes of brotli or LZMA2 block headers in a text section that does not compress
@@ -99,8 +99,8 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
     Args:
         layout: A pair (parameter name, stored array) per array, in the order of `Scheme.stored`.
-        texts: The bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
-            products if there are any, and the 64 bytes of data digests.
+        texts: The bytes of each text section: the canonical JSON of the resolved spec, the table of arrays if the model
+            has int8 products, and the 64 bytes of data digests.
     """
     sections = len(texts) + sum(1 for stream in streams(layout) for _ in stream.cuts())
     return PREFIX_BYTES + ENTRY_BYTES * sections + DIGEST_BYTES + sum(size + CODEC_BYTES for size in texts)

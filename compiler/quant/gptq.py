@@ -63,21 +63,22 @@ class Gptq(PerRow):
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes with `seen.hessian` [columns, columns], which must be symmetric positive semidefinite.
 
-        If the parameter has several uses, each group of `row_groups` is solved with the metric of the group. In a
-        parameter of experts, [experts, rows, columns], each expert has a Hessian, measured on the inputs of that
-        expert.
+        If the parameter has several uses, each group of rows (see `row_groups`) has a separate Hessian, the metric of
+        the group. In a parameter of experts, [experts, rows, columns], each expert has a Hessian, measured on the
+        inputs of that expert.
 
-        Raises SchemeError like the base class, and also if the Hessian is missing, has the wrong shape, contains NaN
-        or infinity, or is not positive definite with the largest damping.
+        Raises SchemeError if the shape is rejected, if the weight contains NaN or infinity, or if a value is out of
+        range. Also raises SchemeError if the Hessian is missing, has the wrong shape, contains NaN or infinity, or is
+        not positive definite with the largest damping.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)
         if seen.uses:
             return self._of_groups(weight, seen)
         if seen.hessian is None:
-            raise SchemeError("gptq needs the Hessian of the input, which was not measured")
+            raise SchemeError("gptq needs the Hessian of the input, which was not measured; calibrate again")
         if (have := list(seen.hessian.shape)) != (want := [*shape[:-2], shape[-1], shape[-1]]):
-            raise SchemeError(f"the Hessian is {have}, not {want}")
+            raise SchemeError(f"the Hessian has the shape {have}, not {want}; calibrate again")
         if len(shape) == 3:
             return self._of_experts(weight, seen)
         factor = factorize(seen.hessian.to(weight.device).double(), self.damping, self.order)
@@ -85,7 +86,8 @@ class Gptq(PerRow):
         return self.mended(arrays_of(*self._solved(weight, factor), shape), weight, factor.hessian)
 
     def _of_groups(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes each group of rows with its metric. A low-rank correction uses the mean of the metrics."""
+        """Quantizes each group of rows of `row_groups` with the metric of the group. A low-rank correction uses the
+        mean of the metrics."""
         import torch
 
         solutions: list[Solution] = []
@@ -113,8 +115,8 @@ class Gptq(PerRow):
         return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
     def _of_experts(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes each of the matrices [experts, rows, columns]. If an expert had no inputs, its matrix is rounded
-        to nearest."""
+        """Quantizes the matrix of each expert in `weight` [experts, rows, columns]. If an expert had no inputs, its
+        matrix is rounded to nearest."""
         import numpy as np
 
         assert seen.hessian is not None

@@ -40,8 +40,8 @@ def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
 
     The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group. Rows form a
     group if their weights rows_ui are similar. To compare two rows, the weights of each row are divided by the maximum
-    weight of the row. They are then rounded to powers of 2, but not below 2^-10. With two uses, there are at most 21
-    groups.
+    weight of the row. The quotients are rounded to powers of 2, but not below 2^-10. With two uses, there are at most
+    21 groups.
 
     Args:
         uses: At least one use.

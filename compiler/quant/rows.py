@@ -87,8 +87,8 @@ class PerRow(Scheme):
         return (plain.double() + correction_product(arrays).reshape(shape)).float()
 
     def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """Returns the codes and scales of `weight` with the arrays of the low-rank correction, if the scheme
-        has one."""
+        """Returns `arrays`, the codes and scales of `weight`. If the scheme has a low-rank correction, the result also
+        contains the arrays of the correction."""
         import torch
 
         if not self.correction_rank:
@@ -101,11 +101,11 @@ class PerRow(Scheme):
         return self.model_copy(update={"correction_rank": rank})
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the entropy of the codes of normal rows (entropy.py), plus 2 bytes per row and the packed
+        """Returns the entropy of codes of normally distributed rows (entropy.py), plus 2 bytes per row and the packed
         correction.
 
         This is the size of a model after little training. Trained matrices with clips near the maximum took 3.65 bits
-        per value at int5. Normal rows of 512 take 4.28.
+        per value at int5. Normally distributed rows of 512 values take 4.28.
         """
         bits = normal_bits(self.normal_clip(shape[-1]), self.top)
         codes = math.ceil(math.prod(shape) * bits / 8) + 2 * math.prod(shape[:-1])
@@ -140,12 +140,14 @@ class PerRow(Scheme):
         return (codes * scale).reshape(weights.shape)
 
     def normal_clip(self, columns: int) -> float:
-        """Returns the approximate smallest clip of normal rows with `columns` values, in standard deviations."""
+        """Returns the approximate clip of normally distributed rows with `columns` values. The unit is the standard
+        deviation of a row. If the scheme tries several clips, returns the smallest."""
         return normal_clip(columns)
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:
-        """Returns, for each row of `rows` [N, columns], the |w| that gets the largest code without calibration data."""
+        """Returns the clip of each row of `rows` [N, columns], for quantization without calibration data. The clip is
+        the |w| that gets the largest code."""
 
     def _exact_scales(self, clip: Tensor) -> Tensor:
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)

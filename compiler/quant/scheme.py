@@ -97,7 +97,8 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A use of a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i rows_i d_i columns d_i^T.
+    """One product or lookup that reads a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i
+    rows_i d_i columns d_i^T.
 
     A parameter may have several uses, such as a tied embedding table. The increases of the loss from all uses are
     added.
@@ -118,7 +119,7 @@ class Seen:
     Attributes:
         hessian: The matrix X^T X [K, K] of the inputs X of a weight.
         input_scale: The scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
-        weight: For a bias, the stored arrays of its product's weight.
+        weight: For a bias, the stored arrays of the weight of the same product.
         solved: A function that is called with a `Solution` if the Hessian is used.
         uses: All uses of a parameter that several products or lookups read. If set, `hessian` is ignored.
     """
@@ -180,11 +181,13 @@ class Scheme(StrictModel):
 
     @property
     def input_by_feature(self) -> bool:
-        """Whether `input_scale` has one number per feature, [K]. All weights with the same input must agree."""
+        """Whether `input_scale` has one number per feature, [K]. All schemes of weights with the same input must agree
+        on this."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes like `quantize`, for schemes that may need more calibration data than a Hessian."""
+        """Converts `weight` to the arrays of `stored`, by suffix. Schemes that need more calibration data than a
+        Hessian override this method. Raises SchemeError if the weight or the data are invalid."""
         return self.quantize(weight, seen.hessian)
 
     @abstractmethod
@@ -209,14 +212,14 @@ class Scheme(StrictModel):
         estimate is approximately an upper bound, because trained weights take fewer bytes."""
 
     def with_bits(self, bits: int) -> Self:
-        """Returns this scheme with another number of bits. Raises SchemeError if the scheme has no setting `bits` or
+        """Returns this scheme with `bits` bits per code. Raises SchemeError if the scheme has no setting `bits` or
         rejects the number."""
         raise SchemeError(f"{self.label()} has no setting `bits`")
 
     def with_clip(self, deviations: float) -> Self:
         """Returns this scheme with rows clipped at `deviations` standard deviations. Raises SchemeError if the scheme
         has no such setting."""
-        raise SchemeError(f"{self.label()} has no setting for clips in standard deviations")
+        raise SchemeError(f"{self.label()} has no setting `clip_stds`")
 
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:

@@ -76,7 +76,8 @@ class Tables:
         return chosen
 
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """Returns the name of the table with the set `layers` of a list. If there is none, adds one called `name`."""
+        """Returns the name of the table that holds the blocks `layers` of the module list `place`. If there is no such
+        table, adds a table called `name`."""
         known = self.layers.get((place, layers))
         return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
 
@@ -86,7 +87,7 @@ class Tables:
 
 
 def set_text(layers: Sequence[int]) -> str:
-    """Returns the Python text of a set."""
+    """Returns the set of the numbers `layers` as Python text."""
     return f"{{{', '.join(map(str, layers))}}}"
 
 
@@ -98,7 +99,7 @@ class BlockClass(NamedTuple):
         order: The arguments of a call after the residual stream.
         optional: The arguments that a call may omit.
         flags: The boolean arguments.
-        begin_flags: The boolean arguments of `begin`.
+        begin_flags: The boolean arguments of `begin`, the method that creates the state of a block.
         keeps: Whether `forward` has an argument for the cache.
         make: The expression that creates one module, inside a comprehension over `layer`.
     """
@@ -115,9 +116,9 @@ class BlockClass(NamedTuple):
 class _Uses(NamedTuple):
     """The functions that the blocks of a module list run.
 
-    `layers` maps the name of each function to the blocks that run it. `callers` maps it to the flags of the programs
-    that call it. `state` holds the names of the inputs that are state. `scalars` maps each scalar to its value in each
-    block. `formulas` maps scalars to their formulas.
+    `layers` maps the name of each function to the blocks that run the function. `callers` maps the name of each
+    function to the flags of the programs that call the function. `state` holds the names of the inputs that are state.
+    `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
     """
 
     place: str
@@ -138,7 +139,7 @@ class _Uses(NamedTuple):
 
 
 def lists(plan: Plan) -> Iterator[_Uses]:
-    """Yields the module lists of a model."""
+    """Yields the functions of each module list of a model."""
     flags = flags_of(plan.programs)
     calls = [(node, flags[graph.name]) for graph in plan.programs.programs for node in graph.nodes if field_of(node)]
     for place in dict.fromkeys(field_of(call) for call, _ in calls):
@@ -302,8 +303,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs without state. Inputs of all variants come first, then inputs of some blocks, then inputs of
-    some programs."""
+    """Returns the inputs that are not state. Inputs of all variants come first, then inputs of some blocks, then inputs
+    of some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -348,7 +349,8 @@ def _begin(
 
 
 def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yields each other shape of the parameter `path`, with the blocks in which the parameter has this shape."""
+    """Yields each shape of the parameter `path` that differs from the shape of `type`, and the blocks in which the
+    parameter has this shape."""
     for other in dict.fromkeys(dict(graph.params).get(path, type) for graph in uses.functions):
         if other != type:
             yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)

@@ -37,7 +37,7 @@ class Body:
         facts: The conditions that distinguish the variants, most preferred first.
         reserved: The names that local variables must not have.
         alive: The inputs that generated code reads after the body. The names of these inputs must not be reassigned.
-        scopes: The first words of paths that the names of values omit.
+        scopes: First words of paths, such as `encoder`. Names of values omit these words.
         wanted: The preferred names of some values, by ref.
         unpacks: The lines that unpack state. An entry has the names that the line assigns, the text of the line, and
             its variants. The line is inserted before the first read of one of these names.
@@ -392,14 +392,14 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns the value that determines the name of the node's output. This is the output itself. For a Move, it
-        is a value of the same variable that no Move computes."""
+        """Returns the value that determines the name of the node's output. For a Move, this is a value of the same
+        variable that no Move computes. For all other nodes, it is the output itself."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
 
     def live(self, ref: str) -> bool:
-        """Returns whether a value, or another value of its variable, is read after the current node.
+        """Returns whether a value, or another value of the same variable, is read after the current node.
 
         While a line is inserted before the current node, the current node counts as a later reader.
         """

@@ -49,11 +49,12 @@ class Condition:
         return f" {self.word} ".join(self.tests)
 
     def joined(self, word: str, other: "Condition") -> "Condition":
-        """Returns the condition that joins this condition and another by `word`."""
+        """Returns the condition that joins this condition and `other` by `word`."""
         return Condition(self.names | other.names, word, (*self._part(word), *other._part(word)))
 
     def _part(self, word: str) -> tuple[str, ...]:
-        """Returns the tests of this condition as they stand in a condition of `word`."""
+        """Returns the tests of this condition, for a condition that joins tests by `word`. If this condition joins
+        several tests by another word, returns one test in parentheses."""
         return self.tests if len(self.tests) == 1 or self.word == word else (f"({self.text})",)
 
 
@@ -85,8 +86,8 @@ class Conditions:
         return self._known[where, every]
 
     def _shortest(self, where: Where, every: Where) -> Condition | None:
-        """Returns the shortest condition for the variants `where` whose tests are joined by only `and` or only `or`;
-        None if there is no such condition."""
+        """Returns the shortest condition for the variants `where` that joins tests by only `and` or by only `or`.
+        Returns None if there is no such condition."""
         slots = (slot for slot in self._merged.slots if slot.where == where)
         read = {ref for slot in slots for operand in slot.inputs for ref, _ in operand}
         facts = sorted(self._facts, key=lambda fact: fact.name not in STATE and fact.name not in read)

@@ -51,9 +51,10 @@ def block_variants(
     """Returns the variants of a method of blocks: each function that the method contains, with the flags that select
     it.
 
-    The flags are those of the programs that call the function. A function that programs of different flags call
-    is several variants. Flags without which all functions of a block are still distinct are omitted. `cache` selects a
-    function that extends a cache; a method for another purpose has its name as its flag.
+    The flags are those of the programs that call the function. If programs with different flags call a function, the
+    function has several variants. A flag is omitted if the other flags already distinguish all functions of a block.
+    The flag `cache` selects the function `extend`, which extends a cache. Any other function, except `forward`, `score`
+    and the functions of a training phase, has its name as its flag.
 
     Args:
         functions: The functions.
@@ -79,7 +80,7 @@ def block_variants(
 
 
 def _own(graph: Graph) -> Flags:
-    """Returns the flags by which only the name of a function selects it."""
+    """Returns the flags that follow from the name of a function, whichever programs call the function."""
     plain = _plain(graph.name.partition(".")[2])
     if plain in PLAIN or plain.startswith(PHASE):
         return frozenset()

@@ -64,10 +64,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
         name: The name of the method.
         doc: The docstring of the method.
         arguments: The arguments other than `self`, with annotations.
-        annotation: The type annotation of the result. By default, that of the returned tensors.
-
-    Returns:
-        The method.
+        annotation: The type annotation of the result. By default, the annotation of the returned tensors.
     """
     annotation = annotation or tensors(len(body.merged.outputs))
     return Function(name, doc, ("self", *arguments), body.lines, body.returned(), annotation)
@@ -91,7 +88,7 @@ def optional_arguments(
 
     Args:
         merged: The variants of the method.
-        inputs: The inputs without state, and the variants that have them.
+        inputs: The name and type of each input that is not state, and the variants with this input.
         flags: The names of boolean arguments.
         state: The text of the argument for state, if there is one.
     """

@@ -30,7 +30,7 @@ class GroupContext(NamedTuple):
         saved: The values that the forward method saves.
         restored: The names to which the backward method assigns these values. Empty if the backward method only passes
             the values on.
-        calls: The additional support functions of the forward method.
+        calls: The support functions that model.py must define for the forward method.
     """
 
     name: str
@@ -119,7 +119,7 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward pass of a loss without the multiplication of the gradients `names` by the incoming gradient
+    """Returns the backward graph of a loss, in which the gradients `names` are not multiplied by the incoming gradient
     `d`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
@@ -213,8 +213,8 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 
 def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
-    """Returns the result gradients that kernels need in contiguous rows. A single result's gradient is always included
-    if the backward pass has a kernel."""
+    """Returns the incoming gradients that kernels of the backward pass need in contiguous rows. If the group has only
+    one result and the backward pass has a kernel, the gradient of this result is always included."""
     names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
     if len(given) == 1:
         return given if names else []

@@ -19,8 +19,8 @@ STATE = "state"  # the type of a dict with one tuple per path in the spec
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     """Adds the tables of loops over blocks.
 
-    The tables hold the order of the blocks, the blocks that receive an optional input, and the earlier runs whose
-    outputs are added to the stream.
+    The tables hold the order of the blocks, the blocks that receive an optional input, and the positions (in this
+    order) of the earlier blocks whose outputs are added to the stream.
     """
     given: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for loop in loops:
@@ -52,8 +52,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the loop inputs that can be the value of each argument of a block. An entry has the name of a loop
-    input, and the blocks that receive it. None in the last entry stands for all other blocks."""
+    """Maps each argument of a block to the loop inputs that can be the argument's value. An entry has the name of a
+    loop input, and the blocks that receive this input. None in the last entry stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -80,7 +80,7 @@ class LoopText:
     Attributes:
         body: the body of the function.
         slot: the loop.
-        block: the class of its blocks.
+        block: the class of the loop's blocks.
         tables: the tables of the module.
         keeper: the name of the state argument in the function.
         first: the index of the first block's state in a cache.

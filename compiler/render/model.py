@@ -40,7 +40,7 @@ class OpContext:
 
     Attributes:
         package: the package of the file, for imports outside model.py.
-        cpu: whether the code runs on a CPU. Plan keys are digests of the other attributes.
+        cpu: whether the code runs on a CPU. The plan key does not depend on this attribute.
     """
 
     package: str
@@ -165,7 +165,7 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
 
 
 def _supports(plan: Plan, graph: Graph) -> Iterator[TorchCall]:
-    """Yields the support functions that nodes without a kernel call."""
+    """Yields the support functions of all nodes that have no kernel."""
     for node in (node for node in graph.nodes if not node.op.planned):
         choice = plan.choice(graph, node) if node.op.everywhere else None
         if choice is not None and choice.rendered.function:
@@ -191,8 +191,8 @@ def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
 
 
 def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) -> tuple[str, object]:
-    """Returns the template of an op's file and its context. `context` is the context of files without one of their
-    own."""
+    """Returns the template of an op's file, and the context for the template. If `generated` is None, the context is
+    `context`. Otherwise, it is the context in `generated`, with the package of `context`."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", context
     template, own = generated

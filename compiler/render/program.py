@@ -41,7 +41,8 @@ class Methods:
     outer_state: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
-        """Returns whether the arguments of the method `name` determine which program calls it."""
+        """Returns whether one method `name` can serve all variants in `merged`. This requires that the arguments of
+        each call determine the variant to run."""
         try:
             self.shared(name, merged)
         except Indistinguishable:
@@ -178,8 +179,8 @@ def _new_state(body: Body) -> str:
 def _wanted(merged: Merged) -> dict[str, str]:
     """Returns the preferred names of values that a loop over blocks reads or returns, by ref.
 
-    The result of the loop is named `x`. If the blocks also receive the initial value as an argument, it has the name
-    of this argument.
+    The result of the loop is named `x`. If the blocks also receive the loop's initial value as an argument, the initial
+    value has the name of this argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:
@@ -195,12 +196,13 @@ def _wanted(merged: Merged) -> dict[str, str]:
 def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Tables) -> Function:
     """Returns the method that creates an empty cache.
 
-    The cache has the state of the embedding, if there is any, and one tuple of tensors per run of a block.
+    The cache has the state of the embedding, if there is any, and one tuple of tensors per call of a block.
 
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: a parameter, whose device the cache has. Float tensors without a stated dtype have the parameter's dtype.
+        param: a parameter. The cache is on the same device. Float tensors without a stated dtype have the parameter's
+            dtype.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]

@@ -41,7 +41,7 @@ class Decoding:
 def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
     """Returns the decoding step of a quantized model on the newest GPU among `targets`.
 
-    Returns None if there is no GPU target, or if the model is not quantized, does not extend texts, or has integer
+    Returns None if there is no GPU target, or if the model is not quantized, does not generate text, or has integer
     products.
     """
     target = max(targets, key=lambda name: TARGETS[name].arch)

@@ -18,7 +18,7 @@ class Explained:
     """The kernel of one node on one target.
 
     Attributes:
-        target: The name of the folder with the generated files of a target or of a deployed plan.
+        target: The name of the folder of generated files. A target and a deployed plan each have a folder.
         rejected: The other kernels, and the reason why each was not chosen.
         passes: The passes that rewrote the node, each with the effect, and the passes that refused to, each with the
             reason.
@@ -46,7 +46,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
     Args:
         plan: the plan.
-        node: a node's path, a path in one block, or a pattern. None for all listed nodes.
+        node: a node's path, a path in one block, or a pattern. None for all nodes with a matrix product, attention or a
+            kernel.
         folder: the folder of the plan's files. By default, the target's name.
     """
     folder = folder or plan.target.name

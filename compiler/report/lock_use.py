@@ -1,4 +1,4 @@
-"""Determines which entries of a lock apply to a spec."""
+"""Determines which entries of a lock, the file with measured kernels and tiles, apply to a spec."""
 
 import shlex
 from collections.abc import Iterator, Mapping

@@ -92,7 +92,8 @@ def _facts(summary: Summary) -> Iterator[str]:
 
 
 def rewritten(programs: Programs) -> Iterator[str]:
-    """Yields a sentence for each effect and each refusal of a pass that selects nodes."""
+    """Yields a sentence for each rewriting: the effect of a pass on some nodes, or the reason why the pass did not
+    rewrite these nodes."""
     alike: dict[tuple[str, str, str], dict[str, None]] = {}
     for rewriting in programs.rewritings:
         key = rewriting.step, rewriting.text, rewriting.refusal
@@ -181,7 +182,8 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """Yields one line per group: the values that it saves for its backward pass, and the reason for this choice."""
+    """Yields one line per fused group: the values that the group saves for its backward pass, and the reason for this
+    choice."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -286,8 +288,8 @@ def _padding(programs: Programs) -> Iterator[str]:
 
 
 def _shape_changes(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields the path of each distinct node in fused groups that pads or crops, and the text of the node's op with
-    types."""
+    """Yields each distinct node of fused groups whose op pads or crops. An entry has the path of the node, and the op
+    with the types of inputs and outputs."""
     seen: set[tuple[str, str]] = set()
     for group in programs.groups:
         for graph in (group.forward, group.backward):

@@ -55,7 +55,7 @@ def learned_values(graph: Graph) -> set[str]:
 
 
 class SavedByGroup(NamedTuple):
-    """The values that a node of a fused group saves.
+    """The values that a fused group, as one node of a graph, saves.
 
     Attributes:
         read: The values of the graph that the backward pass reads: inputs and results of the group.
@@ -129,8 +129,8 @@ class Pass:
 
     def _leaves(self, ref: str) -> bool:
         """Returns whether a value of a recomputed region is saved, because the program returns it or another region
-        reads it. If only nodes outside of all regions read it, Torch's compiler recomputes it. Code that is not
-        compiled saves it."""
+        reads it. A value that only nodes outside of all regions read is recomputed by Torch's compiler, but saved by
+        code that is not compiled."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -163,7 +163,7 @@ class Pass:
             size = node.op.saved_inside([self.graph.types[ref] for ref in node.inputs], node.types, self.sizes)
             if isinstance(node.op, Scan):
                 step = flatten(self.programs, self.programs.function(node.op.callee), at=node.op.at)
-                # Values that all steps read, or parts of a sequence
+                # These inputs are saved once for the whole loop, and not once per step
                 read = {name for name, _ in step.inputs[node.op.carried :]}
                 saved_in_step = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
                 size = node.types[-1].extents(self.sizes)[1] * sum(

@@ -91,7 +91,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on one target. `key` is a digest of everything that runs."""
+    """A training step on one target. `key` is a digest of the step's programs, kernels, tiles and sizes."""
 
     target: str
     tokens: int
@@ -104,7 +104,7 @@ class Step:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """The classes of work, most expensive first. The rest of the step comes last."""
+        """The classes of work, most expensive first. The class for the rest of the step comes last."""
         names = dict.fromkeys(row.work for row in self.rows)
         works = [Work(name, tuple(row for row in self.rows if row.work == name)) for name in names]
         return tuple(sorted(works, key=lambda work: (work.name == REST, -work.expected_ms, -work.flops)))
@@ -249,7 +249,7 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns the row of work without a kernel of the plan. The floor of the row is at the peak rate of the target for
+    """Returns the row of work for which the plan has no kernel. The floor is computed from the target's peak rate for
     `op`."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
@@ -301,8 +301,8 @@ def _pattern(name: str) -> str:
 
 
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the fewest bytes that a forward pass can move between matrix products, attention and groups, the
-    barriers.
+    """Returns the fewest bytes that the pointwise nodes of a forward pass can move. Matrix products, attention and
+    groups are barriers.
 
     All nodes between the same barriers count as one kernel. Such a kernel reads each input once, and writes each value
     that other kernels read once.

@@ -15,7 +15,7 @@ from specc.compiler.quant.scheme import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
 ROW_BYTES = 24  # compressed bytes per row of the table of int8 arrays
-# The overhead is rounded up to a multiple of this. Small changes of a spec then do not change it
+# The overhead is rounded up to a multiple of this number, so that small changes of a spec do not change the overhead
 ROUNDED = 1024
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
@@ -46,7 +46,8 @@ class Storage(NamedTuple):
         rows: The storage forms.
         overhead: The bytes of the header, the spec and the table of arrays.
         budget: The limit `quant.budget_bytes`, or None.
-        chosen: A description of the promotion, allocation or correction, which changes the bits of the rules.
+        chosen: A description of `promote`, `allocate` or `correct`, if the spec has such a setting. These settings
+            change the bits that the rules state.
         warnings: The reasons why the artifact may not fit.
     """
 
@@ -110,7 +111,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns a description of the promotion or allocation, which changes the bits of the rules. Empty without one."""
+    """Returns a description of `promote` or `allocate`, the settings that change the bits of the rules. Empty if the
+    spec has neither."""
     if quant is None:
         return ""
     if quant.allocate is not None:

@@ -156,8 +156,8 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """A description of the promotion, allocation or correction, which changes the bits of the rules. Empty without
-        one."""
+        """A description of `promote`, `allocate` or `correct`, the settings that change the bits of the rules. Empty if
+        the spec has none of them."""
         if not self.storage.chosen:
             return ""
         return f"then {self.storage.chosen}"
@@ -233,7 +233,8 @@ def _work_line(summary: Summary, work: Work) -> str:
 
 
 def by(work: Work) -> str:
-    """Returns the kernels' languages or libraries in a class of work, and whether the kernels were chosen by rule."""
+    """Returns the languages or libraries of the kernels in a class of work. Adds `by rule` if a generated
+    kernel was not measured."""
     kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
     ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
     return f"{kernels}, by rule" if ruled else kernels

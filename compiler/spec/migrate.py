@@ -79,7 +79,7 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def with_all_comments(old: str, new: str) -> str:
-    """Returns `new` with the comments of `old` whose keys the migration removed.
+    """Returns `new` with the comments of `old` that belonged to removed keys.
 
     Such a comment is inserted before the next line of `old` that occurs exactly once in `new`.
     """
@@ -160,7 +160,7 @@ def _migrate_masks(part: Any) -> None:
 
 
 def _stages(data: Data) -> Iterator[Data]:
-    """Yields the attention stages of an encoder-decoder."""
+    """Yields the sections of the attention layers in the encoder and the decoder of a spec."""
     model = data.get("model")
     sides = [model.get(side) or () for side in ("encoder", "decoder")] if isinstance(model, MutableMapping) else []
     for part in (part for side in sides for part in side):
@@ -335,7 +335,7 @@ def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
 
 
 def _residual(layer: Data) -> str:
-    """Removes the residual factor from a layer. Returns a prefix of the branch, such as `0.5 * `."""
+    """Removes the residual factor from a layer. Returns the factor as the prefix of an expression, such as `0.5 * `."""
     factor = layer.pop("residual", None)
     if factor is None:
         return ""

@@ -37,7 +37,7 @@ def rule_model(scheme: type[Scheme]) -> type[Scheme]:
 
 SCHEMES = Kinds(quant, Scheme, tag="scheme")  # type: ignore[type-abstract]
 
-if TYPE_CHECKING:  # for type checkers, a value of these types is one of the base class
+if TYPE_CHECKING:  # for type checkers, a value of these types has the base class as its type
 
     class Rule(Scheme):
         match: str
@@ -218,7 +218,7 @@ class Spec(StrictModel):
             each part. A point that ends in the loss may have `chunks`: the number of chunks of tokens, which are
             computed one after another.
         merge: patterns of linear layers that read the same value. In programs over whole sequences, such layers become
-            one product. `auto`: all layers for which this moves fewer bytes.
+            one product. `auto`: all layers for which one product moves fewer bytes.
         fold: patterns of linear layers whose outputs are multiplied by numbers or learned vectors. In programs over
             whole sequences, the matrices are multiplied by these factors instead. `auto`: all such layers.
         quant: how the parameters are stored. If unset, the model is not quantized.
@@ -284,7 +284,7 @@ class Spec(StrictModel):
             message = f"a window of {self.eval.longest} tokens is shorter than the prefix of {least} tokens"
             yield Problem(("eval", "window"), "S279", message, f"use at least {least} tokens")
         if self.eval.halves:
-            message = "adaptation trains on all targets of a window, but those of the prefix have no score"
+            message = "adaptation trains on all targets of a window, but the targets of the prefix have no score"
             yield Problem(("eval", "adapt"), "S279", message, "remove adapt")
         if self.quant is not None and self.quant.calibrate.source == "self":
             message = f"generation begins with one token, but the prefix has {least} tokens"

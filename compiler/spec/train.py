@@ -44,11 +44,11 @@ def _tagged(key: str, default: str) -> Any:
 
 
 def generated_data() -> tuple[str, ...]:
-    """Returns the usual locations of the kinds of data that need no files."""
+    """Returns the values of `--data` for the kinds of data that are generated without files."""
     return tuple(kind.usual for kind in DATA.models if kind.generated)
 
 
-if TYPE_CHECKING:  # for type checkers, a value of these types is one of the base class
+if TYPE_CHECKING:  # for type checkers, a value of these types has the base class as its type
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
@@ -257,7 +257,9 @@ class TrainSpec(StrictModel):
         for i, name in enumerate(names):
             if name in names[:i]:
                 message = f"the term {name} is listed twice"
-                yield Problem(("losses", i), "S264", message, "remove one of the two, and add their weights")
+                yield Problem(
+                    ("losses", i), "S264", message, "remove one of the two, and give the other the sum of both weights"
+                )
         if "next_token" not in names:
             message = f"the loss has no term next_token, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")

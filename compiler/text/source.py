@@ -48,7 +48,8 @@ class Source:
         keys: the position of the key at each path in the data.
         values: the position of the value at each path in the data.
         spans: the (start, end) character indices of each string scalar in the text, by path in the data.
-        overlays: overrides and the paths that they replace. The text of an override begins with the dotted path.
+        overlays: pairs of the path of a replaced value, and the override as a source. The text of an override begins
+            with the dotted path.
     """
 
     file: str

@@ -172,8 +172,8 @@ class _Reading:
         return SpecError(self.problems, {self.name: self.text})
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
-        """Returns the start and end of a multi-line quoted text, if the error at character `stop` is on its last line.
-        The closing quote was then probably meant to open another text."""
+        """Returns the start and end of a multi-line quoted text, if the last line of the text has the error at
+        character `stop`. The closing quote was then probably meant to open another text."""
         quoted = None
         try:
             for token in YAML(typ="safe", pure=True).scan(self.body):

@@ -37,15 +37,15 @@ class Slot(_Fit):
     """
 
     causal: ClassVar[bool] = False
-    leaks: ClassVar[str] = "fitted on the tokens that it then scores"
+    leaks: ClassVar[str] = "fitted on the tokens that are then scored"
 
     kind: Literal["slot"]
     windows: Positive = 32
 
 
 class SlotCausal(_Fit):
-    """SLOT with one vector per window. The vector is fitted only on tokens of the window that earlier windows have
-    scored."""
+    """SLOT with one vector per window. The vector is fitted only on the tokens of the window that were already scored
+    in an earlier window."""
 
     causal: ClassVar[bool] = True
 

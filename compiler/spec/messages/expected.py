@@ -1,4 +1,4 @@
-"""The model or type that a spec expects at each path, and the nearest match of a misspelled word."""
+"""The Pydantic model or type that a spec expects at each path, and the nearest match of a misspelled word."""
 
 import difflib
 import types
@@ -29,14 +29,14 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def models_in(annotation: Any) -> list[Model]:
-    """Returns the models among the alternatives of a type."""
+    """Returns the Pydantic models among the alternatives of a type."""
     return [
         member for member in alternatives(annotation) if isinstance(member, type) and issubclass(member, StrictModel)
     ]
 
 
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
-    """Yields every path of `data` at which the spec expects a model, and the model. Outer paths come first.
+    """Yields every path of `data` at which the spec expects a Pydantic model, and the model. Outer paths come first.
 
     For a union, yields the member whose tag is in the data, or the member that needs no tag. Without such a member,
     yields nothing for the path.

@@ -28,7 +28,7 @@ TAGS = ("union_tag_not_found", "union_tag_invalid")  # the errors of a missing a
 
 
 class Words:
-    """Writes diagnostics about `source`. `models` maps each path to the expected model."""
+    """Writes diagnostics about `source`. `models` maps each path to the Pydantic model that the spec expects there."""
 
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
@@ -112,7 +112,8 @@ class Words:
         yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
-        """Yields the path and the model of every part of the data, and of every part that the data could have."""
+        """Yields the path and the Pydantic model of every section of the data, and of every section that the data could
+        have."""
         for path, model in self.models.items():
             yield path, model
             for key, info in keys_of(model).items():
@@ -163,9 +164,9 @@ class Words:
         """Returns the likely kind of a value whose kind is missing or unknown. The result is the path of the kind, the
         likely kind, and whether the names are similar.
 
-        A kind with a similar name is likely. Otherwise, a kind must accept the keys of the value and require no
-        others. Keys that no kind accepts are ignored. Of several such kinds, the kind whose keys all others also have
-        is chosen. Returns None if there is no such kind.
+        A kind with a similar name is likely. Otherwise, a kind must accept the keys of the value and require no others.
+        Keys that no kind accepts are ignored. If several kinds remain, the likely kind is the one with the fewest keys,
+        if all the others accept these keys too. Returns None if no kind is likely.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):
@@ -219,7 +220,8 @@ def _in_sibling(path: Path, holder: Path) -> bool:
 
 @cache
 def _models(root: Model) -> tuple[Model, ...]:
-    """Returns all models in data of the model `root`, in any section, and their base classes."""
+    """Returns all Pydantic models that data of the model `root` can contain, in any section, and the base classes of
+    these models."""
     models: dict[Model, None] = {}
     types: list[Any] = [root]
     for type in types:  # the list grows during the loop

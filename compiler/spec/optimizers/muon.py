@@ -76,7 +76,7 @@ class MuonSpec(OptimizerSpec):
     def _problems_of_coefficients(self, coefficients: tuple[Coefficients, ...], iterations: int) -> Iterator[Problem]:
         if len(coefficients) > iterations:
             message = f"`coefficients` has {len(coefficients)} entries, but there are only {iterations} iterations"
-            yield Problem(("coefficients", iterations), "S287", message, "remove the others, or raise steps")
+            yield Problem(("coefficients", iterations), "S287", message, "remove the last entries, or raise steps")
             return
         for i in range(1, 101):
             value = start = i / 100

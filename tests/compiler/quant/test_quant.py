@@ -391,5 +391,5 @@ def test_a_wider_clip_takes_fewer_bytes_as_the_estimate_says() -> None:
     cut = Round(bits=4, clip=0.9)
     arrays = quantized(cut, weight, None)
     assert cut.estimate_bytes((64, 1024)) == pytest.approx(sum(map(_entropy_bytes, arrays.values())), rel=0.02)
-    with pytest.raises(SchemeError, match="no setting for clips in standard deviations"):
+    with pytest.raises(SchemeError, match="no setting `clip_stds`"):
         cut.with_clip(3.0)
