@@ -59,7 +59,7 @@ class LazyGroup(click.RichGroup):
         return name, entry and self.loaded(entry), rest
 
     def loaded(self, entry: click.Command) -> click.Command:
-        """Imports and returns the command with the name of `entry`. Returns a group unchanged."""
+        """Imports and returns the command with the name of `entry`. If `entry` is a group, returns `entry`."""
         if isinstance(entry, click.Group):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
@@ -150,7 +150,7 @@ def main() -> NoReturn:
 
 
 class Terminated(BaseException):
-    """Raised by a signal that no running function handles."""
+    """Raised when a signal arrives, unless the command has installed a handler for the signal."""
 
     exit_code = EXIT_PREEMPTED
 
@@ -281,7 +281,7 @@ def _problem(error: Exception) -> Any:
     if isinstance(error, OSError) and error.errno in FULL:
         return DiskProblem(f"standard output cannot be written: {error.strerror}")
     if isinstance(error, ModuleNotFoundError) and type(error).__name__ == "PackageNotFoundError":
-        message = f"{error.name} is not installed, so the version that its files state is unknown"
+        message = f"{error.name} is not installed, so its version is unknown"
         return MissingPackage(message, "in the folder of its pyproject.toml: pip install -e .")
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
         message = str(error)

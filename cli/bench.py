@@ -91,15 +91,15 @@ def command(
     from the bytes and operations of the kernel, and from the measured peak rates of the device. If a kernel computes
     wrong values, the command fails and does not time the kernel.
 
-    `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It also times
-    Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
+    The part `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It
+    also times Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
 
-    `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It also
-    measures Transformers, if this package is installed and has the model. The floor of a decoding step is the time to
-    read the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps are
+    The part `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It
+    also measures Transformers, if this package is installed and has the model. The floor of a decoding step is the time
+    to read the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps are
     measured with and without torch.compile.
 
-    There are other parts for a model that maps lines to lines. `table` times training and validation on one and on
+    A model that maps lines to lines has other parts. `table` times training and validation on one and on
     several GPUs, with and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8
     matrix products of the quantized model with torch._int_mm.
 

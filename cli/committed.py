@@ -1,7 +1,7 @@
 """Checks that committed generated code is up to date.
 
-Training, quantization and export generate the code again from the spec, and run that code. If the committed code
-differs from it, reviewers read code that is never run.
+Training, quantization and export generate the code again from the spec, and run the new code. If the committed code
+differs from the new code, reviewers read code that is never run.
 """
 
 import json
@@ -38,7 +38,7 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     Args:
         path: the file of the spec.
         spec: the spec.
-        target: the target that the user chose. None if the machine decides.
+        target: the target that the user chose. None for the best target of this machine.
     """
     from specc.compiler.targets import TARGETS
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.open_model import OpenedModel
 
-MAX_SEED = 2**63 - 1  # less than the limit of torch's generators, so that the next samples can use the next seeds
+MAX_SEED = 2**63 - 1  # below the limit of torch's generators, because later samples use larger seeds
 OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples", "compile")
 OF_LINES = ("beam",)
 
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
-    """Raises UsageError if one of the options `names` was given, because `beside` makes it ineffective."""
+    """Raises UsageError if one of the options `names` was given: they have no effect together with `beside`."""
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:

@@ -105,7 +105,7 @@ def command(
         require()
     chosen = tuple(part for part in PARTS if part in parts) if parts else PARTS
     if bits and "sensitivity" not in chosen:
-        raise click.UsageError("--bits applies only to the sensitivity")
+        raise click.UsageError("--bits applies only to the sensitivity; add sensitivity to --only")
     by_kind = dict[str, str]()
     for text in kinds:
         name, _, place = text.partition("=")
@@ -113,7 +113,7 @@ def command(
             raise click.UsageError(f"--kind {text}: write NAME=DATA, with a different NAME for each kind")
         by_kind[name] = place
     if kinds and "experts" not in chosen:
-        raise click.UsageError("--kind applies only to experts")
+        raise click.UsageError("--kind applies only to experts; add experts to --only")
     search = with_data(tokenizers, data)
     options = InspectOptions(chosen, bits, top, sequences, window, max_tokens, data, target, search, kinds=by_kind)
     result = measure(run, options, say, Stages())

@@ -27,7 +27,7 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
     for path in specs:
         text = migrated_text(path)
         if text is None and not has_version(source := read(path)):
-            require_valid(source)  # states that the version is missing or unknown, and everything else
+            require_valid(source)  # raises all errors of the spec, such as a missing version
         old += text is not None
         if text is not None and not check:
             replace_file(path, text)

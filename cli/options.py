@@ -83,7 +83,7 @@ def picture_option(text: str) -> Callable[[F], F]:
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
-    """Returns the tokenizer that `--tokenizer` names, for `open_tokenizer`, and the folders to search for its file.
+    """Returns the arguments of `open_tokenizer`: the tokenizer that `--tokenizer` names, and the folders to search.
 
     If the option names a spec, the spec's tokenizer is used, and the folder of the spec is searched too.
     """
@@ -112,8 +112,8 @@ def all_specs() -> list[Path]:
 
 
 def generated_beside(spec: Path) -> Path:
-    """Returns the folder `generated` of the project of a spec. It is beside the spec, or beside the folder specs/ that
-    contains it.
+    """Returns the path of the folder `generated`. If the spec is in a folder specs/, `generated` is beside specs/.
+    Otherwise, `generated` is beside the spec.
     """
     folder = spec.parent
     if (folder.name or folder.absolute().name) == "specs":

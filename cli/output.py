@@ -37,7 +37,7 @@ class _Stream(io.FileIO):
     Args:
         descriptor: the file descriptor.
         ignored: the class of errors to ignore.
-        prefix: the start of each line.
+        prefix: the text that begins each line.
     """
 
     def __init__(self, descriptor: int, ignored: type[OSError], prefix: bytes = b"") -> None:
@@ -124,8 +124,8 @@ class Output:
             yield
 
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
-        """Shows or collects a finding. `text` is the line to print in the text format. It is None if the result shows
-        the finding.
+        """Shows or collects a finding. `text` is the line to print in the text format. It is None if the result of
+        the command shows the finding.
         """
         if self.form == "text":
             if text is not None:

@@ -11,8 +11,8 @@ from specc.cli.output import say
 
 
 class Repeatable(click.RichCommand):
-    """A command that stores its arguments, so that other processes can be started with them. torchrun gets options
-    after `--`.
+    """A command that stores its arguments, so that other processes can be started with them. The options after
+    `--` are for torchrun.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

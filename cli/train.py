@@ -158,8 +158,8 @@ def command(
 
 
 def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
-    """Returns the position of `train.micro_batch` in a spec. If the spec does not set this field, returns the position
-    of `train`.
+    """Returns the position of `train.micro_batch` in a spec, as `file:line`. If the spec does not set this field,
+    returns the position of `train`.
     """
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read
@@ -169,8 +169,8 @@ def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
 
 
 def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
-    """Checks the inputs of a run without training, and prints what the run needs. The default is the last target of the
-    spec.
+    """Checks the inputs of a run without training, and prints what the run needs. If `target` is None, the last
+    target of the spec is used.
     """
     from platformdirs import user_cache_path
 

@@ -38,7 +38,7 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ExportFolderError(RuntimeFailure):
-    """Raised if the folder cannot be written to this path (exit code 2)."""
+    """Raised if the output folder exists and must not be replaced (exit code 2)."""
 
     code = "U012"
     exit_code = 2
@@ -49,8 +49,8 @@ class ExportOptions:
     """The options of an export.
 
     Attributes:
-        out: the folder; None for `NAME-hf` in the run directory.
-        dtype: `f32`, `bf16` or `f16`; None for the dtypes of the imported folder, or f32.
+        out: the output folder; None for `NAME-hf` in the run directory.
+        dtype: `f32`, `bf16` or `f16`; None for the original dtypes of an imported run, and f32 for other runs.
         shard: the maximum size of a weight file in bytes. A larger tensor gets a separate file.
         search: folders to search for the tokenizer.
         force: whether to replace a folder that an export wrote.
@@ -70,12 +70,12 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
 
     Args:
         path: the run directory.
-        options: the path, the dtype and the size of files.
+        options: the output folder, the dtype and the maximum size of files.
         say: is called with messages for the user.
 
     Raises:
         NoFamily: Transformers has no such model (exit code 2).
-        ExportFolderError: the path exists and must not be replaced (2).
+        ExportFolderError: the output folder exists and must not be replaced (2).
         RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).

@@ -45,7 +45,7 @@ class ImportOptions:
         spec: the file of the spec; None for `specs/NAME.yaml`.
         run: the run directory; None for the next free `runs/NAME-NNN`.
         data: the data of the run, as for `specc train --data`; None for the default data.
-        overrides: texts `path=value` that replace values of the spec in the run.
+        overrides: texts `path=value`. They replace values in the spec of the run, but not in the file of the spec.
         ignored: fields of config.json to ignore.
     """
 
@@ -92,7 +92,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         ConfigError: the folder has no model, or specc lacks a feature of the model (exit code 2).
         RunDirectoryError: the run directory is not empty (2).
         EnvironmentFailure: a file cannot be written (3).
-        IntegrityError: a file of the folder is damaged, or does not fit its config (5).
+        IntegrityError: a file of the folder is damaged, or does not fit config.json (5).
     """
     folder = open_folder(path)
     name = options.name or _slug(path)
@@ -163,7 +163,7 @@ def matched_rows(
         folder: the folder.
 
     Raises:
-        IntegrityError: if tensors are missing or superfluous, or have another shape or dtype.
+        IntegrityError: if tensors are missing or superfluous, or have a wrong shape or dtype.
     """
     rows = expanded(family.table(config), shapes, blocks)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)

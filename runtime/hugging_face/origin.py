@@ -17,7 +17,7 @@ ORIGIN = "origin.json"
 
 
 class _Record(StrictModel):
-    """The content of the file. `others` are the tensors that do not have the dtype `dtype`."""
+    """The content of the file. `others` has the dtypes of the tensors whose dtype is not `dtype`, by tensor name."""
 
     format: Literal[1]
     dtype: str
@@ -64,6 +64,6 @@ class Origin:
         return self.others.get(name, self.dtype)
 
     def write(self, run: Run) -> None:
-        """Writes the file. Raises EnvironmentFailure if the file cannot be written."""
+        """Writes the dtypes into the run. Raises EnvironmentFailure if the file cannot be written."""
         record = _Record(format=1, dtype=self.dtype, others=dict(self.others))
         write_atomically(run.files / ORIGIN, [record.model_dump_json(indent=1).encode()])

@@ -21,7 +21,7 @@ from specc.runtime.errors import RuntimeFailure
 from specc.runtime.families.config import Config, ConfigError
 from specc.runtime.families.family import Data, Family, NotOfFamily, families
 
-OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change the function
+OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change what the model computes
 
 
 class NoFamily(RuntimeFailure):
@@ -42,7 +42,7 @@ class Recognized:
 def recognized(model: Architecture, first: str = "") -> Recognized:
     """Returns the family of a model, and its config.
 
-    A family fits if `specc import` would convert its config to the same programs.
+    A family fits if `specc import` would convert the returned config to a model that computes the same functions.
 
     Args:
         model: the model of a spec.
@@ -128,7 +128,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields the fields of every block and of all other parts, including defaults that depend on other fields."""
+    """Yields (path, value) for the fields of a model, including defaults that depend on other fields."""
     for name in ("vocab", "dim", "context", "prefix"):
         yield name, getattr(model, name)
     yield "embed", [_dump(step) for step in model.embed]

@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # the minimum mean attention of a head to the tokens of its type
+THRESHOLD = 0.4  # the minimum score of a head for the type `previous`, `first` or `induction`, and for `content`
 FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
 
 
@@ -62,7 +62,7 @@ class _Sums:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Adds values [B, H, N]."""
+        """Adds values of the score `name`, [B, H, N]."""
         total = values.double().sum((0, 2)).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0) + values.shape[0] * values.shape[2]

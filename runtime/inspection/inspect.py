@@ -117,7 +117,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
         The results of the requested parts.
 
     Raises:
-        RunDirectoryError: `path` is not a run (2).
+        RunDirectoryError: `path` is not a run (exit code 2).
         RunFailure: the run has no checkpoint, or this machine can run none of its targets (4).
         IntegrityError: the run is damaged (5).
         DataError: the data cannot be read.
@@ -223,7 +223,7 @@ class _Work:
             reference.run(self.programs, "score", inputs, self.on_device, observe)
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields pairs of rows: from the validation split for text, from the training data for lines."""
+        """Yields batches of two rows, by input name: text of the validation split, or lines of the training data."""
         spec, options = self.run.spec, self.options
         if not self.is_text:
             data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)

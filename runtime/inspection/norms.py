@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-Nodes with the same index in their names, such as `blocks.3`, are a block if one of them is a matrix product with
-weights. The stream after a block is the last value of the block with the width of the model that is read outside of the
-block.
+Nodes whose names begin with the same index, such as `blocks.3`, are a block if one of them is a matrix product with
+weights. The stream after a block has the width of the model, and nodes outside of the block read it. If several values
+of the block fulfill this, the last value is the stream.
 """
 
 import re
@@ -50,8 +50,8 @@ class ResidualNorms:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._stream: dict[str, str] = {}  # the block of each node that is the last of a block
-        self._before: dict[str, str] = {}  # the value that each block reads
+        self._stream: dict[str, str] = {}  # the block, by the node that computes the stream after the block
+        self._before: dict[str, str] = {}  # the name of the stream before each block
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}
         # For each block: sums of squares before the block, after the block, and of the change; then the count

@@ -78,7 +78,7 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity for each pair. The parameters of `model` are restored before each result.
+    """Yields the sensitivity for each pair. The parameters of `model` are restored before each result is yielded.
 
     Args:
         model: the model. `measure` scores it.

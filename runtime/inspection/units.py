@@ -1,4 +1,4 @@
-"""Dead units: inner features of layers that are zero, or nearly zero, at every token.
+"""Dead units: inner features that are zero, or nearly zero, at every token.
 
 The features of a pointwise node are units if two conditions hold. Its inputs are outputs of matrix products, and its
 output is multiplied by a weight. Examples are the activation of an MLP, with or without a gate, and the activation of
@@ -17,7 +17,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.runtime.calibration.hessian import rows_of_experts
 
-WEAK = 0.01  # a fraction of the median, over the units of a layer, of their largest magnitudes
+WEAK = 0.01  # a weak unit has at most this share of the median magnitude; see `Units.weak`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Units:
         units: the number of units.
         tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose largest magnitude is at most 1 % of the median over all units. Dead units are
-            included.
+        weak: the number of units whose largest magnitude is at most 1 % of the median. The median is over the largest
+            magnitudes of all units. Dead units are included.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -127,7 +127,8 @@ def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]
     nodes = [by_name.get(ref.partition(":")[0]) for ref in read]
-    nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]  # the biases of experts
+    # without the biases of experts
+    nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]
     return bool(nodes) and all(
         other is not None and (is_product(other) or _of_products(other, by_name)) for other in nodes
     )

@@ -1,7 +1,8 @@
 """Bits per byte: the loss of a model on a text, in a unit that does not depend on the tokenizer.
 
 `bpb` divides by the bytes of the documents, or by stored byte counts of the tokens. `bpb_pieces` divides by the bytes
-that the scored tokens represent (see `PieceBytes`). For a lossless tokenizer, both must be equal.
+that the scored tokens represent (see `PieceBytes`). For a lossless tokenizer, both byte counts must be
+equal.
 """
 
 import math
@@ -137,7 +138,7 @@ class Account:
     Args:
         text: the text to score.
         plan: the windows.
-        chunk: the approximate number of targets to score before the model may change; None for all.
+        chunk: the approximate number of targets per chunk. The model may change between chunks. None for one chunk.
 
     Attributes:
         windows: all windows of the text.
@@ -248,7 +249,7 @@ def evaluate_bits(
         text: the text.
         plan: the windows.
         device: the device of ids and targets.
-        share: the part of this process.
+        share: the part of the targets that this process scores.
         progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
 
     Returns:

@@ -13,8 +13,8 @@ def loss_terms(
 ) -> dict[str, float]:
     """Returns the unweighted mean of each term over a batch, by the title of the term.
 
-    A term per token is measured by a run of the program with the weight 1 for this term and 0 for the others. An
-    auxiliary loss is measured as the gradient of the loss with respect to its weight.
+    To measure a term that has a value per token, the program runs with the weight 1 for this term and 0 for all other
+    terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight of this term.
 
     Args:
         model: the model. Its buffers are restored afterwards.

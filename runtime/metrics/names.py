@@ -29,7 +29,8 @@ class Metric:
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
         """Returns the metric from the `facts` of a score.
 
-        The loss in the facts of a text is a sum, and is divided by the tokens. For lines, the first set is used.
+        The `nats` of a text are a sum, and are divided by the number of tokens. For lines, `facts` has one entry per
+        set of lines, and the first entry is used.
         """
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])

@@ -17,7 +17,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(Protocol):
-    """A result. `nats` is the sum of the loss over `tokens` targets."""
+    """The result of a validation. `nats` is the sum of the loss over `tokens` targets."""
 
     @property
     def nats(self) -> float: ...
@@ -43,7 +43,7 @@ class Scorer:
         score: maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in nats, f32 [B, T].
         window: the length of a row in tokens.
         device: the device of the model.
-        share: the part of this process.
+        share: the part of the data that this process scores.
         progress: is called between batches with the number of scored items, and the total.
         compiled: whether `score` is compiled. If so, other functions of the measurement are compiled, too.
     """

@@ -20,7 +20,7 @@ from specc.runtime.support.native import cache_folder, cache_root, private_folde
 
 # The environment variable of each compiler, and the name of the compiler's folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-GENERATED = "specc_generated_"  # the names of packages of generated code begin so, and end in a digest of the code
+GENERATED = "specc_generated_"  # the prefix of the names of packages of generated code; a digest of the code follows
 PROGRAMS = "programs"  # the folder of stored programs
 FOLDERS = ("generated", "native", PROGRAMS, *CACHES.values())
 LIMIT = 20.0  # in GB, if SPECC_CACHE_GB is not set
@@ -41,7 +41,7 @@ def use_private_caches() -> None:
 
     import torch._functorch.config
 
-    # Generated code has autograd functions. It is safe to cache graphs with them: the key covers both passes.
+    # Generated code has autograd functions. Caching their graphs is safe, because the key covers both passes.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
@@ -90,7 +90,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache. Other folders that the user has set are not included."""
+    """Yields the entries of the cache. Folders that the user has set by environment variables are not included."""
     for name in FOLDERS:
         folder = cache_root() / name
         # Inductor's folders are named by two letters of a key. The files in them are independent of each other.

@@ -19,7 +19,7 @@ def captured(
     Args:
         work: the function to capture.
         pool: the memory pool of the graph; a new pool if None. Graphs may share a pool if only one runs at a time, and
-            its tensors are not read after another graph runs.
+            if the tensors of a graph are not read after another graph runs.
         warm_up: the number of uncaptured calls before the capture.
 
     Returns:

@@ -72,10 +72,10 @@ def _checked(
                     require_ids(name, tensors[name], vocabulary)
         if sizes.get("T", least) < least and not int(tensors.get("start", 0)):
             raise ValueError(
-                f"{names[0]} has {sizes['T']} tokens per row; the prefix of the model needs at least {least}"
+                f"{names[0]} has {sizes['T']} tokens per row; a new sequence of this model needs at least {least}"
             )
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
-            if "B" in sizes:  # pages do not belong to a row
+            if "B" in sizes:  # a paged cache has no batch dim to compare
                 _require_rows(state, names[0], sizes["B"])
         return getattr(Unchecked(live), program)(*args, **kwargs)
 

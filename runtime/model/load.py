@@ -162,7 +162,7 @@ def _keep_sources(package: str) -> None:
 def initialize(loaded: Loaded, seed: int) -> None:
     """Fills every f32 parameter with initial values.
 
-    The random numbers of a parameter depend only on `seed` and its name.
+    The random numbers of a parameter depend only on `seed` and the name of the parameter.
     """
     from specc.runtime.model.parameters import fill
 

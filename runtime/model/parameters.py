@@ -24,7 +24,7 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
 def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
     """Fills every parameter with random f32 values, from its entry (distribution, number) in `initial`.
 
-    The random numbers of a parameter depend only on `seed` and its name.
+    The random numbers of a parameter depend only on `seed` and the name of the parameter.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -23,7 +23,7 @@ class GeneratedText(Protocol):
         """Appends `ids` to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Does the same as `prefill` for one token per row. `ids` are i64 [B, 1]."""
+        """Appends one token per row, i64 [B, 1], to a cache of `start` tokens. Returns the logits after this token."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""

@@ -52,7 +52,9 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the number of samples of an `swa` by name, without a copy. Empty for an `ema`."""
+        """Returns a mapping with the number of samples of an `swa`, without a copy. Returns an empty mapping for an
+        `ema`.
+        """
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
     @torch.no_grad()

@@ -25,14 +25,18 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
 
 
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`. Raises the errors of
-    `owners`.
+    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`.
+
+    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
     """
     return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters that are divided among the processes. Raises the errors of `owners`."""
+    """Returns the parameters that are divided among the processes.
+
+    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
+    """
     return frozenset(name for name, index in owners(specs, shapes).items() if rule_of(specs[index]).sharded)
 
 
@@ -72,7 +76,7 @@ class Optimizers:
         return [bank for rule in self._rules for bank in rule.banks]
 
     def set(self, now: Moment) -> None:
-        """Writes the scheduled numbers for `now` to the device, without waiting for it."""
+        """Writes the scheduled numbers for `now` to the device, without waiting for the device."""
         values = [number for rule in self._rules for number in rule.numbers(now)]
         tensor = torch.tensor(values, dtype=torch.float64).to(self._numbers.dtype)
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)

@@ -21,7 +21,7 @@ class Method:
         name: the name in a spec.
         quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
         prepare: maps matrices [N, m, n], m <= n, to the first X, with singular values of at most 1, and to A = X X^T.
-            Each matrix has the Frobenius norm 1 or 0.
+            The given matrices have the Frobenius norm 1 or 0.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 

@@ -43,7 +43,7 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         warmup, warmdown = schedule.of(train.steps)
         left, done = float(train.steps - step), step / train.steps
     else:
-        assert train.budget_seconds is not None  # the spec has exactly one of the two
+        assert train.budget_seconds is not None  # a spec has either `steps` or `budget_seconds`
         budget, warmup = train.budget_seconds, schedule.warmup_steps
         if schedule.warmup_fraction:
             warmup = schedule.warmup_fraction * budget * step / seconds if step and seconds else math.inf

@@ -49,7 +49,7 @@ class _Side:
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. A small term makes them unique in the null space, where they would depend on
+        """Computes the eigenvectors. Without a small added term, the eigenvectors in the null space would depend on
         rounding.
         """
         gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite

@@ -38,7 +38,8 @@ def choose_bits(
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: as raised by `allocate_bits` and `promote`.
+        QuantizeError: the budget is too small, no parameter has a choice of bits, or a pattern matches too few
+            parameters.
     """
     if quant.budget_bytes is not None:
         quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})

@@ -41,9 +41,9 @@ def promote(
 ) -> Allocation:
     """Returns `base` with more bits for the parameters with the largest Hessian traces, within the budget.
 
-    A candidate is a parameter with a Hessian trace. Its scheme has fewer bits than `quant.promote` states, and can have
-    that number. Candidates are promoted by descending trace, as in parameter-golf PR 1105. Promotion stops before the
-    first candidate that would exceed the budget.
+    A candidate is a parameter that matches `quant.promote.match` and has a Hessian trace. The scheme of a candidate has
+    fewer bits than `quant.promote.bits`, and also supports this number of bits. Candidates are promoted by descending
+    trace, as in parameter-golf PR 1105. Promotion stops before the first candidate that would exceed the budget.
 
     Args:
         quant: the settings. Only `promote` and `budget_bytes` are used. `reserved` is already subtracted from

@@ -37,7 +37,7 @@ class IntegerInputs:
 
     Attributes:
         sources: the int8 products that read these inputs.
-        ranges: the measured range of each input, by weight.
+        ranges: the measured range of each input, by the first weight that reads the input.
         trained: the input scales of training, f32 [1] or [K], by the first weight that reads the input. Empty if
             calibration measures the scales.
     """

@@ -41,7 +41,9 @@ def write_quantized(
         The size of the file in bytes, by section.
 
     Raises:
-        RunFailure, IntegrityError, EnvironmentFailure: as raised by `write_artifact`.
+        RunFailure: the contents exceed a limit of the format.
+        IntegrityError: the file has other contents when it is read back.
+        EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     deployment = Deployment.of(resolved(spec, stored.schemes))
     contents = artifact_contents(spec, stored, trained_on)

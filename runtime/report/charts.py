@@ -15,10 +15,11 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 14, 46
 LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend, and the width of a letter of its labels
-# The maximum number of points of a curve. A longer curve is divided into so many parts, whose means are drawn.
+# The maximum number of points of a curve. A longer curve is divided into this number of parts, and their means are
+# drawn.
 MOST_POINTS = 300
 STYLES = 8  # the number of line styles in the style sheet
-LOG_RANGE = 30  # if the ratio of the values is larger, the axis is logarithmic
+LOG_RANGE = 30  # if the largest value is more than this multiple of the smallest, the axis is logarithmic
 MARKS = (
     '<circle r="3.4" cx="{x}" cy="{y}" class="{c}"/>',
     '<rect x="{a}" y="{b}" width="6" height="6" class="{c}"/>',

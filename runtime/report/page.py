@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as text. The columns from index `numbers` on are numeric."""
+    """A table as text. The columns from index `numbers` on are numeric. `left_out` rows are omitted."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

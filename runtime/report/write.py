@@ -44,7 +44,8 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
 def write_card(run: Path, out: Path | None) -> Path:
     """Writes the model card of a run, by default README.md in the run, and returns the path.
 
-    Raises the same errors as `write_report`.
+    Raises RunDirectoryError if `run` is not a run, EnvironmentFailure if the file cannot be written, and IntegrityError
+    if the run is damaged.
     """
     return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
 

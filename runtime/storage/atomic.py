@@ -16,7 +16,8 @@ from specc.runtime.errors import cannot_write
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
     """Writes a file, or replaces an existing file. After an error, no temporary file remains, and `path` is unchanged.
-    Exception: if the sync of the folder fails, `path` has the new content, but a power failure may undo the write.
+    One error is different: if the sync of the folder fails, `path` has the new content, but a power failure may undo
+    the write.
 
     Args:
         path: the file to write.

@@ -1,4 +1,4 @@
-"""Checkpoints: directories of safetensors and JSON files. Each is written completely or not at all.
+"""Checkpoints: directories of safetensors and JSON files. Each directory is written completely or not at all.
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
 rng.safetensors, state.json and COMMIT (see committed.py). If the run averages its weights, it also contains
@@ -87,7 +87,7 @@ class State(StrictModel):
     """The content of state.json.
 
     `weights` names the file with the final weights of a run that ends at this step. `threads` is the number of CPU
-    threads. The order of sums depends on it.
+    threads. The order of sums depends on this number.
     """
 
     step: int
@@ -103,8 +103,8 @@ class State(StrictModel):
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """Writes `snapshot` to `folder/step_NNNNNNNN`. Then removes all checkpoints except the `keep` newest.
 
-    A valid checkpoint of the same step remains. A damaged checkpoint is replaced. Raises EnvironmentFailure if the
-    checkpoint cannot be written, and ValueError if `keep` is below 2.
+    A valid checkpoint of the same step is not overwritten. A damaged checkpoint is replaced. Raises EnvironmentFailure
+    if the checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")

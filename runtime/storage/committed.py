@@ -104,7 +104,7 @@ def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
         os.rename(temporary, path)
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after the rename it no longer exists
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename, this path no longer exists
 
 
 def discard(path: Path) -> None:
@@ -117,9 +117,9 @@ def discard(path: Path) -> None:
 def replace(path: Path, new: Path) -> None:
     """Replaces `path` by the directory `new`. Both must have the same name and be on the same disk.
 
-    The previous directory is renamed to `before` beside `new`, for the caller to remove. If the process is killed
-    between the two renames, `path` does not exist. `settle` then finishes the replacement. Raises OSError if an
-    operation fails.
+    The previous directory gets the name `before` in the parent folder of `new`. The caller removes it later. If the
+    process is killed between the two renames, `path` does not exist. `settle` then finishes the replacement. Raises
+    OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))

@@ -26,5 +26,7 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Returns whether this is the digest of the validation split. None if it is the digest of neither split."""
+        """Returns whether `digest` is the digest of the validation split. None if `digest` is the digest of neither
+        split.
+        """
         return digest == self.val if digest in (self.train, self.val) else None

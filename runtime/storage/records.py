@@ -48,7 +48,7 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event that have all `fields`."""
+        """Returns the records of an event whose values equal all values in `fields`."""
         return [
             record
             for record in self.all
@@ -56,7 +56,7 @@ class Records:
         ]
 
     def last(self, event: str, **fields: object) -> Record:
-        """Returns the last record of an event that has all `fields`; an empty record if there is none."""
+        """Returns the last record that `of` returns for these arguments; an empty record if there is none."""
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:

@@ -86,7 +86,7 @@ class Run:
         overrides: the values of `--set`. `spec` already contains them.
         lock: the kernels that were fastest in measurements.
         data_digests: the digests of the training data at the start of the run. None for runs of old versions.
-            trained_digest: the spec digest in the checkpoints, if `spec` has another digest. This happens for a spec of
+        trained_digest: the spec digest in the checkpoints, if `spec` has another digest. This happens for a spec of
             an old version, and after a change of `quant`.
         start: the weights from which the run started; None for random weights.
     """
@@ -125,7 +125,7 @@ class Run:
     def staged(self) -> Path:
         """The folder in which the next folder `quantized` is written.
 
-        Its parent folder has a separate lock, so that a run can be quantized while it trains.
+        The parent of this folder has a separate lock, so that a run can be quantized while it trains.
         """
         return self.directory / ".quantizing" / "quantized"
 
@@ -255,7 +255,7 @@ def lasting(data: str) -> str:
 def is_run(directory: Path) -> bool:
     """Returns whether this directory is a run, valid or damaged.
 
-    A quantized directory also has a spec.json, but additionally a COMMIT file.
+    The folder `quantized` of a run also has a spec.json, but is not a run. It differs from a run by a COMMIT file.
     """
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
@@ -305,7 +305,9 @@ def default_run(name: str, root: Path = Path("runs")) -> Path:
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """Returns the directory `runs/NAME-NNN` with the highest number in which training began; None if there is none."""
+    """Considers the directories `runs/NAME-NNN` in which training began. Returns the one with the highest number, or
+    None if there is none.
+    """
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 

@@ -25,8 +25,8 @@ class Samples(StrictModel):
 
     Attributes:
         step: the step of the checkpoint whose weights generated the texts.
-        max_tokens: the maximum number of tokens of a text; None for lines.
-        temperature: the temperature of the sampling; None for lines.
+        max_tokens: the maximum number of tokens of a text; None if the model maps lines to lines.
+        temperature: the temperature of the sampling; None if the model maps lines to lines.
         samples: the samples.
     """
 

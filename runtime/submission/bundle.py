@@ -130,7 +130,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     """Returns the content of train_gpt.py: a Python source in Latin-1.
 
     Args:
-        spec: the spec of the run. Quantization has not chosen bits yet.
+        spec: the spec of the run, as it is before quantization chooses bits.
         lock: the kernels that were fastest in measurements.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.
@@ -146,7 +146,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
     choices = [("lzma", lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain])) for chain in filters]
-    if codec == Codec.BROTLI:  # the program needs the package in any case, for its rules
+    if codec == Codec.BROTLI:  # the program needs brotli anyway, to write the weights
         choices.append(("brotli", compress(data, 11)))
     module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
     return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=JOINED).encode("latin-1")
@@ -167,7 +167,7 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     """Returns the files of the package that train_gpt.py unpacks.
 
     Args:
-        spec: the spec of the run. Quantization has not chosen bits yet.
+        spec: the spec of the run, as it is before quantization chooses bits.
         lock: the kernels that were fastest in measurements.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.

@@ -251,7 +251,9 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
         budget: the limit of code and weights together, in bytes; None for the budget of the spec.
 
     Raises:
-        QuantizeError, RunFailure, DataError: as raised by `quantize_weights`.
+        QuantizeError: a scheme cannot store its parameter, or the budget is too small.
+        RunFailure: GPU memory is full.
+        DataError: the training data cannot be read.
     """
     quant = plan.QUANT
     if budget is not None:

@@ -57,7 +57,7 @@ def export_submission(
         TargetError (2): a target is not valid for the spec.
         DataError: the tokenizer is missing.
         RunDirectoryError: `path` is not a run.
-        RunFailure: the run is not quantized, ended before its last phase, or has a changed spec.
+        RunFailure: the run is not quantized, it ended before its last phase, or its spec changed after quantization.
         IntegrityError: the run or its artifact is damaged.
         EnvironmentFailure: a file cannot be written.
     """
@@ -71,7 +71,8 @@ def export_submission(
     assert spec.quant is not None
     artifact = read_verified(source)
     if any(scheme.integer for scheme in artifact.stored.schemes.values()):
-        raise ExportError(f"{spec.name} has int8 products", "a submission supports round, gptq and none")
+        message = f"{spec.name} has int8 products, which a submission does not support"
+        raise ExportError(message, "use the methods round, gptq and none in quant")
     targets = tuple(dict.fromkeys(choose_target(spec, target) for target in targets)) or spec.targets
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is not a folder", "name a folder with --out")
@@ -103,7 +104,7 @@ def export_submission(
     # ast.unparse may write syntax that older versions of Python cannot parse
     python = ".".join(map(str, sys.version_info[:2]))
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
-    say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
+    say(f"{CODE} is for {', '.join(targets)}, compresses the weights with {codec.name.lower()}, and needs {needs}")
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)
     if size.over:
         say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
@@ -134,8 +135,8 @@ def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
     """Returns the size in bytes of the train_gpt.py that `export_submission` would write for the run at `path`.
 
-    Assumes all targets of the spec, and compression with brotli. Raises the same ExportError and DataError as
-    `export_submission`.
+    Assumes all targets of the spec, and compression with brotli. Raises ExportError if the run cannot be a submission,
+    and DataError if the tokenizer is missing.
     """
     return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI))
 
@@ -145,9 +146,11 @@ def _of_text(run: Run) -> Run:
     if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is not a quantized text model", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
-        raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
+        message = f"{spec.name} has train.teacher_forcing, which a submission does not support"
+        raise ExportError(message, "remove train.teacher_forcing")
     if spec.train.start is not None:
-        raise ExportError(f"{spec.name} starts from other weights", "a submission trains from random weights")
+        message = f"{spec.name} has train.start, but a submission trains from random weights"
+        raise ExportError(message, "remove train.start")
     return run
 
 

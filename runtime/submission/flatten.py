@@ -12,8 +12,8 @@ Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for t
 class Part(Protocol):
     """A module.
 
-    `imports` are the symbols that it imports, by name in the module. `bound` are the names that its other statements
-    define. `statements` are the statements that are needed.
+    `imports` are the symbols that it imports, by name in the module. `bound` are the names that statements
+    other than imports define. `statements` are the statements that are needed.
     """
 
     @property
@@ -63,7 +63,7 @@ def _ordered(body: list[ast.stmt]) -> list[ast.stmt]:
         names = [node for node in global_names(statement) if isinstance(node.ctx, ast.Load)]
         needed.append([place for node in names for place in binders.get(node.id, ())])
         at_once.append([place for node in names if id(node) not in late for place in binders.get(node.id, ())])
-    before: list[set[int]] = []  # the statements that must be before each
+    before: list[set[int]] = []  # for each statement, the statements that must precede it
     for place in range(len(body)):
         before.append(reached := set())
         queue = [*at_once[place]]

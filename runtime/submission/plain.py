@@ -34,8 +34,9 @@ def plain_size(path: Path) -> PlainSize:
     """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
 
     The format is a dict of int8 codes (one byte per code), f16 scales and all other arrays. `torch.save` writes it, and
-    brotli compresses it. For 30 million codes, this takes minutes. Raises the errors of
-    `specc.runtime.open_model.read_verified`.
+    brotli compresses it. For 30 million codes, this takes minutes.
+
+    Raises IntegrityError if the artifact is damaged, and RunDirectoryError or RunFailure if `path` has no artifact.
     """
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors

@@ -18,13 +18,13 @@ TRAIN: TrainSpec
 EVAL: BitsSpec
 PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # the settings of `quant`, without rules and default
-PARAMS: Mapping[str, Sequence[Parameter]]  # by target
-DERIVED: Mapping[str, Sequence[DerivedWeight]]  # by target
+PARAMS: Mapping[str, Sequence[Parameter]]  # the parameters of each target
+DERIVED: Mapping[str, Sequence[DerivedWeight]]  # the derived weights of each target
 INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
 REUSED: Sequence[str]  # the parameters whose uses calibration measures
 BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
-RULES: Mapping[str, type[UpdateRule[Any]]]  # the names of parameters, by kind of optimizer
+RULES: Mapping[str, type[UpdateRule[Any]]]  # the update rules, by kind of optimizer
 SPEC: str  # the spec as JSON, without the rules of `quant`
 SPEC_DIGEST: str
 CODE: bytes

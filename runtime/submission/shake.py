@@ -45,8 +45,8 @@ class Shaker:
     Args:
         root: the name of the package.
         sources: the source texts of the modules, by module name.
-        replaced: the replacements of symbols. Symbols are pairs (module, name). A pair (module, None) replaces all
-            names of a module outside the package.
+        replaced: the replacements of symbols. Symbols are pairs (module, name). A pair (module, None) stands for
+            all names of a module outside the package.
         joined: the name of the joined module.
     """
 

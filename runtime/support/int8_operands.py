@@ -50,7 +50,7 @@ def check_operands(
         nodes: the nodes that may have called the kernel, for the message.
         x: the input, i8 [..., K].
         w: the weight, i8 [N, K].
-        offset: the offset of the sums, i32 [N].
+        offset: the offset that is added to the sums, i32 [N].
         extent: (N, K) of the kernel.
         columns: other operands of shape [N], each with its dtype, by name.
         tiles: other operands of shape [..., N], each with its dtype, by name.
@@ -90,12 +90,12 @@ def check_step(
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.
-        h: the hidden state, [..., H] in `dtype`, aligned to 4 elements or 16 bytes. A matrix may have a larger row
-            stride, if it is a multiple of 4 elements.
+        h: the hidden state, [..., H] in `dtype`, aligned to the smaller of 4 elements and 16 bytes. The row stride
+            of a matrix may be larger than H if the stride is a multiple of 4 elements.
         c: the cell state, with the shape, dtype, strides and alignment of h.
         x: the contribution of the input to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].
-        offset: the offset of the sums, i32 [4H].
+        offset: the offset that is added to the sums, i32 [4H].
         scale: the scale of the sums, f32 [4H].
         inverse: the inverse scale of h, f32 [H].
         extent: (H, K) of the kernel.

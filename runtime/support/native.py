@@ -62,7 +62,10 @@ def library(source: Path) -> ctypes.CDLL:
 def compile_only(source: Path) -> Path:
     """Compiles a .cu file, unless it is cached, and returns the path of the shared library.
 
-    The cache key ignores `//` comment lines. A damaged library is compiled again. Raises the same errors as `library`.
+    The cache key ignores `//` comment lines. A damaged library is compiled again.
+
+    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
+    ptxas reports a slow kernel, and IntegrityError if others can write to the cache directory.
     """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
@@ -160,7 +163,7 @@ def cache_root() -> Path:
 def cache_folder(name: str = "native") -> Path:
     """Returns a folder of files that are loaded as code, created with mode 0700.
 
-    Raises IntegrityError as `private_folder` does.
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable or replaceable by others.
     """
     return private_folder(cache_root() / name)
 

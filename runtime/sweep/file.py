@@ -53,7 +53,7 @@ class SweepFile(StrictModel):
         set: overrides `path=value` of all runs.
         seeds: the values of `train.seed`, one per run. The default is the seed of the spec.
         grid: maps paths in the spec to lists of values. Every combination of values is a setting. If there are
-            `settings`, every entry is combined with every combination.
+            `settings`, every entry of `settings` is combined with every combination of values.
         settings: the list of settings. The table compares all settings with the first.
         quantize: the list of settings for quantizing finished runs.
     """

@@ -109,7 +109,8 @@ class PlannedSweep:
 class _Override:
     """An override, and its position in the sweep file.
 
-    `path` is the position of an entry `path=value`. In a grid, `path` and `value` are the positions of the two parts.
+    `path` is the position of an entry `path=value`. In a grid, `path` is the position of the key, and `value` is the
+    position of the value.
     """
 
     text: str

@@ -146,7 +146,8 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         The results so far.
 
     Raises:
-        SweepError, IntegrityError: as raised by `SweepFolder.history`.
+        SweepError: if a run directory contains another run.
+        IntegrityError: if a run is damaged.
     """
     sweep = folder.sweep
     histories = {run.name: folder.history(run) for run in sweep.runs}
@@ -195,7 +196,9 @@ def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list
 def _reader(
     runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
 ) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
-    """Returns a function that summarizes a measurement over all runs, or returns None if a run lacks the value."""
+    """Returns a function that summarizes a measurement over all runs. If a run lacks the value, the result of this
+    function is None.
+    """
 
     def read(value: Callable[[RunHistory], Any]) -> Sample | None:
         values = [value(history) for history in _of(runs, histories)]

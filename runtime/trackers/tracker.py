@@ -55,8 +55,8 @@ class Tracker(ABC):
 def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numeric values of a log record, by name.
 
-    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. The value for the loads of
-    experts is, per layer, the largest load divided by the mean load.
+    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. For the loads of
+    experts, there is one value per layer: the largest load divided by the mean load.
 
     Args:
         event: the event of the record.

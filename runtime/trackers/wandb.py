@@ -9,7 +9,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """Writes with `wandb`, offline by default. `wandb sync` uploads the files later. A resumed run has the same id."""
+    """Writes with `wandb`, offline by default. `wandb sync` uploads the files later. A resumed run keeps its id."""
 
     name, package, extra = "wandb", "wandb", "wandb"
 

@@ -37,7 +37,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         torch.use_deterministic_algorithms(True)
         _set(
             stack, torch.utils.deterministic, "fill_uninitialized_memory", False
-        )  # not needed: every kernel writes all of its outputs
+        )  # a fill is not needed, because every kernel writes all of its outputs
         _set(stack, torch.backends.cudnn, "deterministic", True)
         _set(stack, torch.backends.cudnn, "benchmark", False)
         if device.type == "cuda":

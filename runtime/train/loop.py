@@ -127,8 +127,8 @@ class Loop:
         """Runs the loop and returns its result.
 
         Raises:
-            RunFailure: if the loss is not finite, memory or disk is full, or another process is lost.
-            DataError: if more data cannot be read.
+            RunFailure: if the loss is not finite, memory or disk is full, or another process has ended.
+            DataError: if a batch cannot be read.
             Preempted, Interrupted: after a signal. A checkpoint of the current step was written.
         """
         with handled_signals(self._note_signal):

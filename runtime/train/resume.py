@@ -48,7 +48,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
     if path is None:
         # Without a checkpoint, it cannot be confirmed that the data are the same
         if moved and begun.data_digests is None:
-            message = f"{run.directory} has other settings: the data: {begun.data} in the run, {run.data} now"
+            message = f"{run.directory} was started with the data {begun.data}, not with {run.data}"
             raise RunDirectoryError(message, "the run has no checkpoint yet: start a new run")
         return
     trainer.restore(checkpoint.load(path))

@@ -1,4 +1,4 @@
-"""Run segments: consecutive parts of a run. They differ in the program, the row length, or the size of a step."""
+"""The segments of a run: consecutive parts that differ in the program, the row length, or the size of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

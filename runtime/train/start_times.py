@@ -20,9 +20,8 @@ class StartTimes:
         self.ended = False
 
     def mark(self, phase: str) -> None:
-        """Adds the seconds since the last call to a phase, except for seconds of waiting for nvcc.
-
-        These go to the phase `nvcc`.
+        """Adds the seconds since the last call to the total of `phase`. Seconds of waiting for nvcc are added to the
+        phase `nvcc` instead.
         """
         now, waited = time.monotonic(), native.waited[0]
         nvcc = waited - self._waited

@@ -50,8 +50,8 @@ from specc.runtime.train.segments import (
 from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
-WORK_STEPS = 10_000  # the number of steps whose kinds of work are compiled before the clock starts
-PART_TOKENS = 16384  # the share of the windows in which the terms of the loss are measured; at least one window is used
+WORK_STEPS = 10_000  # all kinds of work in the next WORK_STEPS steps are compiled before the clock starts
+PART_TOKENS = 16384  # the approximate number of tokens on which the terms of the loss are measured
 PART_WINDOWS = 4  # the number of validation windows in which the load of experts and the terms of the loss are measured
 _NOT_FINITE = "the last checkpoint is unchanged; lower the learning rates, or set train.clip_norm"
 
@@ -460,7 +460,7 @@ class Trainer:
         self.masters.attach()  # called again, because it sets Python attributes, which the replay of a graph does not
 
     def _set_weights(self, now: Moment) -> None:
-        """Writes the weights of the loss terms to the device, without waiting for it."""
+        """Writes the weights of the loss terms to the device, without waiting for the device."""
         terms = [term for term in self.train.losses if term.input]
         if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
             tensor = torch.tensor(weights)

@@ -43,7 +43,9 @@ def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `tuned_choices` of the plan, followed by those of plans with other save choices."""
+    """Returns `tuned_choices` of the plan, followed by the choices for kernels that save other tensors for the backward
+    pass.
+    """
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
     for choice in plan.every_choice:
         if choice.rendered.function:
@@ -65,5 +67,5 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # Without a plan key, candidates that differ only in their launch share one CUDA source
+                # The files contain no key of a plan. Candidates that differ only in their launch share one CUDA source.
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

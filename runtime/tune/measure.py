@@ -73,7 +73,7 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate after compilation, with the reason if it cannot be called, otherwise with None.
+        """Yields each candidate after compilation, with None if it can be called, otherwise with the failure.
 
         Candidates that differ only in constants of their Python file share a CUDA source. It is compiled once.
         """

@@ -102,9 +102,9 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
-    """Searches the fastest kernel and tile sizes of each node, for every save choice of its group. Then selects the
-    fastest save choice of each group. Each result is written to the lock file at once. Changes by concurrent searches
-    are preserved.
+    """Searches for the fastest kernel and tile sizes of each node, for every save choice of the node's fused group. A
+    save choice is a set of tensors that the forward pass saves. Then selects the fastest save choice of each group.
+    Each result is written to the lock file at once. Changes by concurrent searches are preserved.
 
     Raises:
         TuneError: if there is nothing to search.

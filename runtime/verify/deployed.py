@@ -126,7 +126,7 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def near(wrong: Tensor, cost: float) -> bool:
-    """Returns whether all errors, [samples, tokens], are within tolerance. NaN is not.
+    """Returns whether the errors `wrong`, [samples, tokens], are within tolerance. NaN is never within tolerance.
 
     `cost` is the RMS error of the int8 model relative to the floating-point model. All errors are in nats.
     """

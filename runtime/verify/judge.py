@@ -28,7 +28,7 @@ ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of o
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
 TINIEST = 1e-30  # the minimum tolerance, which is needed for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-# The minimum number of tiles per multiprocessor. With so many, a kernel uses each shared-memory buffer again.
+# The minimum number of tiles per multiprocessor. A kernel then uses each shared-memory buffer more than once.
 TILES = 3
 SIDE = 256  # the maximum number of rows or columns of a kernel's tile
 # The sequence length of inputs with many tiles. It is 7^3, so that no tile size divides the number of rows.
@@ -138,7 +138,7 @@ class Judge:
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
         """Returns the judge of a node for `inputs` from `inputs_of`. `sample` restricts the comparison to some rows."""
-        masks = site.epilogue is not None and site.epilogue.draws  # the number of an element depends on its row
+        masks = site.epilogue is not None and site.epilogue.draws  # the random number of an element depends on its row
         chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
@@ -152,7 +152,7 @@ class Judge:
         ):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
-            if type.dtype in FORMATS:  # `_errors_of_codes`
+            if type.dtype in FORMATS:  # 8-bit codes, which `_errors_of_codes` compares
                 share, number = NEXT_CODES
                 share += number / want.numel()
                 bars.append((max(share, (error > 0).double().mean().item()), max(floor, TINIEST)))
@@ -335,8 +335,8 @@ def multiprocessors(device: torch.device | str) -> int | None:
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Returns random inputs of a node, with values that its op accepts.
 
-    Integers are below the limit of the op. Inputs that depend on other inputs are computed from them. If the op is not
-    defined for negative values, the operands are positive.
+    Integers are below the number of ids of the op. Inputs that depend on other inputs are computed from those inputs.
+    If the op is not defined for negative values, the operands are positive.
 
     Args:
         site: the node and the types of its inputs.

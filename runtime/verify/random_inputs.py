@@ -40,7 +40,7 @@ def random_tensor(
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
-    if type == DRAW:  # any key and positions, but a sequence has at least one token
+    if type == DRAW:  # a key, then positions and lengths; a length of 0 would be invalid
         draw = torch.randint(1, 2**16, shape, generator=generator, device=generator.device)
         draw[0] = torch.randint(2**62, (), generator=generator, device=generator.device)
         return draw
@@ -69,7 +69,9 @@ class Operands:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each ref. Equal refs share a value. Scalar parameters of blocks are Python numbers."""
+        """Returns a value for each ref, the name of a value in a plan. Equal refs share a value. Scalar parameters of
+        blocks are Python numbers.
+        """
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
             if ref not in values:

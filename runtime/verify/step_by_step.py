@@ -17,7 +17,7 @@ STEPS = 48  # the number of tokens at the end of a text that are decoded one by 
 
 
 class ExactModel:
-    """Extends texts by the reference implementation of each op, in the precision of the weights.
+    """Extends texts with the reference implementation of each op, in the precision of the weights.
 
     Args:
         programs: the unfused programs of a text model.
@@ -66,8 +66,10 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Does the same as `_stepped_text`, with a paged cache. Rows are added one after the other. The pages of a row are
-    in reverse order.
+    """Scores texts with a paged cache: first a chunk of at least `least` tokens of each row, then the last tokens one
+    by one. The pages of a row are in reverse order.
+
+    Returns the positions with logits, and their losses in nats, [B, positions].
     """
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)

@@ -45,11 +45,12 @@ ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
 ROUNDED = 0.08
 # The largest allowed relative difference between these products and their emulation, by the dtype of the result
 EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# The largest allowed error of a gradient, relative to its norm or to a share of the largest gradient. It is absolute,
-# because fused and unfused module may contain the same wrong function.
+# The largest allowed error of a gradient, relative to the larger of two norms: the norm of the gradient, and SHARE of
+# the norm of the largest gradient. The limit does not depend on the error of the unfused module, because both modules
+# may contain the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 SHARE = 0.01
-# The limit for the loss, as a share of the limit above. The loss is a mean over all tokens, so its error is smaller.
+# The limit for the loss, as a share of LIMITS. The loss is a mean over all tokens, so its error is smaller.
 LOSS_SHARE = 0.1
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 

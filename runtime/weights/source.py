@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The weights of a specc model, f32, by parameter name. All of them have been verified."""
+    """The weights of a specc model, f32, by parameter name. All tensors have been verified."""
 
     path: Path
     kind: Kind

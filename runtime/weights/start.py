@@ -33,7 +33,9 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
     Raises:
         StartError: the weights do not fit the model, a pattern selects nothing, or a value is not finite. The model is
             then unchanged.
-        RuntimeFailure: as raised by `open_weights`.
+        RunFailure: the source is a run without a checkpoint.
+        ConfigError: specc does not support a config.json.
+        IntegrityError: a file is damaged.
     """
     path = Path(start.path)
     source = open_weights(path, say)

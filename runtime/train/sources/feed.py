@@ -79,7 +79,9 @@ class Feed(ABC):
 
 
 class Windows(Feed):
-    """Batches of text: token ids and targets, i64 [B, T]. A pass has `tokens` tokens over all processes."""
+    """Batches of text: token ids and targets, i64 [B, T]. `tokens` is the number of tokens per pass, over all
+    processes.
+    """
 
     names = ("ids", "targets")
 

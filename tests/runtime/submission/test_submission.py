@@ -186,7 +186,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
 def test_brotli_is_missed_with_words_and_never_replaced(submission: Submission, tmp_path: Path) -> None:
     said: list[str] = []
     export_submission(submission.run.directory, tmp_path / "out", codec=Codec.BROTLI, say=said.append)
-    assert said[-1].startswith("cpu; the weights are compressed by brotli: it needs Python 3.")
+    assert said[-1].startswith("train_gpt.py is for cpu, compresses the weights with brotli, and needs Python 3.")
     assert said[-1].endswith(" or later, torch, numpy and brotli")
     done = alone(submission, tmp_path / "out", "score", "--data", str(submission.shards))
     assert done.returncode == 3 and "brotli, which is not installed" in done.stderr and "--codec lzma" in done.stderr
