@@ -62,7 +62,7 @@ def build_model(
     """Builds the model of a spec with initial weights, in eval mode.
 
     The module runs the code that `specc build` generates. `load_state_dict` accepts other weights; `specc ir` prints
-    the parameter names. The module has the same methods as the result of `load`, except `translate`.
+    the parameter names. The module has the methods of the result of `load`, but no `translate`.
 
     Args:
         spec: the spec file.
@@ -104,12 +104,12 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     A model that maps lines to lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode`,
     `extend`, and `translate`. `model.translate(lines)` returns one target line per source line.
 
-    An artifact with int8 products runs directly from its int8 codes, and has no `model(...)`. On a GPU, such an
-    artifact requires a CUDA toolkit. The first load compiles kernels for about a minute.
+    An artifact with matrix products in int8 runs directly from the stored int8 weights, and has no `model(...)`. On a
+    GPU, such an artifact requires a CUDA toolkit. The first load compiles kernels for about a minute.
 
-    Every method except `model(...)` checks its inputs. It raises ValueError if an input is not an i64 tensor of valid
-    ids, is empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not
-    check the values of ids, because this would synchronize with the device.
+    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of valid ids, is empty or longer
+    than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not check the values of
+    ids, because this would synchronize with the device.
 
     Args:
         path: the run directory or the artifact.

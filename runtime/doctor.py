@@ -59,7 +59,7 @@ def checks(import_torch: bool = False) -> Iterator[Check]:
     """Yields the checks of this machine, in order.
 
     Args:
-        import_torch: whether to import torch, and list the GPUs that it can use. Otherwise, versions are read from
+        import_torch: whether to import torch, and list the GPUs that torch can use. Otherwise, versions are read from
             package metadata, and GPUs from the driver.
     """
     yield _python()
@@ -234,7 +234,9 @@ def _threads() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen and chosen.isdecimal() and int(chosen) > cores:
-        return Check("threads", "note", f"OMP_NUM_THREADS is {chosen}, of {cores} cores", f"set it to {cores} or less")
+        return Check(
+            "threads", "note", f"OMP_NUM_THREADS is {chosen}, more than the {cores} cores", f"set it to {cores} or less"
+        )
     return Check("threads", "ok", f"{cores} cores" + (f", OMP_NUM_THREADS is {chosen}" if chosen else ""))
 
 

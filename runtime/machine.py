@@ -9,7 +9,7 @@ import torch
 
 
 def processor() -> str:
-    """Returns the name of the CPU. It is read from /proc/cpuinfo if possible, because Python rarely knows it."""
+    """Returns the name of the CPU. The source is /proc/cpuinfo if possible, because Python rarely knows the name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -146,7 +146,7 @@ def open_model(
 def opened_run(
     run: Run, weights: Mapping[str, Tensor], target: str | None, device: str | None, search: Sequence[Path] = ()
 ) -> OpenedModel:
-    """Opens a run as `open_model` does, but with the given weights.
+    """Opens the model of a run with the given weights, instead of the weights of a checkpoint.
 
     Args:
         run: the run.
@@ -261,9 +261,10 @@ def realize_stored(
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """Returns the weights of the newest valid checkpoint of a run (f32, by parameter name), and the step.
+    """Returns the weights of the newest valid checkpoint of a run (f32, by parameter name), and the step of the
+    checkpoint.
 
-    Raises RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
+    Raises RunFailure if there is no valid checkpoint, and IntegrityError if the checkpoint belongs to another spec.
     """
     newest, state = _newest(run, say)
     return checkpoint.weights(newest), state.step
@@ -276,15 +277,17 @@ def _newest(run: Run, say: Say) -> tuple[Path, checkpoint.State]:
     state = checkpoint.read_state(newest)
     if state.spec_digest != run.spec_digest:
         message = f"{run.directory}: its spec.json is not the spec that {newest.name} was trained with"
-        raise IntegrityError(message, "restore spec.json; a run with another spec is a new run")
+        raise IntegrityError(message, "restore spec.json; to train with another spec, start a new run")
     return newest, state
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
-    """Returns a run with the model of its current phase, the f32 weights of this model by name, and their step.
+    """Returns three values: the run with the spec of its current phase, the f32 weights of this phase by parameter
+    name, and the step of the checkpoint.
 
-    The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
-    Raises RunFailure if there is no valid checkpoint, and IntegrityError if it belongs to another spec.
+    The current phase is the phase of the newest valid checkpoint. This phase may be earlier than the last phase of the
+    spec. Raises RunFailure if there is no valid checkpoint, and IntegrityError if the checkpoint belongs to another
+    spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)
@@ -383,7 +386,7 @@ def _open_artifact(
 ) -> OpenedModel:
     verified = read_verified(path)
     if not verified.same_code:
-        say(f"{path} was written with other generated code: results may differ in the last bits")
+        say(f"{path}: this version of specc generates different code, so results may differ in the last bits")
     spec = prepared(verified.spec)
     try:
         loaded = realize_stored(spec, target, device, verified.stored, verified.weights)

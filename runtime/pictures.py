@@ -30,7 +30,7 @@ def style_of(index: int) -> Style:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raises EnvironmentFailure if matplotlib is missing. `what` is the picture that needs it, for the message."""
+    """Raises EnvironmentFailure if matplotlib is missing. `what` names the picture in the message."""
     if find_spec("matplotlib") is None:
         raise EnvironmentFailure(f"{what} needs matplotlib", "pip install 'specc[bench]'")
 

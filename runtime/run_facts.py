@@ -82,7 +82,9 @@ class RunFacts:
         problems: list[str] = []
         records = Records.read(run.log)
         if records.unreadable:
-            problems.append(f"{run.log.name}: {records.unreadable} lines are not records, such as one that was cut off")
+            problems.append(
+                f"{run.log.name}: {records.unreadable} lines are not valid records; an interrupted run may leave one"
+            )
         step, quantization = None, None
         for folder in reversed(checkpoint.all_in(run.checkpoints)):
             try:
@@ -120,7 +122,7 @@ class RunFacts:
         name, processes = self.records.last("machine").get("name"), self.start.get("processes")
         if not isinstance(name, str):
             device = self.start.get("device")
-            name = f"{device}, whose name is {MISSING}" if isinstance(device, str) else MISSING
+            name = f"{device}, name {MISSING}" if isinstance(device, str) else MISSING
         return f"{processes} x {name}" if is_number(processes) and processes > 1 else name
 
     def training(self) -> Iterator[tuple[str, str]]:

@@ -99,7 +99,7 @@ def write_artifact(
 
     Raises:
         RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
-        IntegrityError: the file has other contents when it is read back.
+        IntegrityError: the contents of the written file differ when they are read back.
         EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
@@ -164,7 +164,7 @@ def read_artifact(
         except Exception as error:
             raise IntegrityError(f"the stored spec is not valid for this version of specc: {error}") from error
         if interface != header.interface:
-            message = "its parameters differ from those that this version of specc derives from its spec"
+            message = "the stored parameters differ from those that this version of specc derives from the stored spec"
             raise IntegrityError(message, "read the file with the version of specc that wrote it")
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"the arrays take {needed:,} bytes, more than the limit of {limit:,}")
@@ -209,8 +209,8 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A context manager that yields the open file and its size. The message of an IntegrityError in the block gets the
-    path.
+    """A context manager that yields the open file and its size. If the block raises an IntegrityError, the path is
+    added to the message.
 
     The file is not memory-mapped. If a mapped file were truncated, reading it would kill the process instead of raising
     an error.
@@ -225,7 +225,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     except OSError as error:
-        raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[Header, list[bytes]]:
@@ -307,7 +307,7 @@ def _check(layout: Layout, tensors: Tensors) -> None:
         array, dtype = arrays[key], stored.numpy_dtype()
         if array.shape != stored.shape or array.dtype != dtype:
             form, layout_form = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(stored.shape)}"
-            raise RunFailure(f"{', '.join(key)}: it is {form}, and the layout states {layout_form}")
+            raise RunFailure(f"{', '.join(key)}: the array is {form}, but the layout states {layout_form}")
 
 
 def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:

@@ -1,4 +1,4 @@
-"""`Deployment`: the arrays and digests of an artifact that the local compiler derives from a spec, without torch."""
+"""Derives the arrays and the digests of an artifact from its spec, without torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class Deployment:
 
     @property
     def integer(self) -> bool:
-        """Whether there are int8 products. The file then has a table of arrays."""
+        """Whether there are int8 products. If so, the file has a table of arrays."""
         return any(scheme.integer for scheme in self.schemes.values())
 
 

@@ -61,7 +61,7 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
         yield f"the weight is stored as {codes.dtype}, but its product reads i8"
     if len(codes.shape) != 2 or codes.shape[1] != k:
         stored_k = f"{codes.shape[1]} columns" if len(codes.shape) == 2 else f"the shape {list(codes.shape)}"
-        transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
+        transposed = ": the weight is stored transposed" if codes.shape == (k, n) else ""
         yield f"the weight has {stored_k}, but its input has {k} features ({source.maker}){transposed}"
     if codes.shape[0] != n:
         yield f"the weight has {codes.shape[0]} rows, and the model has {n}"
@@ -70,7 +70,7 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
     if scale.shape != (n,):
         yield f"the weight has {n} rows, but its scales have the shape {list(scale.shape)}"
     if input_scale.shape not in ((1,), (k,)):
-        yield f"its input has {k} features ({source.maker}), but input scales of shape {list(input_scale.shape)}"
+        yield f"the input has {k} features ({source.maker}), but its scales have the shape {list(input_scale.shape)}"
     if not bias:
         return
     if bias[0].dtype != "i32":
@@ -90,7 +90,8 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
     - `WEIGHT_codes`, i8 [N, K], padded with zeros.
     - `WEIGHT_offset`, i32 [N]: the bias, or zeros without a bias.
     - `WEIGHT_scale`, f32 [N], padded with ones: the factor of the i32 sums.
-    - `WEIGHT_zeros`, i32 [N]: the offset of the second code, for inputs of two codes (16 bits).
+    - `WEIGHT_zeros`, i32 [N]: zeros, only for 16-bit inputs. Such an input has two int8 codes, and the product of the
+      second code has this offset.
 
     For each input, `LEADER_inverse`, f32 [K] without padding: the inverse of the input scale. The leader is the first
     weight that reads the input.
@@ -131,7 +132,7 @@ def _first_difference(scale: Array, leader: Array) -> str:
     if scale.shape != leader.shape:
         return f"{scale.size} and {leader.size} numbers"
     at = int((scale != leader).argmax())
-    return f"{float(scale[at]):.9g} and {float(leader[at]):.9g}, at number {at}"
+    return f"{float(scale[at]):.9g} and {float(leader[at]):.9g}, at index {at}"
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:

@@ -35,7 +35,7 @@ def quantize_tensors(
     Args:
         params: the parameters to quantize, by name.
         schemes: the scheme of each parameter, by the same names.
-        hessians: X^T X [columns, columns], for parameters whose scheme needs it.
+        hessians: X^T X [columns, columns], for parameters whose scheme needs a Hessian.
         seen: calibration statistics by parameter name. They replace the Hessian of the same parameter.
 
     Returns:
@@ -77,8 +77,8 @@ def entropy_bytes(model: QuantizedModel) -> int:
     """Estimates the compressed size of all arrays in bytes, for the search over bit allocations.
 
     The estimate is the order-0 entropy of the codes of each parameter, plus 0.5 %, plus all other arrays uncompressed.
-    It takes milliseconds, and brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of brotli 11
-    was 0.2 % above the entropy. Faster qualities of brotli were 4 to 12 % above it.
+    The estimate takes milliseconds, but brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of
+    brotli 11 was 0.2 % above the entropy. Faster qualities of brotli were 4 to 12 % above the entropy.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

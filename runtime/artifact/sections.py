@@ -24,8 +24,8 @@ The sections are, in this order:
 Each stream section has the transform with the smallest measured size. Only the table of arrays stores names, dtypes and
 shapes. Because streams are cut, all cores compress in parallel, and no section is large.
 
-Version 1 is still read, but no longer written. It has no codec and no transforms. The arrays of each kind are joined in
-layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
+Version 1 is still read, but no longer written. Version 1 has no codec and no transforms. The arrays of each kind are
+joined in layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Reversible transforms of the rows of a section, for better compression.
 
-The cuts of streams into sections follow from the layout (`specc.compiler.quant.artifact_sections`). The file therefore
-states only the transform of each section.
+A stream is the concatenation of arrays with equal item size and row length. The cuts of streams into sections follow
+from the layout (`specc.compiler.quant.artifact_sections`). The file therefore states only the transform of each
+section.
 """
 
 from enum import IntFlag
@@ -26,9 +27,9 @@ _STRIDE = 2  # the stride of SHUFFLED for codes of one byte
 class Transform(IntFlag):
     """Transforms of the matrix of a section. Combined flags apply in the order below.
 
-    PLAIN: rows in their stored order. ORDERED: rows sorted by mean magnitude, after their original indices (one u16 per
-    row). TRANSPOSED: column by column. SHUFFLED: all first bytes of the items, then all second bytes, and so on. For
-    codes of one byte, bytes with even index, then bytes with odd index.
+    PLAIN: rows in their stored order. ORDERED: first the original index of every row (u16), then the rows, sorted by
+    mean magnitude. TRANSPOSED: column by column. SHUFFLED: all first bytes of the items, then all second bytes, and so
+    on. For codes of one byte, bytes with even index, then bytes with odd index.
     """
 
     PLAIN = 0

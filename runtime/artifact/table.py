@@ -1,7 +1,8 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-The spec determines the shapes of all arrays. Int8 products read stored codes, so a wrong shape would not cause an error
-there. A file with int8 products therefore has the table as an additional section, with one JSON line per array.
+The spec determines the shapes of all arrays. Kernels of int8 products read the stored codes directly, and would not
+detect a wrong shape. A file with int8 products therefore has the table as an additional section, with one JSON line per
+array.
 """
 
 import json

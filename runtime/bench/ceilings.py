@@ -1,7 +1,7 @@
-"""The peak rates of a device. Every kernel is compared with them.
+"""The peak rates of a device. Every kernel is compared with these rates.
 
-They are measured in the same run, with a large GEMM and a large copy. For kernels that write very little, a large sum
-replaces the copy.
+The rates are measured in the same run, with a large GEMM and a large copy. For kernels that write very little, a large
+sum replaces the copy.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,7 @@ from specc.runtime.bench.timing import Measured, alternate
 
 # N of the N x N x N GEMM, and the bytes of the tensor that is copied
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}
-NEXT_TO_NOTHING = (
-    1 / 16
-)  # a share of written bytes; below it, memory is faster, because it seldom switches between reads and writes
+NEXT_TO_NOTHING = 1 / 16  # up to this share of written bytes, the memory seldom switches to writes, and is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,8 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The rate at which memory is read. It is at least the rate of the copy: on a CPU, additions may limit the
-        sum.
+        """The rate at which memory is read: the larger of the rates of sum and copy, because additions may limit the
+        sum on a CPU.
         """
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 

@@ -1,9 +1,8 @@
 """Measures greedy decoding by a model that maps lines to lines: with and without a cache, in each dtype, and in int8.
 
 The decoded lines are held out from training. The rate lines/s includes all work from source text to target text. A
-batch has `eval.batch` lines. An untimed pass captures CUDA graphs. Two timed passes follow. Int8 weights are only
-decoded with the cache, by the int8 programs of an artifact. If the spec scores with beam search, beam search is timed
-too.
+batch has `eval.batch` lines. An untimed pass captures CUDA graphs. Two timed passes follow. Int8 is measured only with
+the cache, by the int8 programs of an artifact. If the spec scores with beam search, beam search is timed too.
 """
 
 import time
@@ -55,8 +54,8 @@ class DecodeRow:
         building: the seconds from the spec to the module on its device, including kernel compilation.
         first: the seconds by which the untimed first pass exceeds the others.
         exact: the number of lines that equal their target.
-        agreeing: the share of lines that the decoder with a cache decodes to the same text. None for the decoder with a
-            cache.
+        agreeing: the share of lines for which the decoder with a cache returns the same text. None for the decoder with
+            a cache.
     """
 
     name: str
@@ -83,7 +82,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, whether the weights are trained, and the reason for each missing row by name."""
+    """All rows, and whether the weights are trained. `missing` maps the name of each missing row to the reason."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool
@@ -143,7 +142,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
                     rows.append(replace(row, building=row.building + building))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # in any dtype other than that of the spec, an error only omits its rows
+            except RuntimeError as error:  # only an error in the dtype of the spec is raised
                 if i == 0:
                     raise
                 missing[dtype] = f"{dtype}: {error}".splitlines()[0]

@@ -3,13 +3,13 @@
 On a GPU, a step of up to 64 texts uses kernels for few rows. A step with library products is measured too. Both run
 under torch.compile. An artifact stores quantized codes, so a step that reads these codes is measured too.
 
-A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
+A completed text has `context` tokens. The first tokens are random and are prefilled. The last tokens are decoded one at
 a time, and only this decoding is timed. Each decoder has an untimed pass, which compiles and captures graphs, and two
 timed passes. Before timing, the logits of a decoder are compared with the logits of the contiguous cache, after the
 same tokens.
 
-Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. Its
-`generate` decodes with a dynamic cache, and with a compiled static cache.
+Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. The
+method `generate` of Transformers decodes with a dynamic cache, and with a compiled static cache.
 """
 
 import time
@@ -100,8 +100,8 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """All rows, the dtype of the weights, whether the weights are trained, and the reason for each missing row by
-    name.
+    """All rows, the dtype of the weights, and whether the weights are trained. `missing` maps the name of each missing
+    row to the reason.
     """
 
     rows: tuple[TextRow, ...]
@@ -128,7 +128,7 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder. Its functions create new caches and graphs for each batch size and text length.
+    """A decoder. `logits` and `passes` create new caches and graphs for each batch size and text length.
 
     Attributes:
         logits: maps tokens, i64 [rows, T], to the logits after them. The last token is decoded, and all others are
@@ -195,7 +195,9 @@ def measure(
 
 
 def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Verified | None, bool]:
-    """Returns the f32 parameters by name, the artifact that contains them or None, and whether they are trained."""
+    """Returns the f32 parameters by name, the artifact that contains the parameters or None, and whether the parameters
+    are trained.
+    """
     if path is None:
         loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
         initialize(loaded, setup.spec.train.seed)
@@ -230,7 +232,7 @@ def _decoders(
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: receives the reason for each other decoder, by name.
+        missing: receives the reason for each decoder that cannot run, by the name of the decoder.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
@@ -377,7 +379,8 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Yields the row of each decoder. If a decoder cannot run or returns other logits, adds the reason to `missing`.
+    """Yields the row of each decoder. If a decoder cannot run or returns different logits, adds the reason to
+    `missing`.
 
     Raises RunFailure if the logits of the contiguous and the paged cache differ.
     """

@@ -83,7 +83,7 @@ def dry_run(
     Args:
         spec: the spec.
         target: the target that the run would train on. This machine need not have it.
-        data: the data of the run. The data are opened, and tokenized if they are text. None to skip them.
+        data: the data of the run. The data are opened, and tokenized if they are text. None to skip the data.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: is called with messages about the progress.

@@ -36,7 +36,9 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes that a fused group replaces, in the unfused graph. `inputs` come from other nodes."""
+    """The nodes that a fused group replaces, in the unfused graph. `inputs` are the values that these nodes read from
+    other nodes.
+    """
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -203,7 +205,7 @@ def _judged(name: str, results: Sequence[Tensor], plain: Sequence[Tensor], exact
     errors = list(composed(results, plain, exact))
     for i, (error, ok) in enumerate(errors):
         if not ok:
-            size = f"{error.generated:.1e} of its norm against {error.exact}, plain Torch by {error.eager:.1e}"
+            size = f"{error.generated:.1e} of its norm (reference: {error.exact}), and plain Torch by {error.eager:.1e}"
             raise wrong(name, f"output {i} is off by {size}")
     return max((error for error, _ in errors), key=lambda error: error.generated)
 

@@ -58,8 +58,7 @@ class Row:
 def kernel_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[Row]:
-    """Yields a row for every distinct kernel of the plan whose path contains `at`. Kernels that nvcc compiles come
-    last.
+    """Yields a row for every distinct kernel whose path contains `at`. Kernels that nvcc compiles come last.
 
     Args:
         setup: the setup of the benchmark.
@@ -110,7 +109,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum work of the node of a choice. Intermediate values are not counted as bytes."""
+    """Returns the minimum work of the node that `choice` computes. Intermediate values are not counted as bytes."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved, written = node.op.moved(inputs, node.types, sizes), sum(type.bytes(sizes) for type in node.types)
@@ -118,7 +117,7 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """Returns the errors of one call, on a sample of the rows. Raises RunFailure if they exceed the tolerance."""
+    """Returns the errors of one call, on a sample of the rows. Raises RunFailure if the errors exceed the tolerance."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):

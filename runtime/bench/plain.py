@@ -26,14 +26,14 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues, with the code of a build with `fuse: []`.
+    """Returns a function that computes nodes without epilogues. The function runs the code of a build with `fuse: []`.
 
     Args:
         nodes: the nodes, in order.
         types: the type of each value.
         inputs: the values that the function accepts, in order.
         output: the value that the function returns.
-        module: the model.py of a build with `fuse: []`. The returned function may call its functions.
+        module: the model.py of a build with `fuse: []`. The returned function may call functions of this module.
 
     Returns:
         A function that maps the values of `inputs` to the value of `output`.
@@ -49,10 +49,10 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """Returns a Torch function for a node with its epilogue. It maps all inputs to all outputs, in order.
+    """Returns a Torch function for a node with its epilogue. The function maps all inputs to all outputs, in order.
 
-    Torch's call for the node on the target is preferred. Next come the Torch kernel for CPUs, the Torch code of the op,
-    and the reference of the op.
+    The function is the first of these that exists: the Torch kernel for the target, the Torch kernel for CPUs, the
+    Torch code of the op, and the reference of the op.
     """
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is not None:
@@ -77,7 +77,8 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function for the matrix products of the node alone, by library calls. None if the op is not a product.
+    """Returns a function that computes only the matrix products of a node, by library calls, without the epilogue. None
+    if the op is not a product.
 
     The function accepts all inputs of the node.
     """

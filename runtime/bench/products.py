@@ -73,7 +73,7 @@ class ProductRow:
 def product_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[ProductRow]:
-    """Yields a row for every int8 kernel of the plan whose path contains `at`.
+    """Yields a row for every int8 kernel whose path contains `at`.
 
     Args:
         setup: the setup of the benchmark.

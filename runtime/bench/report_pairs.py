@@ -28,8 +28,8 @@ def table_lines(table: Table, steps: int) -> list[str]:
     lines += [
         f"After a name: the number of processes, one per GPU. A step has {size:,} samples in total. train: updates as",
         "in `specc train`, with teacher forcing. validation: greedy decoding of held-out lines, from text to text, and",
-        "exact match. Validation steps per training step are as in an epoch. overall: all steps by all seconds.",
-        "tokens: of sources and targets, without pads. A rate is total work by total time, without compilation.",
+        "exact match. Validation steps per training step are as in an epoch. overall: training and validation steps.",
+        "tokens: of sources and targets, without pads. A rate is total work / total time, without compilation.",
         "Without a cache, the decoder runs again over all previous tokens for each token; the encoder runs once.",
         "Rows with the same number of processes share one training measurement.",
     ]

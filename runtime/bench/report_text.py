@@ -25,8 +25,8 @@ def update_lines(updates: Updates) -> list[str]:
         lines.append(f"{name:<36}" + "".join(f"{cell:>10}" for cell in cells))
     return [
         *lines,
-        f"Consecutive updates, wall time. of step: share of a training step of {updates.step.ms:.4g} ms, with the",
-        "update as trained: with the copies in the compute dtype, and the average of the weights. of fused: divided by",
+        f"Consecutive updates, wall time. of step: share of a training step of {updates.step.ms:.4g} ms. The",
+        "update as trained also writes the copies in the compute dtype and the averaged weights. of fused: divided by",
         "the time of Torch's fused AdamW. floor: weights, gradients and state read once, weights and state written",
         "once. Small models stay in the cache, and can be faster.",
     ]

@@ -39,7 +39,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
-    """Returns a module that decodes without a cache. It shares the current weights of a loaded model.
+    """Returns a module that decodes without a cache. The module shares the current weights of a loaded model.
 
     The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
@@ -89,8 +89,8 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows in the next steps, if `going` of `now` rows are unfinished. Cached decoders do the
-        same.
+        """Returns the number of rows in the next steps, if `going` of `now` rows are unfinished. Cached decoders use
+        the same numbers.
         """
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)

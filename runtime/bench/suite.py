@@ -117,7 +117,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 def follow(options: BenchOptions, world: World) -> None:
     """Runs in every process except the first, which runs `bench`.
 
-    Takes part in the measurement of the training table, if the options request it. Raises the same errors as `bench`.
+    Takes part in the measurement of the training table, if the options request the table. Raises the same errors as
+    `bench`.
     """
     built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
@@ -127,8 +128,8 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts, and reports each figure as soon as it is known. If `world` has several processes, the first calls
-    `bench`, and the others call `follow`.
+    """Runs the parts, and reports each result as soon as it is measured. If `world` has several processes, rank 0 calls
+    `bench`, and the other ranks call `follow`.
 
     Args:
         options: the options of the benchmark.

@@ -11,8 +11,8 @@ A rate is total work divided by total time. Terms of the table:
 - `overall` is the work of all training and validation steps, divided by their seconds.
 - `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and
   decoding the validation lines once.
-- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
-  all previous tokens for each token. The encoder runs once per line in both cases.
+- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, the decoder runs
+  again over all previous tokens for each token. The encoder runs once per line in both cases.
 """
 
 import tempfile
@@ -101,7 +101,7 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows, and the reason for each missing row by name."""
+    """The measured rows. `missing` maps the name of each missing row to the reason."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
@@ -116,7 +116,7 @@ class Table:
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps. Each has `rows` lines.
+    """Returns the number of validation steps for a number of training steps. Each validation step has `rows` lines.
 
     The ratio of validation steps to training steps is the ratio of held-out lines to samples per epoch. Raises
     RunFailure if there are fewer than `rows` held-out lines.

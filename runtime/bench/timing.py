@@ -43,7 +43,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
     Args:
         calls: the calls, by name.
-        device: the device on which they run.
+        device: the device on which the calls run.
         touched: the bytes that a call moves.
 
     Returns:

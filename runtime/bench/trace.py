@@ -1,4 +1,6 @@
-"""Records a trace of training steps for a viewer such as Perfetto, and lists the times of its kernels or operators."""
+"""Records a trace of training steps for a viewer such as Perfetto, and lists the times of the kernels or operators in
+the trace.
+"""
 
 import gzip
 import json

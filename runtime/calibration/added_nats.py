@@ -1,4 +1,6 @@
-"""Estimates, to second order, how much errors of parameters increase the loss. Bit allocation minimizes the sum."""
+"""Estimates, to second order, how much errors of parameters increase the loss. Bit allocation minimizes the sum of
+these increases.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -29,13 +31,14 @@ def added_nats(
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: returns batches (ids, targets), i64 [rows, window] each. It is called until `PASSES` rows are read.
+        windows: returns batches (ids, targets), i64 [rows, window] each. `windows` is called again until `PASSES` rows
+            are read.
         errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
         progress: is called as `progress(done, total)`, with numbers of backward passes.
 
     Returns:
-        The increases for each parameter by name, in the order of its errors.
+        For each parameter name, the increases in the order of `errors`.
 
     Raises:
         QuantizeError: a gradient contains NaN or infinity, or the loss does not depend on a parameter.

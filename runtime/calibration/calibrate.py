@@ -1,7 +1,8 @@
 """Captures calibration statistics of a model, such as the GPTQ Hessians of linear inputs.
 
-torch.fx traces the program `score` of the unfused model into a flat list of calls. An interpreter runs this list. It
-observes the inputs and outputs of every `F.linear`, every grouped product of experts and every `F.embedding`.
+torch.fx traces the program `score` of the unfused model into a flat list of calls. An interpreter runs this list. The
+interpreter observes the inputs and outputs of every `F.linear`, every grouped product of experts and every
+`F.embedding`.
 """
 
 import hashlib

@@ -32,7 +32,7 @@ class Hessians:
         With `ends` i32 [experts], each expert has a separate sum, [experts, features, features]. The rows must be
         sorted by expert, and `ends` is the cumulative number of rows per expert.
 
-        Raises QuantizeError if an earlier call with this name had another number of features.
+        Raises QuantizeError if the number of features differs from that of an earlier call with this name.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
@@ -89,5 +89,5 @@ def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the trace of each Hessian, not divided by its size. Promotion ranks parameters by this trace."""
+    """Returns the trace of each Hessian, not divided by the size. Promotion to more bits starts with the largest."""
     return {name: float(hessian.diagonal(dim1=-2, dim2=-1).double().sum()) for name, hessian in hessians.items()}

@@ -75,8 +75,8 @@ def input_ranges(
 
 
 class _InputRange:
-    """Accumulates the range of one input over rows, f64 [.., K]. With `scale`, also accumulates the clipping by this
-    scale.
+    """Accumulates the range of one input over rows, f64 [.., K]. With `scale`, also accumulates the squared error of
+    clipping by this scale, and the number of clipped values.
     """
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:

@@ -125,7 +125,7 @@ def calibration_of(
         DataError: if the data cannot be read.
     """
     if opened.data is None:
-        raise EvaluateError(f"{opened.path} does not record its data", "name a run")
+        raise EvaluateError(f"{opened.path} does not state its training data", "name a run")
     plan = windows_of(opened.spec, EvaluateOptions(stride=opened.spec.model.window), str(opened.path))
     tally, first = Tally(), opened.spec.model.unscored + 1
     stream = open_stream(opened.data, "val", opened.tokenizer, token_cache())

@@ -33,7 +33,7 @@ class GroupResult:
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
         nats: the same statistics of the final loss in nats per token; None if this loss is not comparable.
-        seconds, tokens_per_second: means over the runs; None if a log lacks them.
+        seconds, tokens_per_second: means over the runs; None if a log lacks this value.
     """
 
     name: str

@@ -16,7 +16,8 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the standard error over examples, as a root mean square over the runs; None if a result has none.
+        error: the standard error over examples, as a root mean square over the runs; None if a result states no
+            standard error.
     """
 
     summary: Summary
@@ -24,7 +25,9 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs. For a single run, the standard error over its examples, or None."""
+        """The standard deviation over the runs. For a single run, the standard error over the examples; None if
+        unknown.
+        """
         return self.summary.std if self.summary.n > 1 else self.error
 
 

@@ -114,7 +114,7 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
         runs = [run for path in paths for run in _runs_at(path, named=plain)]
         if not runs:
-            message = f"{part}: no such run" if not paths else f"{part}: names no runs"
+            message = f"{part}: no such run" if not paths else f"{part} names no runs"
             raise CompareError(message, "name run directories, the folder of a sweep, or a pattern such as 'runs/a-*'")
         yield from runs
 

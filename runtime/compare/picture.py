@@ -35,8 +35,8 @@ def comparison_picture(
         evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
-        A PNG. It plots the loss over tokens and over seconds, evaluations if there are any, and a reliability diagram
-            if there are calibrations.
+        A PNG with plots of the loss over tokens and over seconds, of evaluations if there are any, and a reliability
+        diagram if there are calibrations.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
@@ -117,7 +117,7 @@ def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) ->
 
 
 def _limits(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the limits of the loss axis. They ignore the losses of the first steps."""
+    """Returns the limits of the loss axis. The limits ignore the losses of the first steps."""
     losses: list[float] = []
     for group in groups:
         for member in group.members:

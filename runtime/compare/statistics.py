@@ -1,6 +1,6 @@
 """Welch's t-test: do the means of two groups of runs differ by more than chance?
 
-The tail of Student's t distribution is a regularized incomplete beta function. It is computed with its continued
+The tail of Student's t distribution is a regularized incomplete beta function. This function is computed by a continued
 fraction.
 """
 

@@ -32,7 +32,7 @@ def saved_position(
     differs = [name for name, value in identity.items() if state.get(name) != value]
     if differs:
         raise DataError(
-            f"the saved position belongs to other data or settings; different are {', '.join(differs)}", hint
+            f"the saved position belongs to other data or settings; the difference is in {', '.join(differs)}", hint
         )
     values = [state.get(place, -1) for place in places]
     if not all(isinstance(value, int) and value >= 0 for value in values):

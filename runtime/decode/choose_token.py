@@ -1,9 +1,10 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-Several programs search the largest logit of a row. The last of them writes the token if the temperature is 0.
-Otherwise, one program per row samples the token. It maps the bits of each logit to a 32-bit integer (a key) that sorts
-like the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. Weights are f64.
-The kernel and `Sampling.pick` choose the same token for the same random number.
+If the temperature is 0, several programs search the largest logit of a row, and the program that ends last writes the
+token. Otherwise, one program per row samples the token. This program maps the bits of each logit to a 32-bit integer (a
+key) that sorts like the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. The
+weight of a token, exp(logit / temperature) up to a factor, is f64. The kernel and `Sampling.pick` choose the same token
+for the same random number.
 """
 
 import torch

@@ -51,7 +51,7 @@ def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunct
 def few_row_model(loaded: Loaded) -> Any:
     """Returns a module with a single program. The program appends one token per text, with kernels for few rows.
 
-    The module shares the parameters of the model. For a quantized model, it reads the stored codes.
+    The module shares the parameters of the model. For a quantized model, the program reads the stored codes.
     """
     packed = loaded.stored is not None
     files = decoding_files(loaded.spec, loaded.target.name, packed)

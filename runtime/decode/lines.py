@@ -23,9 +23,9 @@ CHECK = 4  # the number of steps between two counts of the unfinished rows; each
 class Translator:
     """A decoder for a model that maps source lines to target lines.
 
-    Beam search (`beam` > 1) stores the `beam` most probable lines of each source. It stops when the most probable line
-    is finished. There is no length penalty. Finished sources are removed from the batch. Lines without a stop token
-    after `window` tokens are returned as they are.
+    Beam search (`beam` > 1) stores the `beam` most probable lines of each source. The search stops when the most
+    probable line is finished. There is no length penalty. Finished sources are removed from the batch. Lines without a
+    stop token after `window` tokens are returned as they are.
 
     Attributes:
         steps: runs the programs of the model.
@@ -51,7 +51,7 @@ class Translator:
         Args:
             lines: source lines.
             limits: for each line, the number of target tokens that are needed, including the stop token. Greedy
-                decoding may stop after them. None decodes whole targets.
+                decoding may stop after these tokens. None decodes whole targets.
 
         Returns:
             One target line per source, in the same order.
@@ -262,9 +262,9 @@ def decoder_inputs(
 ) -> Tensor:
     """Computes decoder inputs for scheduled sampling: a mix of target tokens and predictions of the model.
 
-    Position 0 is the start token. Position t + 1 is target token t if `forcing` is true at t + 1. Otherwise it is the
-    most probable token after the inputs up to t, other than padding and start. Predictions continue after a predicted
-    stop token.
+    Position 0 is the start token. Position t + 1 is target token t if `forcing` is true at t + 1. Otherwise, this
+    position has the most probable token after the inputs up to t, except padding and start. Predictions continue after
+    a predicted stop token.
 
     Args:
         model: the generated model.

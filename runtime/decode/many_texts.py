@@ -14,7 +14,7 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """The random numbers of a text that is being written, and its number of sampled tokens.
+    """The state of a text that is not complete: the random numbers, and the number of sampled tokens.
 
     The host may not have read the last sampled tokens yet.
     """

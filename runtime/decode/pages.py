@@ -69,9 +69,9 @@ class PagedDecoder:
     A new text receives pages for its maximum number of tokens, so that no text ever waits for a page. When a text has
     `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text.
 
-    A step reads the same number of pages of each text. It is the number for the longest text, rounded up. The number of
-    texts is rounded up to a power of two. On a GPU, there is one CUDA graph for each combination of these two numbers.
-    Rows without a text use a separate page, and so do tokens beyond the last page of a text.
+    A step reads the same number of pages of each text. This number is determined by the longest text, and rounded up.
+    The number of texts is rounded up to a power of two. On a GPU, there is one CUDA graph for each combination of these
+    two numbers. Rows without a text use a separate page, and so do tokens beyond the last page of a text.
 
     Args:
         model: the model, on `device`.
@@ -115,7 +115,7 @@ class PagedDecoder:
         return self.pages_of(most) <= len(self._free)
 
     def join(self, key: int, tokens: Sequence[int], most: int) -> None:
-        """Adds a text of at least one token. Call `begin` for it next.
+        """Adds a text of at least one token. Call `begin` for this text next.
 
         Args:
             key: a unique key for the text.
@@ -171,7 +171,8 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Appends the last token of each text, and samples n more tokens. Appends these too, except the last.
+        """Appends the last token of each text, and samples n more tokens. All new tokens except the last are appended
+        too.
 
         Args:
             keys: the texts. `begins` must be false for each of them.
@@ -301,8 +302,8 @@ class PagedTexts(Decoder):
 
 
 class _RowsOfPages:
-    """Makes a model with a paged cache look like a model with one cache row per text. The cache ends with the page
-    table.
+    """Makes a model with a paged cache look like a model with one cache row per text. The last element of the cache
+    contains the page table.
     """
 
     def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:

@@ -68,7 +68,7 @@ class Sampling:
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples the same tokens as `pick`. On a GPU, no sort is needed."""
+        """Returns the tokens that `pick` returns for the same arguments. On a GPU, no sort is needed."""
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -97,7 +97,8 @@ class Sampling:
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples the same tokens as `pick`, and writes them to tensors. On a GPU, this is one kernel without a sort.
+        """Samples the same tokens as `pick`, and writes the tokens to `following` and `tokens`. On a GPU, this is one
+        kernel without a sort.
 
         Args:
             logits: [B, vocabulary].

@@ -25,13 +25,13 @@ StepFunction = Callable[..., Tensor]
 
 
 class CachedModel(Protocol):
-    """The programs of a generated text model that a `Decoder` calls."""
+    """The programs of a text model, as a `Decoder` calls them."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
         """Appends `ids` i64 [B, T] to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Does the same as `prefill`, for one token per row."""
+        """Appends one id per row, i64 [B, 1], to a cache of `start` (i64 []) tokens. Returns the next logits."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
@@ -40,9 +40,9 @@ class CachedModel(Protocol):
 class Decoder:
     """Computes next-token logits for a batch of growing texts of equal length, from a KV cache in the model's dtype.
 
-    A step reads the cache up to the smallest of a few fixed lengths. On a GPU, there is one CUDA graph per length. When
-    the cache is full, the last `window // 2` tokens are prefilled again as the start of a text. The model then attends
-    to between `window // 2` and `window` tokens.
+    A step reads only the first positions of the cache. Their number is rounded up to one of a few fixed lengths. On a
+    GPU, there is one CUDA graph per length. When the cache is full, the last `window // 2` tokens are prefilled again
+    as the start of a text. The model then attends to between `window // 2` and `window` tokens.
 
     `write` runs entirely on the device: a sampled token becomes the next input without the host.
 
@@ -151,7 +151,9 @@ class Decoder:
         self._counters.add_(1)
 
     def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
-        """Appends the next token to each text, and samples another. Reads `positions` positions of the cache."""
+        """Appends the next token to each text, and samples the token after it. Reads `positions` positions of the
+        cache.
+        """
         key = positions, sampling, vocab
         if key not in self._sampled:
             cache = self._up_to(positions)
@@ -255,7 +257,7 @@ def sample_blocks(
     count: int,
     block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Samples `count` tokens after `tokens` for each text. Yields them in blocks of at most `block`.
+    """Samples `count` tokens after `tokens` for each text. Yields the tokens in blocks of at most `block`.
 
     Once CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens.
 
@@ -288,7 +290,7 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Samples tokens as `sample_blocks` does. Yields them one by one.
+    """Samples `count` tokens after `tokens` for each text. Yields the tokens one by one.
 
     Args:
         decoder: the decoder of the model.

@@ -30,7 +30,8 @@ class Heartbeat:
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: opens a separate connection to the store. Its calls may then block.
+        connect: opens a separate connection to the store, so that blocked calls of the threads do not block the main
+            thread.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -45,9 +46,9 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads, and waits for them for at most LEAVE seconds.
+        """Ends both threads, and waits for their end for at most LEAVE seconds.
 
-        Call it before the process exits. If Python exits while a thread calls the store, the process aborts.
+        Call `stop` before the process exits. If Python exits while a thread calls the store, the process aborts.
         """
         self._ends.set()
         for thread in self._threads:

@@ -1,7 +1,7 @@
 """`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
-torchrun itself is used only across machines. On one machine it has drawbacks: it always exits with 1 after a failure,
-leaves only 30 seconds to save after a signal, and reports the same failure several times.
+torchrun itself is used only across machines. On one machine, torchrun has drawbacks: it always exits with 1 after a
+failure, leaves only 30 seconds to save after a signal, and reports the same failure several times.
 """
 
 import ctypes
@@ -220,7 +220,7 @@ def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[in
     """Waits for all processes, and forwards the signals in `received`. Returns (rank, return code) in the order of
     ending.
 
-    GRACE seconds after a process fails, the remaining processes are killed. They are not in the result.
+    GRACE seconds after a process fails, the remaining processes are killed. The result omits killed processes.
     """
     ended: dict[int, int] = {}
     until = math.inf

@@ -76,7 +76,8 @@ class World:
     def on(self, device: torch.device) -> "World":
         """Returns the same world with `device` as the device of collective calls.
 
-        Each process of a host uses another GPU. Raises EnvironmentFailure if this host has fewer GPUs than processes.
+        Each process of a host uses a different GPU. Raises EnvironmentFailure if this host has fewer GPUs than
+        processes.
         """
         if self.size == 1 or device.type != "cuda":
             return replace(self, device=device)

@@ -44,12 +44,12 @@ def evaluate(
         options: the data and the settings. With `adapt`, the model adapts to the text.
         target, device, quantized, search, say: as for `open_model`.
         progress: is called with the number of scored tokens or lines, and the total.
-        world: the processes that share the work. Each of them calls this function with another device.
+        world: the processes that share the work. Each process calls this function with a different device.
         gpus: the requested number of processes; None if not specified.
-        tasks: files of examples. If there are any, they are scored instead of data.
+        tasks: files of examples. If there are any, these tasks are scored instead of data.
 
     Returns:
-        The score, or the results of `tasks`. All processes return the same.
+        The score, or the results of `tasks`. All processes return the same result.
 
     Raises:
         EvaluateError: `gpus` differs from the number of processes.

@@ -1,4 +1,6 @@
-"""Scores a model that maps lines to lines by exact match. The lines are held out from its task, or read from a file."""
+"""Scores a model that maps lines to lines by exact match. The lines are held out from the task in the spec, or read
+from a file.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -92,7 +94,7 @@ def evaluate_lines(
         One score per set of lines.
 
     Raises:
-        EvaluateError: the options do not apply to this model, or its spec has another metric.
+        EvaluateError: the options do not apply to this model, or the metric of its spec is not exact match.
         RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """

@@ -29,7 +29,7 @@ class EvaluateOptions:
     Attributes:
         data: for text, a source for `specc.runtime.data.windows.stream.open_stream`. For lines, a file, the name of the
             task for all its held-out splits, or `TASK:SPLIT` for one split. None selects the data of the run.
-        stride: the distance between windows in tokens, from 1 to the window length.
+        stride: the distance between the starts of adjacent windows, in tokens, from 1 to the window length.
         batch: the number of windows, or lines, per batch.
         max_tokens: the maximum number of tokens to score, from the start of the split. For lines, target tokens count.
         cache: the folder of tokenized text.
@@ -61,8 +61,8 @@ class EvaluateOptions:
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     """Returns the windows of `options`, with defaults from the spec.
 
-    `name` is the name of the model for messages. Raises EvaluateError if the spec has another metric, or if the window
-    or the stride is out of range.
+    `name` is the name of the model for messages. Raises EvaluateError if the metric of the spec is not bits per byte,
+    or if the window or the stride is out of range.
     """
     context, how = spec.model.window, spec.eval
     if not isinstance(how, BitsSpec):

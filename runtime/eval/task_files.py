@@ -40,10 +40,10 @@ def evaluate_tasks(
         world: the processes that share the work.
 
     Returns:
-        The results. All processes return the same.
+        The results, equal on all processes.
 
     Raises:
-        EvaluateError: the model is not a text model, or the options do not fit it.
+        EvaluateError: the model is not a text model, or the options do not fit the model.
         DataError: an example does not fit the model.
         RunFailure: the loss is not finite, or GPU memory is full.
     """

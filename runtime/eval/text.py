@@ -45,7 +45,7 @@ def evaluate_text(
         The result.
 
     Raises:
-        EvaluateError: the options do not apply to a text model, or its spec has another metric.
+        EvaluateError: the options do not apply to a text model, or the metric of its spec is not bits per byte.
         RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """
@@ -68,10 +68,10 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
     """Returns the spec with the windows and the adaptation of `options`.
 
-    Generated code depends on them only if the model adapts, or if a window exceeds the context. Otherwise, returns the
-    spec unchanged. If `options.adapt` and `eval.adapt` have the same kind, and `options.adapt` has no settings, the
-    settings of the spec are used. Raises EvaluateError if the options do not apply, and SpecError if the settings are
-    invalid.
+    If the model does not adapt and no window exceeds the context, generated code does not depend on these options, and
+    the spec is returned unchanged. If `options.adapt` and `eval.adapt` have the same kind, and `options.adapt` has no
+    settings, the settings of the spec are used. Raises EvaluateError if the options do not apply, and SpecError if the
+    settings are invalid.
     """
     if options.adapt is None and (options.window or 0) <= spec.model.window:
         return spec
@@ -90,7 +90,7 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 class Adapted:
     """The result of a model that adapted to the text.
 
-    It is not a score of the model, so `facts` reports it under a separate key.
+    This result is not a score of the model, so `facts` reports it under a separate key.
 
     Attributes:
         how: the settings of the adaptation.
@@ -153,7 +153,7 @@ def evaluate_adapted(
 
     Raises:
         AdaptError: the settings do not fit the model.
-        EvaluateError: the model computes in integers, or the method needs another batch than `--batch`.
+        EvaluateError: the model computes in integers, or the method requires a batch size other than `--batch`.
         RunFailure, DataError: as raised by `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)
@@ -201,12 +201,12 @@ def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], A
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """Opens the text to score, one token stream. Raises EvaluateError if no data is named, and RunFailure if the text
-    differs between processes.
+    """A context manager that opens the text to score. Raises EvaluateError if no data is named, and RunFailure if the
+    text differs between processes.
     """
     data = options.data or opened.data
     if data is None:
-        raise EvaluateError(f"{opened.path} does not record its data", "name the data with --data PATH")
+        raise EvaluateError(f"{opened.path} does not state its training data", "name the data with --data PATH")
     with world.in_turn("data"):  # the first process tokenizes, and the others read its cache
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:

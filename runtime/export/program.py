@@ -227,7 +227,8 @@ class _Program(nn.Module):
 
 
 def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[ExportedProgram, int]:
-    """Exports a program with dynamic sizes. Returns the graph, and the smallest number of tokens that it accepts.
+    """Exports a program with dynamic sizes. Returns the graph, and the smallest number of tokens that the graph
+    accepts.
 
     Raises ExportError with the reason that torch.export gives.
     """
@@ -258,7 +259,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
             }
         )
         if unknown:
-            raise ExportError(f"{spec.name} cannot be exported as a graph: it has operations of {', '.join(unknown)}")
+            raise ExportError(f"{spec.name} cannot be exported: its graph needs operations of {', '.join(unknown)}")
         for node in exported.graph.nodes:
             for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # these contain paths of this machine
                 node.meta.pop(key, None)

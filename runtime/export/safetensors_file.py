@@ -20,7 +20,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     renamed to `path`.
 
     Raises RunFailure if a tensor cannot be stored, EnvironmentFailure if the file cannot be written, and IntegrityError
-    if it differs when it is read back. `path` is unchanged after an error.
+    if the file differs when it is read back. `path` is unchanged after an error.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:

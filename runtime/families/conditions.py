@@ -25,7 +25,7 @@ def where(layers: Iterable[int], count: int) -> str:
     if len(text) > LONGEST:
         raise ConfigError(
             f"the layers {sorted(chosen)[:12]}... differ, but not in a regular pattern",
-            "write the spec by hand: a spec needs a condition on `layer`",
+            "write the spec by hand, with a condition on `layer` that is true for these layers",
         )
     return text
 

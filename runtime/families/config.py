@@ -65,7 +65,7 @@ class Config:
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Returns a field; `default` if it is absent."""
+        """Returns a field; `default` if the field is absent."""
         self.read.add(key)
         return self.fields.get(key, default)
 
@@ -127,13 +127,13 @@ class Config:
             key: the field.
             default: the name if the field is absent or null.
             choices: the entries by name.
-            needed: the hint of the error for another name.
+            needed: the hint of the error for a name that is not in `choices`.
 
         Returns:
             The entry of `choices`.
 
         Raises:
-            ConfigError: the field has another value.
+            ConfigError: the value of the field is not in `choices`.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -148,7 +148,7 @@ class Config:
             raise self.error(key, "is not supported", needed)
 
     def inner(self, key: str) -> "Config | None":
-        """Returns a section; None if it is absent or null."""
+        """Returns a section; None if the section is absent or null."""
         value = self.value(key)
         if value is None:
             return None
@@ -182,6 +182,6 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         value = config.fields[key]
         idle = value is None or value is False or value in ([], {}, "")
         if key not in HARMLESS and key not in ignored and not idle:
-            hint = f"if it does not change what the model computes: --ignore {key}"
+            hint = f"if the field does not change what the model computes, ignore it: --ignore {key}"
             raise config.error(key, f"the family {family} of specc does not know this field", hint)
     return config.unread()

@@ -32,11 +32,11 @@ class Family:
         title: the name in messages and pages.
         architecture: the class name in Transformers.
         model: converts a config to the section `model` of a spec, without defaults.
-        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the result with
-            `model`.
+        config: converts a model to the fields of a config. May raise NotOfFamily. The caller converts the fields back
+            with `model` to check them.
         table: returns the mappings of all tensors that a model with a given config can have.
         buffers: patterns of tensor names to ignore. Files of older versions contain such tensors.
-        prefix: a prefix of tensor names. Files without the output head omit it.
+        prefix: a prefix of tensor names. Files without the output head omit this prefix.
     """
 
     name: str

@@ -87,7 +87,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns n for the scale 1/sqrt(n). For any other scale, returns the head size."""
+    """Returns n if the scale of the layer is 1/sqrt(n), otherwise the head size."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

@@ -46,7 +46,7 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     else:
         parameters.fixed("partial_rotary_factor", (1, 1.0, None), "only GPT-NeoX rotates a part of each head")
     if kind == "default":
-        for name in parameters.unread():  # these fields belong to other kinds, and have no effect
+        for name in parameters.unread():  # these fields belong to other values of rope_type, and have no effect
             parameters.value(name)
         return turned
     factor = parameters.number("factor", least=0.999)

@@ -48,7 +48,7 @@ def _windowed(config: Config, count: int) -> list[int]:
     windowed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
     if windowed and not has_window:
         raise config.error(
-            "layer_types", "names windows, but no window is set", "set use_sliding_window, sliding_window"
+            "layer_types", "names windows, but no window is set", "set use_sliding_window and sliding_window"
         )
     return windowed
 

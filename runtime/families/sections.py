@@ -40,7 +40,7 @@ def attention(
         rope: the rotary positions.
         head_dim: the default number of channels per head; None for features divided by heads.
         kv_heads: the default number of key heads; None for the number of query heads.
-        more: other fields of the layer. They precede the rotary positions.
+        more: other fields of the layer, placed before the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     groups = config.whole("num_key_value_heads", config.absent("num_key_value_heads", kv_heads) or heads)
@@ -84,7 +84,7 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
 
 def bias(config: Config, key: str, default: bool = False) -> Data:
-    """Returns `bias: true` for a spec if the field of the config is true; otherwise an empty section."""
+    """Returns `bias: true` for a spec if the field `key` of the config is true; otherwise an empty section."""
     return {"bias": True} if config.flag(key, default) else {}
 
 
@@ -115,7 +115,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 
 
 def window(config: Config, usual: int | None = None) -> Data:
-    """Returns the mask for sliding-window attention; empty if the field of the config is null.
+    """Returns the mask for sliding-window attention; empty if the field `sliding_window` is null.
 
     `usual` is the default of the field.
     """

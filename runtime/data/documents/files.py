@@ -64,7 +64,7 @@ def require_pyarrow(path: Path) -> None:
 
 
 def bounded(document: bytes, where: str | Path) -> bytes:
-    """Returns the document. Raises DataError if it has more than DOCUMENT_BYTES."""
+    """Returns the document. Raises DataError if the document has more than DOCUMENT_BYTES bytes."""
     if len(document) > DOCUMENT_BYTES:
         hint = "split it, or change the boundaries between documents with `specc data pack --bounds`"
         raise DataError(f"{where}: a document has more than {DOCUMENT_BYTES:,} bytes", hint)

@@ -18,7 +18,7 @@ KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", "
 TABLES: Mapping[str, Callable[[Path], Iterator[bytes]]] = {".parquet": parquet_rows, ".arrow": arrow_rows}
 KINDS |= dict.fromkeys(TABLES, "record")
 SUPPORTED = (
-    f"readable: {', '.join(KINDS)}, all but {' and '.join(TABLES)} also with {', '.join(COMPRESSIONS)}; "
+    f"readable: {', '.join(KINDS)}, and all but {' and '.join(TABLES)} also compressed as {', '.join(COMPRESSIONS)}; "
     "token shards end in .bin"
 )
 

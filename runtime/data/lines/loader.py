@@ -137,9 +137,9 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the data of the next pass: source and target, i64 [batch, width], and the weight of the pass, f32 [].
 
-        The loss of a step is the mean over all its target tokens without padding. It equals the mean of (mean loss of a
-        pass times its weight) over all passes of all ranks. The attributes `samples` and `tokens` count the data of all
-        complete steps on all ranks.
+        The loss of a step is the mean over all its target tokens without padding. This loss equals the mean of (mean
+        loss of a pass) * (weight of the pass) over all passes of all ranks. The attributes `samples` and `tokens` count
+        the data of all complete steps on all ranks.
         """
         if self._taken == self._passes:
             self._begin()

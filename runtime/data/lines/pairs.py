@@ -46,9 +46,9 @@ class Pairs:
         return Pairs(self.source[rows], self.target[rows])
 
     def within(self, tokens: int | None) -> "Pairs":
-        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens, including stop tokens.
+        """Returns the first pairs, as many as have at most `tokens` target tokens in total, including stop tokens.
 
-        The prefix has at least one pair. If `tokens` is None, all pairs are returned.
+        At least one pair is returned. If `tokens` is None, all pairs are returned.
         """
         if tokens is None:
             return self

@@ -88,7 +88,9 @@ class Lines:
 
     @property
     def structures(self) -> Ints:
-        """An integer for each line, i64 [N]. It identifies the coefficients, but not V."""
+        """An integer for each line, i64 [N]. Two lines have the same integer if and only if their coefficients are
+        equal, whatever V is.
+        """
         key = self.outer + 81
         for i in range(2):
             key = (key * 19 + self.forms[:, i, 0] + _LARGEST_A) * 65 + self.forms[:, i, 1] + _LARGEST_B

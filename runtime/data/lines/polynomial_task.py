@@ -51,7 +51,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     """Returns the first `count` lines of a held-out split. A smaller count returns a prefix of the same lines.
 
     Splits:
-        same-law: all sampled lines. About 35 % of them also occur in a training set of 800,000 lines.
+        same-law: all sampled lines. About 35 % of these lines also occur in a training set of 800,000 lines.
         duplicate-free: distinct lines that are not in `training`.
         structure-disjoint: distinct lines whose coefficients occur in no line of `training`, whatever the variable.
 
@@ -97,9 +97,9 @@ class Fresh:
     """The endless stream "train", without the lines that are reserved for the held-out splits.
 
     Reserved are the first MOST_HELD_OUT lines of duplicate-free. Also reserved are all lines with the same coefficients
-    as one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the
-    first `count` lines, so these first lines are not reserved. About 1 in 10 of the later lines is reserved. The
-    remaining lines have the distribution of the stream.
+    as one of the first MOST_HELD_OUT lines of structure-disjoint. The training set is the first `count` lines of the
+    stream. Both splits exclude the training set, so no line of the training set is reserved. About 1 in 10 of the later
+    lines is reserved. The remaining lines have the distribution of the stream.
     """
 
     def __init__(self, seed: int, count: int) -> None:

@@ -53,7 +53,7 @@ class Overlap:
 
     def __str__(self) -> str:
         lines, structures = 100 * self.lines, 100 * self.structures
-        return f"{lines:.1f} % of lines are training lines, {structures:.1f} % have {self.structure} of one"
+        return f"{lines:.1f} % of lines are training lines, {structures:.1f} % have {self.structure} of a training line"
 
 
 Set = TypeVar("Set", bound=LineSet)
@@ -64,7 +64,7 @@ class Task(ABC, Generic[Set]):
 
     Attributes:
         name: the `kind` of `train.data`. `--data` also accepts this name.
-        splits: the names of the held-out splits. The first is used for validation during training. It has the
+        splits: the names of the held-out splits. The first split is used for validation during training, and has the
             distribution of the training lines.
     """
 
@@ -87,7 +87,7 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def stream(self) -> LineStream:
-        """Returns an endless stream of training lines. It omits the lines of held-out splits."""
+        """Returns an endless stream of training lines. The stream omits the lines of held-out splits."""
 
     @abstractmethod
     def first(self, count: int) -> Set:

@@ -46,8 +46,8 @@ class SplitFacts:
         longest: the length of the longest document in tokens, without BOS.
         lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
             BOS. Empty if documents are not separated by BOS.
-        repeated: the number of documents that equal an earlier document of the split. It is an estimate if `Hashes` had
-            to sample.
+        repeated: the number of documents that equal an earlier document of the split. This number is an estimate if
+            there are more than `duplicates.MOST` documents.
     """
 
     shards: int = 0
@@ -114,7 +114,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 
     Args:
         folder: the folder.
-        tokenizer: the tokenizer. Its vocabulary and BOS apply if the folder has no record.
+        tokenizer: the tokenizer. The vocabulary and BOS of `tokenizer` apply if the folder has no record.
         progress: is called with the number of bytes read, and the total.
 
     Returns:

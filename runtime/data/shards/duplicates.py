@@ -12,9 +12,9 @@ DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST di
 class Hashes:
     """The set of the hashes of all documents in a split.
 
-    If there are more than MOST hashes, only hashes whose first `level` bits are 0 are stored. They are a sample of
-    about `2**-level` of all hashes. A sample has either all copies of a document or none, so counts over the sample can
-    be scaled up.
+    If there are more than MOST hashes, only hashes whose first `level` bits are 0 are stored. These hashes are a sample
+    of about `2**-level` of all hashes. A sample has either all copies of a document or none, so counts over the sample
+    can be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -136,7 +136,7 @@ def _previous(out: Path, name: str) -> ShardRecord | None:
 
 
 def _chosen(remote: Mapping[str, RemoteFile], wanted: HubSet, shards: int, where: str, out: Path) -> list[RemoteFile]:
-    """Returns the files to download, the tokenizer first. They include train shards that are already in `out`."""
+    """Returns the files to download, the tokenizer first. The list includes train shards that are already in `out`."""
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
     train, val = ([file for file in files if split_of(file.name) == split] for split in ("train", "val"))
     if wanted.tokenizer not in remote or not val:

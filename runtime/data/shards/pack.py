@@ -183,7 +183,7 @@ def _require_replaceable(out: Path) -> None:
     try:
         out.rename(aside)
     except OSError as error:
-        what = f"{out}: cannot be replaced by another folder: {error.strerror or error}"
+        what = f"{out} cannot be replaced by another folder: {error.strerror or error}"
         raise DataError(what, f"name a folder in it: --out {out / 'packed'}") from error
     aside.rename(out)
 

@@ -1,6 +1,6 @@
 """The file `shards.json` in a folder of token shards. It lists the shards and their tokenizer.
 
-If it is empty, the folder is incomplete, and its shards are not read.
+If `shards.json` is empty, the folder is incomplete, and the shards are not read.
 """
 
 from collections.abc import Mapping

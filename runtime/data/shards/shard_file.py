@@ -47,7 +47,7 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with `tokens` tokens. It is also the offset of the next token."""
+        """Returns the size in bytes of a file with `tokens` tokens. This size is also the offset of the next token."""
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:
@@ -204,8 +204,8 @@ class TokenShard:
 def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     """Returns the shards of a split, sorted by path. Returns None if `source` does not name shards.
 
-    A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The file
-    name of a shard contains the word `train` or `val` (also valid, validation), which is its split.
+    A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The word
+    `train` or `val` (also valid, validation) in the file name of a shard names the split of the shard.
 
     Raises:
         DataError: the named shards do not exist, or none of them belongs to the split.

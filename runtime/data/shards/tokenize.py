@@ -52,7 +52,8 @@ def write_shards(
         corpus: the documents.
         tokenizer: the tokenizer.
         folder: the folder to write to.
-        name: a format string for file names, such as "{:06d}.bin". Its argument is the index of the shard.
+        name: a format string for file names, such as "{:06d}.bin". The argument of the format string is the index of
+            the shard.
         shard_tokens: the number of tokens in every shard except the last.
         marks: whether BOS is written before each document, or only before the first.
         byte_counts: whether to write a second file per shard, with the size in bytes of each token.

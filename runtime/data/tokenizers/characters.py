@@ -63,7 +63,10 @@ class CharTokenizer:
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Codes, width: int) -> Tokens:
-        """Encodes code points [N, W] as `encode_rows` does. Each row ends with zeros after its last character."""
+        """Returns tokens, u8 [N, width]: characters, stop, padding. `codes` are code points [N, W], with zeros after
+        the last character of a row. Raises LineError if a row has `width` or more characters, or a character that is
+        not in the vocabulary.
+        """
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
         unknown = filled & (known == 0)
@@ -82,7 +85,7 @@ class CharTokenizer:
 
     def _unknown(self, row: int, line: str, char: str) -> LineError:
         message = f"{_shown(line)} has {char!r}, which is not in the vocabulary"
-        return LineError(row, message, f"its characters are {self.chars}")
+        return LineError(row, message, f"the vocabulary is {self.chars}")
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
         """Returns the text before the first stop, without padding and start. Raises DataError if an id is out of
@@ -90,7 +93,7 @@ class CharTokenizer:
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """Decodes each row of `ids` [N, T] as `decode` does."""
+        """Returns the text of each row of `ids` [N, T] before the first stop, without padding and start."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")
@@ -101,7 +104,7 @@ class CharTokenizer:
 
 
 def _too_long(row: int, line: str, width: int) -> LineError:
-    room = f"a context of {width} tokens has room for {width - 1} and a stop token"
+    room = f"a context of {width} tokens has room for {width - 1} characters and a stop token"
     message = f"{_shown(line)} has {len(line):,} characters; {room}"
     return LineError(row, message, "shorten the line, or train a model with a longer model.context")
 

@@ -15,7 +15,8 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
-    Raises DataError if the spec is not of a text model, or if the tokenizer is not found or does not fit the model.
+    Raises DataError if the spec does not describe a text model, or if the tokenizer is not found or does not fit the
+    model.
     """
     data = spec.train.data
     if not isinstance(data, TextData):
@@ -35,7 +36,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
 
 
 def characters_of(spec: Spec) -> CharTokenizer:
-    """Returns the character tokenizer of a spec. Raises DataError if the spec is of a text model."""
+    """Returns the character tokenizer of a spec. Raises DataError if the spec describes a text model."""
     if spec.model.characters is None:
         raise DataError(f"{spec.name} is a text model and has no vocabulary of characters")
     return CharTokenizer(spec.model.characters)

@@ -72,8 +72,6 @@ class SentencePieceTokenizer(Tokenizer):
     def piece_bytes(self) -> PieceBytes:
         """Returns the table of bytes per token. A space mark inside a piece counts as one byte.
 
-
-
         Raises:
             DataError: U+2581 alone is not a piece. A space then becomes three byte pieces or an unknown token, and byte
                 counts would be wrong by about 20 %.

@@ -96,7 +96,7 @@ class Tokenizer(ABC):
         return counts
 
     def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns, for each id, the offset in bytes at which its part of the document ends."""
+        """Returns, for each id, the offset in bytes at which the token of this id ends in the document."""
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:

@@ -97,7 +97,7 @@ class JsonTokenizer(Tokenizer):
         if bos is not None:
             identity = library.token_to_id(bos)
             if identity is None:
-                raise DataError(f"{path}: has no token {bos}", "set train.data.bos to a token of the file")
+                raise DataError(f"{path} has no token {bos}", "set train.data.bos to a token of the file")
             return int(identity)
         if self.inserted or len(self._specials) == 1:
             return int([*self.inserted, *self._specials][0])
@@ -149,8 +149,8 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id; empty bytes for special and unused ids. None if decoding is more than
-    concatenation.
+    """Returns the bytes of each id; empty bytes for special and unused ids. None if decoding does more than concatenate
+    these bytes.
     """
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]

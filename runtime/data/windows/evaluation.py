@@ -22,8 +22,8 @@ class WindowPlan:
     Attributes:
         length: window length in tokens.
         batch: the number of windows per batch.
-        stride: the distance between the starts of two windows in tokens, 1 to `length`. None selects `length`, so that
-            windows do not overlap. With a smaller stride, each target after the first window has at least length -
+        stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, so
+            that windows do not overlap. With a smaller stride, each target after the first window has at least length -
             stride tokens of context.
         unscored: the number of targets at the start of each window that are not scored.
     """
@@ -39,7 +39,7 @@ class WindowPlan:
 
     @property
     def step(self) -> int:
-        """The distance between windows in tokens."""
+        """The distance between the starts of adjacent windows, in tokens."""
         return self.length if self.stride is None else self.stride
 
 
@@ -57,7 +57,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A sequence of windows that scores each target at the positions 1 .. `last` exactly once.
+    """A sequence of windows. Together, they score each target at the positions 1 .. `last` exactly once.
 
     The first window scores all its targets. Each later window scores its last `stride` targets. The final window is
     shifted left to have full length, and scores only the remaining targets. If `last` is less than `length`, there is a

@@ -8,8 +8,8 @@ windows at indices k with k % world == r. If `batch` is the global batch divided
 same windows for any `world`. The last batch of an epoch is completed with windows of the next epoch. With the order
 `best_fit`, rows of packed documents (see `packing`) replace the windows.
 
-A background thread reads ahead. It makes no CUDA calls, because these could invalidate a CUDA graph capture. For a GPU,
-the caller's thread starts to copy each batch one call early, on a separate CUDA stream.
+A background thread reads ahead. The thread makes no CUDA calls, because CUDA calls could invalidate a CUDA graph
+capture. For a GPU, the caller's thread starts to copy each batch one call early, on a separate CUDA stream.
 """
 
 import hashlib
@@ -65,8 +65,8 @@ class EpochOrder:
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """Returns the order of windows in one epoch. It depends only on the arguments, not on the machine or on library
-    versions.
+    """Returns the order of windows in one epoch. The order depends only on the arguments, not on the machine or on
+    library versions.
 
     The order `coprime_stride` is from parameter-golf PR 726. Each epoch has a random phase, a random start, and a
     random stride coprime to the number of blocks. The phase shifts the boundaries of all windows. Version 2 rejects
@@ -131,7 +131,7 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step, the epoch and the position after them, and the token counts since the first step."""
+    """The windows of a step, the epoch and the position after the step, and the token counts since the first step."""
 
     windows: Windows
     epoch: int
@@ -177,7 +177,7 @@ class _Plan:
             epoch, position = epoch + 1, 0
 
     def _packed(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields the rows of all ranks, starting at (epoch, position). Each epoch begins at another document."""
+        """Yields the rows of all ranks, starting at (epoch, position). Each epoch begins at a different document."""
         assert self.bos is not None
         starts = document_starts(stream, self.bos)
         if not len(starts) or self.tokens - starts[0] < self.length + 1:
@@ -206,7 +206,7 @@ class Loader(BackgroundReader[_Step]):
         bos: the id that starts a document; required by "best_fit".
 
     Attributes:
-        crop: the tokens that packed rows have left out since this loader was created or restored.
+        crop: the counts of tokens that packed rows have read and left out since this loader was created or restored.
 
     Raises:
         DataError: the order is unknown, or the stream has fewer than length + 1 tokens.

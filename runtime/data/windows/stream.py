@@ -32,8 +32,8 @@ class TokenStream:
         document_bytes: the total size of the documents without separators; None if no record states it.
         tokenizer_digest: the digest of the tokenizer that produced the tokens; None if no record states it.
         byte_counts: one file per shard, with the size in bytes of each token. Empty if there are no such files.
-        digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, it covers only names, token
-            counts, and the first and last tokens.
+        digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, the digest covers only names,
+            token counts, and the first and last tokens.
     """
 
     shards: tuple[TokenShard, ...]
@@ -52,7 +52,7 @@ class TokenStream:
     def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Returns the size in bytes of each of the tokens [start, start + count), i64 [count].
 
-        Thread-safe. Raises IndexError and DataIntegrityError as `read` does.
+        Thread-safe. Raises IndexError if the range exceeds the stream, and DataIntegrityError if a file was truncated.
         """
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
@@ -69,7 +69,7 @@ class TokenStream:
             if part.size and int(part.max()) >= self.vocab:
                 first = int(np.argmax(part >= self.vocab))
                 raise DataIntegrityError(
-                    f"{shard.path}: has token {int(part[first])}, but the tokenizer has {self.vocab:,} ids "
+                    f"{shard.path} has token {int(part[first])}, but the tokenizer has {self.vocab:,} ids "
                     f"(at byte {shard.form.file_bytes(offset + first):,})",
                     "open the shards with the tokenizer that wrote them",
                 )
@@ -180,7 +180,7 @@ def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
     files = tuple(map(TokenShard, paths))
     for file, shard in zip(files, shards, strict=True):
         if file.tokens != shard.tokens:
-            message = f"{file.path}: counts the bytes of {file.tokens:,} tokens, but the shard has {shard.tokens:,}"
+            message = f"{file.path} counts the bytes of {file.tokens:,} tokens, but the shard has {shard.tokens:,}"
             raise DataIntegrityError(message, hint)
     return files
 

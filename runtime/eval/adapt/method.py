@@ -96,9 +96,9 @@ class Method:
     Attributes:
         name: the `kind` of the settings.
         rows: maps the settings to the required number of windows per batch. None if any number is possible.
-        chunk: maps the settings to the number of targets that are scored between changes of the model. It returns None
-            if the model does not change.
-        run: scores the whole text, and returns a message about the number of adaptations. All processes call it.
+        chunk: maps the settings to the number of targets that are scored between changes of the model. None if the
+            model does not change.
+        run: scores the whole text, and returns a message about the number of adaptations. All processes call `run`.
     """
 
     name: str

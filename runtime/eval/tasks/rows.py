@@ -16,7 +16,7 @@ from specc.runtime.metrics.share import Share
 from specc.runtime.open_model import OpenedModel
 
 SURE = math.log(2)  # a token with a smaller loss has a probability above 1/2, so it is the most probable one
-MULTIPLE = 64  # lengths are padded to multiples of this, so that few are compiled
+MULTIPLE = 64  # lengths are padded to multiples of this, so that few lengths are compiled
 LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 

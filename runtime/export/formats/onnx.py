@@ -90,7 +90,7 @@ def require_safe(model: Any, folder: Path) -> None:
         except ValueError:
             first, length = -1, -1
         if first < 0 or length < 0 or first + length > path.stat().st_size:
-            raise IntegrityError(f"{tensor.name} is not within {path.name}", "do not use this file")
+            raise IntegrityError(f"the data of {tensor.name} is not within {path.name}", "do not use this file")
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
@@ -105,7 +105,7 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def _converted(program: ProgramExport) -> Any:
-    """Converts a program to an ONNX model. Sizes have the names `batch` and `tokens`, or `source_tokens`.
+    """Converts a program to an ONNX model. The dynamic sizes have the names `batch` and `tokens`, or `source_tokens`.
 
     Facts about this machine, such as paths of code, are removed.
     """

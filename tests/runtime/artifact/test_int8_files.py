@@ -94,7 +94,7 @@ def drop(name: str, suffix: str) -> Callable[[Arrays], None]:
 DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     "transposed": (
         transposed,
-        r"head\.logits: the weight has 31 columns, but its input has 16 features \(decoder\..*\): it is stored trans",
+        r"head\.logits: the weight has 31 columns, but its input has 16 features \(decoder\..*\): the weight is stored",
     ),
     "K": (
         put(WEIGHT, "codes", lambda a: np.zeros((31, 32), np.int8)),
@@ -127,7 +127,7 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     ),
     "input scale": (
         put(WEIGHT, "input_scale", lambda a: np.repeat(a, 3)),
-        r"head\.logits: its input has 16 features \(decoder\..*\), but input scales of shape \[3\]",
+        r"head\.logits: the input has 16 features \(decoder\..*\), but its scales have the shape \[3\]",
     ),
     "input scale by feature": (
         put(WEIGHT, "input_scale", lambda a: np.repeat(a, 16)),

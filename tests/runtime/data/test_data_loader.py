@@ -121,16 +121,16 @@ def test_state_tells_what_was_taken_and_not_what_was_prefetched(stream: TokenStr
 def test_a_state_of_another_run_is_refused(stream: TokenStream, change: dict[str, object], name: str) -> None:
     settings: dict[str, object] = {"batch": 2, "length": 50, "order": "coprime_stride", "seed": 1}
     state = Loader(stream, **settings).state()  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=f"different are {name}"):
+    with pytest.raises(DataError, match=f"the difference is in {name}"):
         Loader(stream, **(settings | change)).restore(state)  # type: ignore[arg-type]
 
 
 def test_a_state_of_other_data_or_no_state_is_refused(stream: TokenStream, tmp_path: Path) -> None:
     other = Loader(counting_stream(tmp_path, first=1), 2, 50, "sequential", seed=1)
     loader = Loader(stream, 2, 50, "sequential", seed=1)
-    with pytest.raises(DataError, match="different are stream"):
+    with pytest.raises(DataError, match="the difference is in stream"):
         loader.restore(other.state())
-    with pytest.raises(DataError, match="different are version, stream, length, order, seed"):
+    with pytest.raises(DataError, match="the difference is in version, stream, length, order, seed"):
         loader.restore({})
     for bad in ({"epoch": -1}, {"position": "3"}, {"position": None}):
         with pytest.raises(DataError, match="is invalid"):

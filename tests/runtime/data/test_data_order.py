@@ -148,7 +148,7 @@ def test_a_run_of_the_first_order_goes_on_in_it() -> None:
     with loader(tokens, 30, length, seed) as other:
         other.restore(again)
         assert starts(other, 1) == [wanted[3090:3120]]
-        with pytest.raises(DataError, match="different are version"):
+        with pytest.raises(DataError, match="the difference is in version"):
             other.restore({**again, "version": 3})
 
 

@@ -99,7 +99,7 @@ def test_batches_are_the_rows_on_any_number_of_ranks_and_after_a_resume(tmp_path
                 reader.restore(state)
     for reader in ranks:
         reader.close()
-    with Loader(stream, 4, 32, "sequential", 5) as other, pytest.raises(DataError, match="different are order"):
+    with Loader(stream, 4, 32, "sequential", 5) as other, pytest.raises(DataError, match="the difference is in order"):
         other.restore(state)
 
 

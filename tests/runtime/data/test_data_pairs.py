@@ -103,7 +103,7 @@ def test_resuming_is_exact(kind: str) -> None:
 def test_a_state_of_other_data_is_refused() -> None:
     loader = PairLoader(FixedSet(pairs(), 9, CPU), 8, 1, CPU)
     for other in (FixedSet(pairs(99), 9, CPU), FixedSet(pairs(), 8, CPU), samples("fresh")):
-        with pytest.raises(DataError, match="different are pairs"):
+        with pytest.raises(DataError, match="the difference is in pairs"):
             loader.restore(PairLoader(other, 8, 1, CPU).state())
     with pytest.raises(DataError, match="is invalid"):
         loader.restore({**loader.state(), "position": -1})

@@ -17,7 +17,10 @@ GOOD = "x*(x-1)=x**2-x\n"
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("(" + "9" * 40 + "*x)=z\n", "has 44 characters; a context of 30 tokens has room for 29 and a stop token"),
+        (
+            "(" + "9" * 40 + "*x)=z\n",
+            "has 44 characters; a context of 30 tokens has room for 29 characters and a stop token",
+        ),
         ("x=" + "9" * 40 + "\n", "has 40 characters"),
         ("x/y=z\n", "'x/y' has '/', which is not in the vocabulary"),
     ],

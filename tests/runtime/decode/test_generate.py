@@ -145,7 +145,7 @@ def test_of_a_long_prompt_the_end_is_read_with_a_word_about_it() -> None:
     prompt = bytes(range(65, 65 + 40))
     out, reports = run_scripted(opened, prompt, 1)
     assert out == b"z" and model.calls == [(0, [*prompt[-CONTEXT:]])]
-    assert reports.lines == ["the prompt has 40 tokens and the context 32: only its end is read"]
+    assert reports.lines == ["the prompt has 40 tokens and the context 32: only the end of the prompt is read"]
     fits, model = scripted([*b"z"])
     assert run_scripted(fits, prompt[: CONTEXT - 1], 1)[1].lines == []
 

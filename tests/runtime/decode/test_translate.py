@@ -219,7 +219,7 @@ def test_a_row_without_numbers_is_refused_though_the_others_go_on(beam: int) -> 
 
 
 def test_a_line_that_is_too_long_or_has_another_character_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(DataError, match="has room for 29 and a stop token"):
+    with pytest.raises(DataError, match="has room for 29 characters and a stop token"):
         of(loaded).translate(["x", "x" * 30])
     with pytest.raises(DataError, match="not in the vocabulary"):
         of(loaded).translate(["x+y=1"])

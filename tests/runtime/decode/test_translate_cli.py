@@ -57,7 +57,7 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
         ("x\n\n(x-1)*(x-2)\nx\0\n", f"{path}:4: 'x\\x00' has '\\x00', which is not"),
         (
             "y\n" + "x" * 30 + "\nx=2\n",
-            f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens has room for 29 and a stop token",
+            f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens has room for 29 characters and a stop",
         ),
         ("x\ry\n", f"{path}:1: 'x\\ry' has '\\r', which is not"),  # of two lines it would be another
         ("x" * 5_000_000 + "\n" + "x\n" * 2000, f"{path}:1: '{'x' * 60}'... has 5,000,000 characters"),

@@ -174,7 +174,7 @@ def test_progress_counts_tokens(run: Run) -> None:
 
 
 def test_what_cannot_be_scored_is_a_usage_error(run: Run) -> None:
-    with pytest.raises(EvaluateError, match="does not record its data") as caught:
+    with pytest.raises(EvaluateError, match="does not state its training data") as caught:
         evaluate(run.quantized / "model.specc", EvaluateOptions())
     assert caught.value.exit_code == 2
     for stride in (33, -1):

@@ -176,7 +176,7 @@ def test_damaged_files_are_named(quantized: Run, tmp_path: Path, data: Path) -> 
     quantized_folder = run.directory / "quantized"
     (quantized_folder / "report.json").write_text("{}")
     text = text_of(page_of(run))
-    assert "1 lines are not records" in text and "has no COMMIT file" in text and "3.2109" in text
+    assert "1 lines are not valid records" in text and "has no COMMIT file" in text and "3.2109" in text
 
 
 def test_hostile_text_does_not_become_html(tmp_path: Path, data: Path) -> None:

@@ -94,7 +94,7 @@ def test_every_split_is_scored(run: Path) -> None:
     assert isinstance(alone.score, ExactMatch)
     assert alone.score.nats == pytest.approx(result.sets[1].score.nats, rel=1e-5)
     assert alone.score.tokens == result.sets[1].score.tokens
-    assert result.report()[2].endswith("0.0 % of lines are training lines, 0.0 % have coefficients of one")
+    assert result.report()[2].endswith("0.0 % of lines are training lines, 0.0 % have coefficients of a training line")
     assert result.facts()[1]["seen"] == 0
 
 
