@@ -121,10 +121,10 @@ class Scope:
         Args:
             value: One expression, or one per stream.
             name: The name of the node of a single expression. Otherwise, nodes have the names of streams.
-            prefix: The name of scalars that depend on the layer, such as `mlp_residual`.
-            base: The expression that `value` replaces. If `value` is `base` with an expression E in place of the
-                stream, E becomes a separate node. Blocks with `value` and blocks with `base` then share all other
-                nodes.
+            prefix: The start of the names of scalars that depend on the layer, such as `mlp_residual`.
+            base: The expression that other blocks have instead of `value`. Where `value` only replaces the stream
+                in `base` by another expression, that expression becomes a separate node. All blocks then share the
+                other nodes.
             title: The title of a part, whose learned values the expression reads by their short names.
             replaced: Values that override values of the scope, by name.
         """

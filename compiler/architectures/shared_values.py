@@ -14,8 +14,8 @@ class SharedValues:
     """The positions and the shared computations of one program. A computation is added when a part first reads it.
 
     Attributes:
-        refs: The refs of `positions`, and of the computations that depend on positions only, by the key in
-            `LoweringContext.shared`.
+        refs: The graph values of `positions`, and of the computations that depend on positions only. The keys are
+            those of `LoweringContext.shared`.
         state: The new state of the computations, by name and key.
     """
 

@@ -118,7 +118,7 @@ class ScoreAndMask(Layer):
         return shape.size("H", self.heads, "heads", self.title)
 
     def expression_problems(self) -> Iterator[Problem]:
-        """Yields the problems of the score and the mask that do not depend on the context length."""
+        """Yields the problems of the score and the mask, except those that depend on the context length."""
         documents = any("document" in mask for mask in self.masks)
         if documents and self.bos is None:
             message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"

@@ -42,7 +42,7 @@ def _words(expr: Expr) -> list[str]:
 
 
 def _digits(exponent: float) -> str:
-    """Formats an exponent as part of a word, with four digits: `0p3333` for 1 / 3."""
+    """Formats an exponent for a name, with four significant digits: `0p3333` for 1 / 3."""
     return plain(float(f"{exponent:.4g}")).replace(".", "p").replace("-", "m")
 
 

@@ -11,8 +11,8 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph with two changes. No product reads a view. An int8 product writes codes if only a quantization
-    reads the product."""
+    """Returns the graph with two changes. Operands of the shape of an int8 product are copied to contiguous rows. An
+    int8 product whose only reader quantizes it writes the codes itself."""
     return _row_by_row(_requantized(graph))
 
 

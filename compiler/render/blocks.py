@@ -323,8 +323,8 @@ def _begin(
 ) -> tuple[Function, tuple[str, ...]]:
     """Returns the method that creates the state of a block, and its flag arguments.
 
-    Adds the attributes that the method reads to `attributes`, each with the blocks in which it is true. Adds the names
-    of the method's conditions to `conditions`.
+    The method reads flag attributes. Each is added to `attributes`, with the blocks in which it is true. The names of
+    the method's conditions are added to `conditions`.
     """
     variants = block_variants(begins, uses.callers)
     merged = merge([graph for graph, _ in variants], kind=Speller(plan).kernel)

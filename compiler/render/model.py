@@ -186,7 +186,7 @@ def first_caller(plan: Plan, support: str) -> str:
 
 
 def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
-    """Returns whether a support function has its own file."""
+    """Returns whether generated code has a file for the function `name`, rather than a function in model.py."""
     return generated is not None or exists(f"torch/ops/{name}.py.jinja")
 
 

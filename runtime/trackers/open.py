@@ -30,7 +30,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Checks that trackers exist and that their packages are installed, without importing the packages.
 
     Raises:
-        UnknownTracker: no tracker has one of the names.
+        UnknownTracker: a name is not that of a tracker.
         EnvironmentFailure: the package of a tracker is not installed.
     """
     known = classes(trackers, Tracker)

@@ -70,7 +70,8 @@ class Reading:
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index from d and h. Empty if the index depends on more than d and h."""
+        """The line that computes the flat index of a table from the distance d = i - j and the head h. Empty if the
+        index depends on more."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -185,7 +186,7 @@ class Reading:
 
     @property
     def gradient(self) -> str:
-        """The gradient of the element that a score reads, as an expression."""
+        """The gradient of the loss by the element of the table that a score reads, as an expression."""
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:

@@ -42,7 +42,7 @@ class Int8Epilogue(NamedTuple):
 
 
 def int8_epilogue(site: Site) -> Int8Epilogue:
-    """Returns the epilogue of a site that `int8_refusal` has accepted."""
+    """Returns the epilogue of a site for which `int8_refusal` is None."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])

@@ -37,7 +37,8 @@ class Layout(NamedTuple):
         lines: The Triton lines that compute `outer`, `inner`, and `token`, the row of the token's angles.
         tokens: The leading dims of q, k and v, as text.
         slots: The leading dims of the cache tensors, as text.
-        known: The line that assigns the names in `tokens` and `slots`, and t, the number of rows of angles.
+        known: The line that assigns the variables in `tokens` and `slots`. It also assigns t, the number of rows of
+            angles.
         call: The Torch call, a format string with the fields `{cache}` and `{x}`.
         helpers: The templates of the functions that the Torch call uses.
     """

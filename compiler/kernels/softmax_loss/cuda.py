@@ -199,7 +199,8 @@ def staged_tile(site: Site) -> StagedTile:
     """Returns the default tile.
 
     If shared memory has room for two rows, each block processes one row. Two blocks then share a multiprocessor: one
-    computes while the other waits for its copy. Otherwise, a persistent block copies the next row while it computes.
+    computes while the other waits for its copy. Otherwise, a persistent block processes many rows. It
+    copies parts of the next row over the parts of the current row that it has finished.
     The copies use TMA if the target has it.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"

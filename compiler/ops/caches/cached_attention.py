@@ -84,7 +84,7 @@ class CachedBase(ScoredBase):
             k = types["k"]
             if not isinstance(k.width, int) or k.width < self.values:
                 raise TypeRuleError(
-                    f"takes {self.values} features of each key as its value, but the keys are {k}", (1,)
+                    f"needs keys of at least {self.values} features, which are the values, but the keys are {k}", (1,)
                 )
             types["v"] = k.with_shape(*k.shape[:-1], self.values)
         return types

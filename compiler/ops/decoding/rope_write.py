@@ -89,7 +89,7 @@ class RopeWrite(Op):
         return type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """Paged caches and ring buffers have one token per text."""
+        """Returns the sizes for tests of a site: one token per text for paged caches and ring buffers."""
         if self.paged:
             texts, pages = sizes["B"], -(-sizes["S"] // 64)
             return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}

@@ -27,7 +27,7 @@ from specc.compiler.kernels.attention.scored import SCORED_GRAD
 from specc.compiler.kernels.kernel import Site, symbol
 
 SMALL = (4, 2, 16)
-T5 = Attention("s + bias[h, bucket(i - j, 32, 128)]", tables=(("bias", (8, 32)),))
+T5 = Attention("s + bias[h, bucket(i - j, 32, 128)]", tables={"bias": (8, 32)})
 
 
 # --- what they take and write ---

@@ -192,9 +192,9 @@ def test_arguments_that_do_not_fit_are_refused_before_writing(tmp_path: Path) ->
         attempt(SMALL, {name: arrays for name, arrays in tensors.items() if name != "b"})
     with pytest.raises(RunFailure, match="z, value"):
         attempt(SMALL, {**tensors, "z": tensors["b"]})
-    with pytest.raises(RunFailure, match=r"d, value: it is float64\[\]"):
+    with pytest.raises(RunFailure, match=r"d, value: the array is float64\[\]"):
         attempt(SMALL, {**tensors, "d": {"value": np.zeros(())}})
-    with pytest.raises(RunFailure, match=r"b, value: it is uint16\[4\]"):
+    with pytest.raises(RunFailure, match=r"b, value: the array is uint16\[4\]"):
         attempt(SMALL, {**tensors, "b": {"value": np.zeros(4, np.uint16)}})
     with pytest.raises(RunFailure, match="twice"):
         attempt([*SMALL, SMALL[0]], tensors)

@@ -82,7 +82,8 @@ def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
         pipeline.deployed(spec_of(data_of(LSTM, quant)), "cpu")
     (problem,) = raised.value.problems
     wanted = (
-        "decoder.cross.k and the weights that share its input or its code must have inputs of equal width, 8 or 16 bits"
+        "decoder.cross.k and the weights that share its input or its code must all have 8-bit inputs, or all have "
+        "16-bit inputs"
     )
     assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith("give them the same scheme")
 
