@@ -13,7 +13,7 @@ from specc.compiler.programs.programs import Programs, owner
 
 ONCE = "_once"
 PHASE = "phase"
-PLAIN = ("forward", "score")  # methods that have no flag of their own
+PLAIN = ("forward", "score")  # methods that no flag selects
 Flags = frozenset[str]
 
 
@@ -62,7 +62,7 @@ def block_variants(
     """
     kinds: dict[tuple[str, Flags], list[str]] = {}
     for graph in functions:
-        kinds.setdefault((owner(graph.name), _own(graph)), []).append(graph.name)
+        kinds.setdefault((owner(graph.name), _named_flags(graph)), []).append(graph.name)
     pairs = [
         (a, b)
         for names in kinds.values()
@@ -76,10 +76,10 @@ def block_variants(
         if all((a ^ b) & names != {flag} for a, b in pairs):
             names.remove(flag)
     chosen = {name: dict.fromkeys(flags & names for flags in some) for name, some in callers.items()}
-    return [(graph, _own(graph) | flags) for graph in functions for flags in chosen[graph.name]]
+    return [(graph, _named_flags(graph) | flags) for graph in functions for flags in chosen[graph.name]]
 
 
-def _own(graph: Graph) -> Flags:
+def _named_flags(graph: Graph) -> Flags:
     """Returns the flags that follow from the name of a function, whichever programs call the function."""
     plain = _plain(graph.name.partition(".")[2])
     if plain in PLAIN or plain.startswith(PHASE):

@@ -195,8 +195,8 @@ def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) ->
     `context`. Otherwise, it is the context in `generated`, with the package of `context`."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", context
-    template, own = generated
-    return template, replace(own, package=context.package)
+    template, settings = generated
+    return template, replace(settings, package=context.package)
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:

@@ -22,7 +22,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all parts of a benchmark share.
+    """The inputs that all parts of a benchmark share.
 
     Attributes:
         spec: the spec.
