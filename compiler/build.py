@@ -51,7 +51,6 @@ class Planned:
 
     @property
     def lock_use(self) -> "LockUse":
-        """States which lock entries apply to the plans."""
         from specc.compiler.report.lock_use import lock_use
 
         return lock_use(self.lock, self.plans, self.spec)
@@ -145,8 +144,8 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `compiled`, as the key of its cache. Two requests are equal if their texts and targets are
-    equal."""
+    """The arguments of `compiled`, as a key of the cache of this function. Two requests are equal if they have the same
+    texts and targets."""
 
     spec_text: str
     targets: tuple[str, ...]
@@ -170,7 +169,6 @@ def _compiled(request: _Request) -> Built:
 
 
 def _source_name(spec: Spec) -> str:
-    """Returns the path of the spec, as generated files state it."""
     return f"specs/{spec.name}.yaml"
 
 
@@ -304,8 +302,8 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) -> Iterator[None]:
-    """A context manager. If its body raises a TemplateFault, it adds the node, the target and the spec line to the
-    error. `node_of` returns the path of the node. An empty path stands for model.py."""
+    """A context manager around rendering. Adds the node, the target and the spec line to a TemplateFault of the body.
+    `node_of` returns the path of the node. An empty path stands for model.py."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -384,8 +382,6 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the manifest entry `source`, the path of the spec relative to the project. Empty if this path equals
-    `_source_name`, or if the spec was not read from a YAML file."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}
@@ -394,8 +390,8 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. A .cu file takes precedence over the Python wrapper. If
-    decoding programs compute a node by another op, each op has an entry with the key `PATH OP`."""
+    """Maps each node path to the file that computes it. A .cu file takes precedence over the Python wrapper. If several
+    ops compute a node in different programs, each op has an entry with the key `PATH OP`."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

@@ -1,4 +1,4 @@
-"""Registries of features: all module-level instances, or all classes, of a kind in one package."""
+"""Finds the features in a package: all module-level instances of a class, or all subclasses of a class."""
 
 import importlib
 import pkgutil
@@ -29,12 +29,10 @@ V = TypeVar("V")
 
 @cache
 def _names(package: ModuleType) -> tuple[str, ...]:
-    """Returns the names of all modules of a package and its subpackages, sorted."""
     return tuple(sorted(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")))
 
 
 def _unique(package: ModuleType, entries: Iterable[tuple[str, V]], what: str) -> Mapping[str, V]:
-    """Returns the entries by name. Raises ValueError if two different entries have the same name."""
     by_name: dict[str, V] = {}
     for name, value in entries:
         if by_name.setdefault(name, value) is not value:
@@ -43,7 +41,6 @@ def _unique(package: ModuleType, entries: Iterable[tuple[str, V]], what: str) ->
 
 
 def _subclasses(modules: Iterable[str], base: type[T]) -> Iterator[type[T]]:
-    """Imports modules and yields the subclasses of `base` that they define."""
     for name in modules:
         for value in vars(importlib.import_module(name)).values():
             if isinstance(value, type) and issubclass(value, base) and value.__module__ == name:
@@ -74,7 +71,8 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
 
 @cache
 def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
-    """Returns all subclasses of `base` defined in `package` that set a `name` in their body, by name, in module order.
+    """Returns subclasses of `base`, by name, in module order. These are the classes in `package` that set `name` in the
+    class body.
 
     Raises ValueError if two classes have the same name.
     """
@@ -106,7 +104,6 @@ class Kinds(Generic[M]):
 
     @cached_property
     def models(self) -> tuple[type[M], ...]:
-        """All models, in the order of `roles`. The models of one role are in the order of their modules."""
         listed = ((role,) if tag_of(role, self.tag) else models(self.package, role, self.tag) for role in self.roles)
         return tuple(map(self.form, chain(*listed)))
 

@@ -44,7 +44,6 @@ class Schedule(StrictModel):
         return value + (next_value - value) * ((time - begin) / (end - begin))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if the times do not begin at 0, do not increase, or are invalid for the unit."""
         times = [time for time, _ in self.at]
         if times[0] != 0 or sorted(set(times)) != times:
             message = (
@@ -85,7 +84,7 @@ def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
 
 
 def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
-    """Yields each value of a schedule with its path. Yields a constant as it is, and nothing for None."""
+    """Yields each value of a schedule, with the path of the value. Yields a constant itself, and nothing for None."""
     if isinstance(value, Schedule):
         yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
     elif value is not None:
@@ -133,7 +132,6 @@ def _settled(data: Any, share: float) -> Any:
 
 
 def formula_at(text: str, t: float) -> float:
-    """Returns the value of a formula at `t`. Raises ExprError if the formula has no value."""
     return number(parse(text, ("t", "pi")), t=t, pi=math.pi)
 
 

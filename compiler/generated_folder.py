@@ -47,12 +47,10 @@ class Drift(NamedTuple):
 
 
 def digest(text: str) -> str:
-    """Returns the SHA-256 digest of the UTF-8 text, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def drift(folder: Path, files: Files) -> tuple[Drift, ...]:
-    """Returns the differences between `folder` and `files`. Writes nothing."""
     return tuple(_drift(folder, files))
 
 
@@ -111,7 +109,6 @@ def require_current(folder: Path, files: Files, within: str, build: str) -> None
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
-    """Returns a unified diff from the files on disk to those of a build."""
     present = _present(folder) & {*files, *_owned(folder)}
     old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
     return diff_texts(old, files, f"a/{root}", f"b/{root}")
@@ -200,7 +197,6 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
 
 
 def _require_same_source(folder: Path, files: Files) -> None:
-    """Raises OtherSource if the folder was last built from another spec file with the same name."""
     try:
         previous = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):  # there is no valid manifest, so the check for hand edits decides
@@ -211,7 +207,6 @@ def _require_same_source(folder: Path, files: Files) -> None:
 
 
 def _source(name: str, manifest: str) -> str:
-    """Returns the path of the spec, relative to its project, in a manifest."""
     return str(json.loads(manifest).get("source", f"specs/{name}.yaml"))
 
 
@@ -223,8 +218,6 @@ def _present(folder: Path) -> set[str]:
 
 
 def _temporary(path: Path) -> bool:
-    """Returns whether a file is a temporary file of a build. Temporary files remain on disk only if a build was
-    interrupted."""
     return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
@@ -245,7 +238,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _owned(folder: Path) -> dict[str, set[str]]:
-    """Maps each generated file in the folder to its digests in the manifests."""
     owned: dict[str, set[str]] = {}
     for name in (MANIFEST, NEXT):
         try:
@@ -259,7 +251,6 @@ def _owned(folder: Path) -> dict[str, set[str]]:
 
 
 def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yields the files that the build would replace or remove although they were edited by hand."""
     for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
         content = (folder / name).read_bytes()
         known = {*owned.get(name, ()), digest(files.get(name, ""))}

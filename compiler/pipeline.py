@@ -97,8 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass, in order, to a form of the model: the first key of PIPELINES whose passes include
-    this pass."""
+    """Maps the name of each pass to the first form of the model in PIPELINES that has this pass. The passes are in
+    order."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}
@@ -106,7 +106,7 @@ def forms() -> Mapping[str, Form]:
 
 
 def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
-    """Returns the programs after the pass `name`, in the first form with this pass. `specc ir` prints them.
+    """Returns the programs after the pass `name`, in the first form with this pass. `specc ir` prints these programs.
 
     Args:
         spec: The spec.
@@ -125,7 +125,8 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 
 def lower(spec: Spec, target: str) -> Programs:
-    """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
+    """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if the spec cannot be
+    lowered."""
     dtype = spec.computes_in or TARGETS[target].dtype
     programs = _lowered(spec.model, spec.name, dtype, spec.eval.halves, spec.train.losses)
     if programs.context is None or programs.context >= spec.eval.longest:
@@ -144,11 +145,11 @@ def _lowered(model: Architecture, name: str, dtype: str, halves: bool, losses: t
 
 
 def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained") -> Programs:
-    """Runs the passes of a form on the programs of a spec and verifies the result of each.
+    """Runs the passes of a form on the programs of a spec. Verifies the programs after each pass.
 
     Args:
         spec: the spec.
-        target: the name of a target. The programs have its dtype.
+        target: the name of a target. The programs have the dtype of this target.
         until: the name of the last pass to run. With `lower`, no pass runs. With None, all passes run.
         form: the form of the model, which selects the passes.
 

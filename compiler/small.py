@@ -64,7 +64,6 @@ def small_version(text: str, name: str) -> str:
 
 
 def _shorten(train: Any, spec: Spec) -> None:
-    """Changes the training run to a few steps with few rows per step."""
     rows = ROWS if spec.model.reads == "text" else LINE_ROWS
     for key in ("context", "validate_every"):
         train.pop(key, None)
@@ -87,7 +86,6 @@ def _shorten(train: Any, spec: Spec) -> None:
 
 
 def _read_bytes(data: Any, spec: Spec) -> None:
-    """Sets the tokenizer `bytes` in the training data, and the fields of the model that depend on the tokenizer."""
     order = {key: data["train"]["data"][key] for key in ("order",) if key in data["train"]["data"]}
     _put(data, ("train", "data"), {"tokenizer": "bytes", **order})
     _put(data, ("model", "vocab"), BYTE_IDS)
@@ -121,14 +119,12 @@ def _plan(data: Any) -> None:
 
 
 def _part(data: Any, path: Path) -> Any:
-    """Returns the part of the data at a path, or an empty mapping."""
     for key in path:
         data = (data[key] if isinstance(key, int) else data.get(key)) or {}
     return data
 
 
 def _put(data: Any, path: Path, value: Any) -> None:
-    """Sets a value. Removes the comment of a value that changes."""
     part = _part(data, path[:-1])
     if part.get(path[-1]) == value:
         return

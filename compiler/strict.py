@@ -50,8 +50,7 @@ def _no_truth(value: object) -> object:
 
 
 def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Returns a validator that accepts a text if `parse` does. `parse` raises a ValueError, such as ExprError, for all
-    other texts."""
+    """Returns a validator of texts. A text is valid if `parse(text)` raises no ValueError, such as ExprError."""
 
     def check(text: str) -> str:
         parse(text)
@@ -103,12 +102,10 @@ class Problem:
     offset: int = 0
 
     def moved(self, place: Callable[[Path], Path]) -> "Problem":
-        """Returns the problem with `place` applied to every path."""
         related = tuple((note, place(path)) for note, path in self.related)
         return replace(self, path=place(self.path), related=related)
 
     def under(self, *prefix: str | int) -> "Problem":
-        """Returns the problem with `prefix` prepended to every path."""
         return self.moved(lambda path: (*prefix, *path))
 
 
@@ -178,7 +175,6 @@ def values_in(part: object, kind: type[T], path: Path = ()) -> Iterator[tuple[Pa
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Returns the keys that a model accepts in a spec, and their fields."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 

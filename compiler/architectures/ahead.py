@@ -23,14 +23,14 @@ from specc.compiler.strict import Problem
 
 
 class Modules(NamedTuple):
-    """Lowers the modules of one loss term.
+    """Lowers the modules that one loss term adds to predict later tokens.
 
     Attributes:
         term: the loss term.
         place: the index of the term in `train.losses`.
         stack: the blocks of the model. Each module has the structure of the last block.
         norm: the norm after the last block.
-        head: the head, which the modules share.
+        head: the head of the model, which all modules use.
     """
 
     term: ModuleAhead
@@ -101,7 +101,7 @@ class Modules(NamedTuple):
 
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
-    """Yields the reasons why modules cannot have the structure of the model's last block."""
+    """Yields the reasons why modules that predict later tokens cannot have the structure of the model's last block."""
     if block.circuit.earlier:
         yield "the last block reads values of earlier runs of blocks"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

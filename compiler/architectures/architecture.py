@@ -13,7 +13,7 @@ Form = Literal["text", "lines"]  # one token stream, or pairs of source and targ
 
 
 class Architecture(StrictModel):
-    """A model kind. The fields are the parts of the model. A model kind calls only methods of the parts' base classes.
+    """A model kind. The fields are the parts of the model.
 
     Attributes:
         reads: the form of the training data.
@@ -57,8 +57,8 @@ class Architecture(StrictModel):
 
     @property
     def bounded(self) -> str:
-        """The name of a part with a learned value per position, or "". A model with such a part cannot score texts
-        longer than the context."""
+        """The name of a part with a learned value per position. Empty if there is no such part. A model with such a
+        part cannot score texts longer than the context."""
         return ""
 
     @property
@@ -82,12 +82,12 @@ class Architecture(StrictModel):
 
     @property
     def scored_input(self) -> str:
-        """The name of the `score` input that contains the tokens of the scored text, in order."""
+        """The name of an input of the program `score`. This input holds the tokens of the scored text, in order."""
         return "ids"
 
     @property
     def reads_pads(self) -> bool:
-        """Whether the encoding of a source depends on the padding after the source. All sources of a batch must then
+        """Whether the encoding of a source depends on the padding after the source. If so, all sources of a batch must
         have the same length."""
         return False
 

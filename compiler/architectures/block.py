@@ -52,11 +52,9 @@ class Block(StrictModel):
 
     @cached_property
     def circuit(self) -> Circuit:
-        """The layers of the block and the expressions between them."""
         return Circuit(self.learn, self.read, self.layers, self.write)
 
     def reads_value(self, name: str) -> bool:
-        """Returns whether an expression of the block reads the value `name`, such as `x0`."""
         return name in self.circuit.reads
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
@@ -64,15 +62,14 @@ class Block(StrictModel):
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the attention sizes, such as `heads`, for the shape of the learned value `name`. If a layer declares
-        the value, these are the sizes of that layer. If the block declares the value, these are the sizes of the first
+        """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may use. For a value
+        of a layer, these are the sizes of the layer. For a value of the block, these are the sizes of the first
         attention layer. Empty without attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
     def shape_of(self, shape: Shape, path: str = "") -> Shape:
-        """Returns `shape` with the attention sizes for the learned value `path`. The value belongs to this block or to
-        all blocks."""
+        """Returns `shape` with the attention sizes that the learned value `path` may use."""
         return shape.of_attention(self.sizes(shape.dim, path))
 
     def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:

@@ -100,27 +100,23 @@ class Blocks(Block):
             return {}
 
     def source_of(self, path: Path, layer: int) -> Path:
-        """Returns the spec path of a field of block `layer`."""
         return source_of(path, self, self.changes_of(layer))
 
     @property
     def every(self) -> tuple[Block, ...]:
-        """All blocks, in order, with all changes applied."""
         return self._blocks
 
     @property
     def all_layers(self) -> Iterator[tuple[int, int, Layer]]:
-        """Yields (index of the block, index of the layer in the block, layer) for every layer of every block."""
+        """Yields each layer of each block, as (index of the block, index of the layer in the block, layer)."""
         return ((i, j, layer) for i, block in enumerate(self.every) for j, layer in enumerate(block.layers))
 
     @property
     def prefix(self) -> str:
-        """The path prefix for learned values that all blocks share."""
         return ""
 
     @property
     def modules(self) -> tuple[Between, ...]:
-        """The modules between runs of blocks."""
         return ()
 
     @property
@@ -134,7 +130,6 @@ class Blocks(Block):
         return self.orders[-1][1]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the blocks in a model of this shape. Paths are relative to the blocks."""
         for i, change in enumerate(self.changes):
             yield from self._condition_problems(i, change)
         by_path: dict[tuple[Path, str], Problem] = {}
@@ -162,7 +157,6 @@ class Blocks(Block):
             yield from self.order_problems(shape)
 
     def _common_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the learned values that all blocks share. Paths are relative to `common`."""
         reads = {name for block in self.every for name in block.circuit.reads}
         circuit = Circuit(self.common)
         yield from circuit.problems((), ("x0",), None, self.count, reads)
@@ -193,8 +187,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the modules between runs, and a problem for the first expression that reads a value
-        before the value exists."""
+        """Yields the problems of the modules between runs. Also yields a problem for the first expression that reads a
+        value before this value is computed."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -213,8 +207,8 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Yields a problem for each `value(k)` that run `run` reads if run k has no attention layer `title`, or if the
-        attention values of the two runs have different sizes."""
+        """Checks each `value(k)` that run `run` reads. Yields a problem if run k has no attention layer `title`, or if
+        the attention values of the two runs differ in size."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
@@ -264,7 +258,6 @@ class Blocks(Block):
             yield ModelValue(label, (label,), path=name, prefix=self.prefix, values=self.common, shape=wide)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        """Returns the shared computations of all blocks, without duplicates."""
         shared = (computation for i in range(self.count) for computation in self.shared_by(i, shape))
         return tuple({computation.name: computation for computation in shared}.values())
 
@@ -275,12 +268,10 @@ class Blocks(Block):
 
     @property
     def traits(self) -> frozenset[Trait]:
-        """The traits of all layers."""
         return frozenset().union(*(layer.traits for _, _, layer in self.all_layers))
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields the node-name prefix and the spec path of each layer."""
         for index in range(self.count):
             for i, layer in enumerate(self.layers):
                 yield f"{index}.{layer.title}", ("layers", i)
@@ -291,16 +282,16 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 
 def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, int]:
-    """Returns the variables of the formula k in `output(k)`, for the run at index `run`. `count` is the number of
-    blocks."""
+    """Returns the values of the names that the formula k in `output(k)` may read. `run` is the index of the run that
+    evaluates the formula, `order` lists the block of each run, and `count` is the number of blocks."""
     return dict(zip(INDEX, (order[run], count, run, len(order)), strict=True))
 
 
 def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
-    """Yields a problem for each `output(k)` or `value(k)` in an expression if the formula k has no value, or if run k
-    is not before the run `run`.
+    """Checks each `output(k)` and `value(k)` in an expression. Yields a problem if the formula k has no value, or if
+    run k is not before run `run`.
 
     Args:
         wiring: The expression.

@@ -49,7 +49,8 @@ class Change(StrictModel):
 
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits fields that the change does not set. A null field stays, because null removes the field."""
+        """Serializes only the fields that the change sets. These include null fields, because null removes a field of
+        the block."""
         stated = self.model_fields_set | (self.model_extra or {}).keys()
         return {key: value for key, value in dump(self).items() if key in stated}
 
@@ -83,8 +84,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path of a field of a changed block. The path is in the last change that sets the field. Without
-    such a change, it is in the section of the blocks."""
+    """Returns the spec path of a field of a changed block. If a change sets the field, the path points into the last
+    such change. Otherwise, the path points into the section of the blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:
@@ -121,7 +122,6 @@ def _merge_block(base: Data, fields: Data) -> Data:
 
 
 def _merge(base: Any, value: Any) -> Any:
-    """Returns `base` with `value` merged in. Null removes an entry. A value of another `kind` replaces the entry."""
     if not isinstance(base, Mapping) or not isinstance(value, Mapping) or _replaces(base, value):
         return value
     merged = {**base, **{key: _merge(base.get(key), inner) for key, inner in value.items()}}

@@ -1,4 +1,4 @@
-"""The expressions of named values in a block, an encoder or a decoder, and the checks of these expressions."""
+"""The expressions in a block, an encoder or a decoder, and the checks of these expressions."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ class Circuit:
 
     @cached_property
     def learned(self) -> Mapping[str, Learned]:
-        """All learned values, by path."""
         inner = {f"{part.title}.{name}": value for part in self.layers for name, value in part.learned.items()}
         return {**self.learn, **inner}
 
@@ -64,13 +63,12 @@ class Circuit:
 
     @cached_property
     def earlier(self) -> tuple[EarlierValue, ...]:
-        """The values that expressions read from earlier runs of blocks, without duplicates."""
         values = (value.read_by(title) for _, wiring, title in self.expressions for value in wiring.earlier.values())
         return tuple(dict.fromkeys(values))
 
     def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
-        """Returns the names of the streams after the first `parts` parts, or after all parts and `write` if `parts` is
-        None. `streams` are the names before the first part."""
+        """Returns the names of the streams after the first `parts` parts. If `parts` is None, returns the names after
+        all parts and `write`. `streams` are the names before the first part."""
         wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
         for value in (*wirings, *((self.write,) if parts is None else ())):
             if value is not None:
@@ -80,7 +78,8 @@ class Circuit:
     def problems(
         self, streams: Streams, further: Collection[str], layer: int | None, layers: int, also: Collection[str] = ()
     ) -> Iterator[Problem]:
-        """Yields the problems with names and numbers in the expressions. Paths are relative to the circuit.
+        """Checks the names and the numbers in the expressions, and yields the problems. Paths are relative to the
+        circuit.
 
         Args:
             streams: The names of the streams before the circuit.
@@ -143,7 +142,6 @@ class Circuit:
                 yield Problem(self.place(name), "S247", message, "read it in an expression, or remove it")
 
     def place(self, name: str) -> Path:
-        """Returns the path of the learned value `name`, relative to the circuit."""
         if name in self.learn:
             return ("learn", name)
         title, _, inner = name.partition(".")
@@ -151,8 +149,8 @@ class Circuit:
 
 
 def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
-    """Returns the first name, in alphabetical order, that depends on itself, or None. `sources` maps each name to the
-    names on which it directly depends."""
+    """Returns the alphabetically first name that depends on itself, directly or through other names. None if there is
+    no such name. `sources` maps each name to the direct dependencies of the name."""
     for name in sorted(sources):
         reached = set(sources[name])
         queue = list(reached)

@@ -43,7 +43,7 @@ else:
 
 
 def indices(text: str) -> tuple[int, ...]:
-    """Returns the indices in the text of an order, such as `0..2 1..2 3`.
+    """Converts the text of an order to indices: `0..2 1..2 3` becomes 0, 1, 2, 1, 2, 3.
 
     Raises:
         ValueError: If the text is not a list of indices, or lists more than 4,000.
@@ -178,14 +178,12 @@ class Decoder(Architecture):
         return tuple(dict.fromkeys((("model", *at, "bos"), mark) for at, mark in marked if mark is not None))
 
     def shape(self, tables: Tables) -> Shape:
-        """Returns the sizes and the settings of the model that the embedding, the blocks and the head read."""
         vocab, dim = tables.size("V", self.vocab, "tokens"), tables.size("D", self.dim, "features")
         inits = (self.init, self.output_init or self.init)
         coded = self.cache is not None and self.cache.dtype is not None
         return Shape(dim, tables, self.context, vocab, *inits, prefix=self.prefix, coded=coded)
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems of the model's parts."""
         shape = self.shape(Tables(self.blocks.count))
         yield from (problem.under("embed") for problem in order_problems(self.embed))
         for i, step in enumerate(self.embed):
@@ -239,7 +237,7 @@ class Decoder(Architecture):
         programs += lowering.halves() if halves else ()
         phases: list[Phase] = []
         plain, runs = tuple(range(model.blocks.count)), model.blocks.runs
-        # Names for the heads and the blocks that differ from those of the last phase
+        # A phase with another head or other blocks than the last phase gets separate names
         titles, methods = {model.head: ""}, {model.blocks.every: ""}
         for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self)))):
             then = self.after(share)
@@ -328,8 +326,8 @@ class _Lowering:
         """Returns `score` as two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss node of `nats` is outside of the head's scope, so it is not
-        fused. A fused loss that returns one value per token would have no gradient.
+        cross-entropy of each token in nats, f32. The loss node of `nats` is outside of the head's scope, so that no
+        pass fuses this node. A fused loss that returns one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
@@ -370,7 +368,6 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:
-        """Raises LoweringError if the model has decoding state other than pages of keys and values."""
         for name, type in self.states().items():
             if type.shape[:2] != ("P", page):
                 message = f"a paged cache holds only keys and values, but the model has another state, {name}"
@@ -378,7 +375,6 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def states(self) -> Mapping[str, TensorType]:
-        """Returns the types of the whole decoding state, such as caches, by name."""
         blocks = self.model.blocks
         parts = {step.title: step.state(self.shape) for step in self.model.embed}
         parts |= {value.name: value.state() for value in blocks.shared(self.shape)}

@@ -107,7 +107,6 @@ class EncoderDecoder(Architecture):
         return self.vocab.chars
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems that depend on the position of a stage in the model."""
         for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
             for problem in Circuit(layers=stages).problems((STREAM,), (), None, self.layers):
                 yield problem.moved(lambda path, side=side: (side, *path[1:]))  # type: ignore[misc]

@@ -96,5 +96,4 @@ def begin_parts(
 
 
 def below(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values whose names begin with `prefix`, under names without the prefix."""
     return {key.removeprefix(prefix): ref for key, ref in values.items() if key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""The values that expressions of one function or program can read. Lowers the parts of this function or program."""
+"""The values that expressions of one function or program can read, and the lowering of the parts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,8 +39,8 @@ class Scope:
             the expression reads.
         head_values: The per-head values of attention layers, by the title of the layer.
         shared: The token positions of the program, and the shared computations.
-        added: The references of learned values. A key contains the path of a learned value, and the reference of the
-            value that the learned value multiplies, or "".
+        added: The references of the learned values that were already added. A key contains the path of the learned
+            value and, for a learned matrix, the reference of the value that the matrix multiplies.
     """
 
     b: Builder
@@ -69,7 +69,6 @@ class Scope:
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
-        """Returns the input of a part, before the part's norm. Empty if the part has no input."""
         self.enter(part.title)
         text = part.wirings.get("read")
         if not isinstance(text, str):
@@ -87,7 +86,8 @@ class Scope:
             part: The part.
             h: The input of the part, after the norm.
             context: The values that the part can read.
-            write: The stream expressions after a part without `write`. None if parts do not write to streams.
+            write: The expression for the stream after a part that has no `write`. None if parts do not write to
+                streams.
         """
         title = part.title
         self.enter(title)
@@ -103,7 +103,8 @@ class Scope:
     def write(
         self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
     ) -> None:
-        """Adds the expressions of the streams that a part or the block writes; see `wire`."""
+        """Replaces the streams by the results of `value`, the `write` of a part or block. The arguments are those of
+        `wire`."""
         streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
         self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
 
@@ -121,11 +122,12 @@ class Scope:
         Args:
             value: One expression, or one per stream.
             name: The name of the node of a single expression. Otherwise, nodes have the names of streams.
-            prefix: The start of the names of scalars that depend on the layer, such as `mlp_residual`.
-            base: The expression that other blocks have instead of `value`. Where `value` only replaces the stream
-                in `base` by another expression, that expression becomes a separate node. All blocks then share the
-                other nodes.
-            title: The title of a part, whose learned values the expression reads by their short names.
+            prefix: The name of a number that depends on the layer, such as `mlp_residual`. A second such number gets
+                the name `mlp_residual2`.
+            base: The expression of most blocks, if `value` is the changed expression of one block. If `value` is `base`
+                with an expression in place of the stream, this expression becomes a separate node. The block then
+                shares the node of `base` with the other blocks.
+            title: The title of a part. The expression reads the learned values of this part by their short names.
             replaced: Values that override values of the scope, by name.
         """
         if isinstance(value, str) and isinstance(base, str) and base != value:
@@ -181,7 +183,6 @@ class Scope:
         return known[key]
 
     def _learned(self, path: str, title: str) -> str:
-        """Returns the reference of a learned value. The first call adds the value."""
         spec, value = self.learned[path], ""
         outer = self.b.scope
         self.enter("")
@@ -209,7 +210,6 @@ class Scope:
             self.streams = dict(zip(streams, output_refs(node, len(streams)), strict=True))
 
     def joined(self) -> str:
-        """Returns the streams as one value. Several streams are concatenated."""
         self.enter("")
         first, *rest = self.streams.values()
         for i, ref in enumerate(rest):

@@ -23,7 +23,6 @@ class SharedValues:
     state: dict[str, str] = field(default_factory=dict)
 
     def with_positions(self, b: Builder, context: LoweringContext) -> LoweringContext:
-        """Returns the context with the positions of the tokens."""
         if "positions" not in self.refs:
             self.refs["positions"] = b.add("positions", Positions(), tuple(filter(None, (context.ids, context.start))))
         return replace(context, positions=self.refs["positions"])

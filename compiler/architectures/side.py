@@ -59,7 +59,6 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def shape_of_learned(self, path: str) -> Shape:
-        """Returns the sizes of the stage that declares the learned value `path`."""
         return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
 
     def shape_of(self, stage: Part) -> Shape:
@@ -79,8 +78,8 @@ class Side:
         return ("model", self.name, list(self.stages).index(stage))
 
     def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
-        """Returns the context of a stage outside of loops, with its cache and its call site. The first recurrent stage
-        also gets the initial state."""
+        """Returns the context of a stage outside of loops, with the cache and the call site of the stage. The first
+        recurrent stage also gets the initial state."""
         at = f"{self.name}.{stage.title}"
         first = next((other for other in self.stages if "recurrent" in other.traits), None)
         initial = context.initial if stage is first else {}
@@ -136,7 +135,6 @@ class Side:
         return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
 
     def _check(self, stage: Part) -> None:
-        """Raises LoweringError if the stage does not fit the number of its input features."""
         shape = self.shape_of(stage)
         problems = list(stage.problems_in(shape))
         for name, learned in stage.learned.items():

@@ -33,8 +33,8 @@ class Stack:
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
-        """For each block, a mapping from the ref of each shared value that the block reads to the name of the input. A
-        name that would occur twice is prefixed with the name of the computation."""
+        """For each block, the names of the inputs for shared values. A key is the reference of a shared value. A name
+        that would occur twice is prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -307,8 +307,6 @@ class BlockCall:
         yield later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
-        """Returns the problem for a type error in the block. The problem states the names and spec paths of the two
-        nodes that disagree."""
         site, places = self.stack.site, self.stack.shape.tables.places
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]

@@ -123,9 +123,9 @@ class Loop(NamedTuple):
         read: Sequence[str],
         context: LoweringContext,
     ) -> Mapping[str, str]:
-        """Adds one step to the function `step`. Returns the outputs by name. The state of all recurrent stages comes
-        first in the inputs and outputs. For each state, the argument is the name of the state. The caller of this
-        method replaces the name by the value.
+        """Adds one step to the function `step`. Returns the outputs by name. In the inputs and outputs, the state of
+        all recurrent stages comes first. The arguments for state are only names. The caller of this method replaces
+        each name by the value of the state.
 
         Input names never collide. Fixed names contain no `_`. The output of a stage is named TITLE_SUFFIX, and the
         suffix contains no `_`. Only names of state end in a key.
@@ -162,7 +162,6 @@ class Loop(NamedTuple):
         return {**outputs, "y": scope.value}
 
     def _state(self, step: Function, stage: Part) -> dict[str, str]:
-        """Declares the state of a stage as inputs of the function `step`. Returns the inputs by key."""
         entries = zip(self._labels([stage]), self.side.state([stage]).items(), strict=True)
         return {name.rpartition(".")[2]: step.take(label, name, type) for label, (name, type) in entries}
 
@@ -177,6 +176,5 @@ class Loop(NamedTuple):
 
 
 def _reads(stages: Sequence[Part]) -> tuple[str, ...]:
-    """Returns the names of the values that stages read besides their inputs: titles of stages, and `ids`."""
     named = sorted(Circuit(layers=stages).reads - {STREAM, "h", "y"})
     return tuple(dict.fromkeys((*(stage.reads for stage in stages if stage.reads is not None), *named)))

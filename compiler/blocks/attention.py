@@ -50,7 +50,6 @@ class QkNorm(StrictModel):
     eps: PositiveFloat = 1e-6
 
     def lower(self, b: Builder, x: str, name: str) -> str:
-        """Adds the nodes that normalize `x`, and returns the result. `name` is `q` or `k`."""
         op = norm_op(self.kind, self.eps, self.weight, self.bias)
         return normalized(b, x, f"{name}.norm", op, self.weight, self.bias, f"{name}_norm")
 
@@ -71,8 +70,8 @@ class Attention(ScoreAndMask):
         head_dim: the number of features C per head. By default, the features of the model divided by `heads`.
         rope: rotary positions.
         qk_norm: the normalization of q and k.
-        of: what each token attends to. `self`: itself and earlier tokens, or in an encoder all tokens of the source.
-            `encoder`: the source.
+        of: what each token attends to. `self`: the token itself and earlier tokens; in an encoder, all tokens of the
+            source. `encoder`: the source.
         bias: whether the four matrices have a bias, or a list of the matrices with a bias.
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
@@ -81,8 +80,8 @@ class Attention(ScoreAndMask):
             executions of blocks, counted from 0. `value(k)` permits value residuals (Zhou et al. 2024, arXiv
             2410.17897).
         exclude: exclusive self-attention.
-        pool: keys and values of whole blocks of earlier tokens. A query attends to such blocks and to the tokens that
-            the mask admits.
+        pool: pooled keys and values, each for a whole block of earlier tokens. A query attends to these blocks, and to
+            the tokens that the mask admits.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")
@@ -107,7 +106,6 @@ class Attention(ScoreAndMask):
         return frozenset({"reads_seen", "reads_source" if self.of == "encoder" else "in_place"})
 
     def size(self, dim: int) -> int:
-        """Returns the number of channels of a head."""
         return self.head_dim or dim // self.heads
 
     def sizes(self, dim: int) -> Mapping[str, int]:

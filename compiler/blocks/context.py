@@ -50,7 +50,6 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """The number of blocks of the model."""
         return self.tables.layers
 
     @property
@@ -61,16 +60,13 @@ class Shape:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The sizes that formulas may read."""
         return {"dim": self.dim, "context": self.context, "prefix": self.prefix, **dict(self.attention)}
 
     def of_width(self, width: Dim) -> "Shape":
-        """Returns this shape with `dim` set to `width`."""
         assert isinstance(width, int)
         return replace(self, dim=width)
 
     def of_attention(self, sizes: Mapping[str, int]) -> "Shape":
-        """Returns this shape with attention sizes, which formulas may read."""
         return replace(self, attention=tuple(sizes.items()))
 
     def activation(self, *dims: int | str) -> TensorType:

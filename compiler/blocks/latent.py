@@ -165,7 +165,6 @@ class Latent(ScoreAndMask):
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 
     def _up(self, b: Builder, shape: Shape) -> Iterator[tuple[str, str]]:
-        """Yields the name and the reference of the key matrix [H N, kv_rank] and the value matrix [H V, kv_rank]."""
         for name, channels in (("k", self._key_channels(shape)), ("v", self._value_channels(shape))):
             size = shape.activation(self.queries(shape) * channels, self._rank(shape))
             yield name, b.param(name, size, shape.matrix_init)

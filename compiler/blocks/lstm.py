@@ -40,7 +40,6 @@ class LstmStage(Stage):
 
     @property
     def width(self) -> int:
-        """The number of features of the output and of the state."""
         return self.hidden * (2 if self.directions == "both" else 1)
 
     @property

@@ -22,7 +22,6 @@ class ModelValue(Shared):
         return (self._added(b, self.path, context, replace(self.shape, layer=0)),)
 
     def _added(self, b: Builder, name: str, context: LoweringContext, shape: Shape) -> str:
-        """Returns the value `name`. The first call adds the value to the program."""
         path = f"{self.prefix}{name}"
         if b.path(path) in b.types:
             return b.path(path)

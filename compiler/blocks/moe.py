@@ -25,7 +25,7 @@ SCORES: Mapping[str, Op] = {"softmax": Softmax(), "sigmoid": Pointwise(("sigmoid
 # Widths must be multiples of this, because grouped matrix products on a GPU need rows of a multiple of 16 bytes
 MULTIPLE = 8
 BALANCE = ("balance", "sequence_balance")  # the losses that balance the load
-SINGLE_EXPERT = "with one expert per token, its normalized weight is always 1, so the router would not learn"
+SINGLE_EXPERT = "with one expert per token, the normalized weight is always 1, so the router would not learn"
 
 Biases = Annotated[tuple[Literal["router", "up", "gate", "down"], ...], Field(min_length=1, max_length=4)]
 

@@ -9,7 +9,6 @@ from specc.compiler.strict import PositiveFloat, later
 
 
 def norm_op(kind: Literal["rms", "layer"], eps: float, weight: str, bias: bool) -> Op:
-    """Returns the op of RMSNorm or LayerNorm. The op itself applies the weight and the bias."""
     weighted = weight != WEIGHTLESS
     return RmsNorm(eps, weighted) if kind == "rms" else LayerNorm(eps, weighted, bias)
 

@@ -65,7 +65,7 @@ class Norm(StrictModel):
         raise TypeError(f"{type(self).__name__} must override `op`")
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
-        """Adds the nodes that normalize `x` and multiply it by the scale. Returns the product.
+        """Adds the nodes that normalize `x` and multiply the result by the scale. Returns the product.
 
         Args:
             b: The builder of the function.
@@ -162,7 +162,7 @@ class Part(StrictModel):
 
     @property
     def further_modules(self) -> Mapping[str, str]:
-        """Maps the name of each additional module of the part in generated code to the description of the module."""
+        """The additional modules of the part in generated code: the description of each module, by name."""
         return {}
 
     @property
@@ -175,8 +175,8 @@ class Part(StrictModel):
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
-        """Returns the number of heads and the number of channels of the values that later blocks may read, in a model
-        of `dim` features. None if there are no such values."""
+        """Returns the number of heads and the number of channels per head of the attention values that later blocks may
+        read. `dim` is the number of features of the model. None if there are no such values."""
         return None
 
     @property
@@ -212,7 +212,7 @@ class Part(StrictModel):
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        """Adds the part. Returns its output and its new state.
+        """Adds the part. Returns the output and the new state.
 
         Args:
             b: The builder of the function or program.
@@ -233,7 +233,7 @@ class Part(StrictModel):
 
     @property
     def wirings(self) -> Mapping[str, Expressions]:
-        """The part's expressions, by field: `read`, then those of values inside the part, then `write`."""
+        """The part's expressions, by field: `read`, then the expressions of values inside the part, then `write`."""
         return {}
 
     @property
@@ -261,8 +261,8 @@ class Part(StrictModel):
         return y
 
     def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
-        """Returns `y`, the output of the part. In training, its elements are dropped with the probability in the field
-        `dropout`, if there is one."""
+        """Returns the output `y` of the part. In training, a part with a field `dropout` drops elements of `y` with
+        this probability."""
         share = getattr(self, "dropout", 0.0)
         return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
 

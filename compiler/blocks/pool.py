@@ -71,11 +71,10 @@ class Pool(StrictModel):
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError if the
-        mask of blocks is invalid or not causal, or if it admits no block."""
+        mask of blocks is invalid, is not causal, or admits no block."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
-        """Returns the number of pooled keys in a cache of `context` positions."""
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
@@ -124,6 +123,5 @@ class Pool(StrictModel):
         return self.block, self.by, self.tokens, self.seed
 
     def state(self, rows: TensorType, context: int) -> Mapping[str, TensorType]:
-        """Returns the types of the state, by name. `rows` is the type of the cache of unpooled keys, [B, S, G, C]."""
         pooled = rows.with_shape("B", self.rows(context), *rows.shape[2:])
         return {"pooled_k": pooled, "pooled_v": pooled}

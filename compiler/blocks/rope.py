@@ -48,8 +48,8 @@ class Scaling(StrictModel):
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the fraction of each frequency that the scaling leaves unchanged, as an expression of `f` and
-        `pair`."""
+        """Returns the weight of the unchanged frequency in the blend, as an expression of `f` and `pair`. The weight is
+        from 0 to 1."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
@@ -130,7 +130,6 @@ class RopeSpec(StrictModel):
 
     @property
     def magnitude(self) -> float:
-        """The factor of queries and keys after the rotation."""
         return self.scaling.multiplier if isinstance(self.scaling, Scaling) else 1.0
 
     def angles(self, size: int, context: int) -> RopeAngles:
@@ -148,7 +147,7 @@ class RopeSpec(StrictModel):
         return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
 
     def table(self, size: int, context: int) -> "RopeTable":
-        """Returns the table of angles. Layers with equal rotations share it."""
+        """Returns the table of angles. Layers with equal rotations share one table."""
         angles = self.angles(size, context)
         # the name holds every setting of the angles, so only layers with equal rotations share a table
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
@@ -160,7 +159,6 @@ class RopeSpec(StrictModel):
         return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula, spec=self)
 
     def problems_in(self, size: int) -> Iterator[Problem]:
-        """Yields the problems for heads of `size` channels. Paths are relative to the field `rope`."""
         dims, place = self.dims or size, ("dims",) if self.dims else ()
         if dims > size:
             hint = f"use at most {size}, or remove dims to rotate all"
@@ -178,7 +176,6 @@ class RopeSpec(StrictModel):
             yield from self._scaling_problems(dims)
 
     def _scaling_problems(self, dims: int) -> Iterator[Problem]:
-        """Yields a problem if a scaled frequency has no value. `dims` is the number of rotated channels."""
         scaling = self.scaling
         if scaling is None or (isinstance(scaling, Scaling) and any(scaling.problems())):
             return
@@ -203,7 +200,6 @@ class RopeTable(Shared):
     spec: RopeSpec | None = field(default=None, compare=False)
 
     def rotate(self, b: Builder, x: str, name: str, context: LoweringContext) -> str:
-        """Adds a node `name` that rotates heads [B, T, H, C] by the angles."""
         assert self.spec is not None
         op = Rope(self.spec.pairs == "neighbors", self.spec.magnitude != 1)
         return b.add(name, op, (x, *(context.shared[ref] for ref in self.refs)))

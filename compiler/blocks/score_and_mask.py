@@ -1,5 +1,5 @@
-"""The base class of layers that attend to earlier tokens by a score and a mask. This class checks the expressions of
-score and mask, and has the key-value cache."""
+"""The base class of layers that attend to earlier tokens by a score and a mask. The class also checks the two
+expressions, and reads and writes the key-value cache."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -88,7 +88,6 @@ class ScoreAndMask(Layer):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The masks of the schedule, in order."""
         return tuple(mask for _, mask in points_of(self.mask))
 
     def sees_later(self, shape: Shape) -> bool:
@@ -114,7 +113,6 @@ class ScoreAndMask(Layer):
         return mask
 
     def queries(self, shape: Shape) -> int:
-        """Returns the number of query heads."""
         return shape.size("H", self.heads, "heads", self.title)
 
     def expression_problems(self) -> Iterator[Problem]:
@@ -129,7 +127,7 @@ class ScoreAndMask(Layer):
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):
-            message = f"a table cannot have the name {name}, because another value of attention has it"
+            message = f"a table cannot have the name {name}, because another value of attention has this name"
             yield Problem(("learn", name), "S207", message, "choose another name")
             return
         for name in self.read_as_tables:
@@ -150,7 +148,6 @@ class ScoreAndMask(Layer):
                 yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
 
     def indivisible(self, dim: int) -> Problem:
-        """Returns a problem if `heads` does not divide the number of features `dim`."""
         hint = f"choose a divisor of {dim}, or set head_dim"
         return Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
 
@@ -172,7 +169,6 @@ class ScoreAndMask(Layer):
             yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the condition `visible`, if the masks are valid."""
         yield from ()
 
     def _score_problems(self, shape: Shape) -> Iterator[Problem]:
@@ -185,7 +181,6 @@ class ScoreAndMask(Layer):
 
     @property
     def tables(self) -> Mapping[str, Counts]:
-        """The shapes of the score's learned tables, by name, as in the spec."""
         return {name: value.shape for name, value in self.learn.items() if isinstance(value.shape, tuple)}
 
     @property
@@ -198,7 +193,6 @@ class ScoreAndMask(Layer):
         return (*self.tables, *self.read_as_tables)
 
     def score_fields(self, shape: Shape) -> ScoreFields:
-        """Returns the score, the mask and related settings in a model of this shape."""
         mask = self.bound_mask(self.masks[-1], shape)
         scale = None if self._layered else self._scale(shape)
         usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)
@@ -212,7 +206,6 @@ class ScoreAndMask(Layer):
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
     def _scale(self, shape: Shape) -> float | None:
-        """Returns the factor of the product of q and k, or None. Raises ExprError if the formula has no value."""
         values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
@@ -281,8 +274,8 @@ class ScoreAndMask(Layer):
         Args:
             b: The graph, to which the op is added.
             q: The queries [B, T, H, C].
-            rows: By name of the cache: the keys [B, T, G, C] and values [B, T, G, D] of the input tokens, or rows that
-                are both keys and values.
+            rows: The rows of the input tokens, by the name of the cache: keys [B, T, G, C] and values [B, T, G, D], or
+                rows that are both keys and values.
             shape: The sizes of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
@@ -321,7 +314,6 @@ class ScoreAndMask(Layer):
             yield self.learn[name].declare(b, name, shape.of_attention(sizes))
 
     def scaled(self, b: Builder, q: str, shape: Shape) -> str:
-        """Returns q times the scale, if the scale depends on the layer. Otherwise q."""
         if not self._layered:
             return q
         formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})

@@ -110,7 +110,6 @@ class EmbedNorm(Embed):
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
-    """Yields a problem if the token table is not the first step, or if two steps have the same kind."""
     kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):

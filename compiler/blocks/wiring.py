@@ -84,7 +84,6 @@ class Learned(StrictModel):
 
     @property
     def counts(self) -> Counts:
-        """The dims of one token's value, as in the spec."""
         return self.shape if isinstance(self.shape, tuple) else (self.shape or "dim",)
 
     def size_problem(self, sizes: Mapping[str, int], *at: str | int) -> Iterator[Problem]:
@@ -133,15 +132,15 @@ def _number(count: Count, sizes: Mapping[str, int]) -> int:
 
 
 def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:
-    """Adds an expression as the node `name` and returns the value. An expression that is only a variable needs no
-    node.
+    """Adds an expression as the node `name` and returns the value. An expression that is only a variable needs no node.
 
     Args:
         b: The builder of the function.
         name: The name of the node.
         expr: The expression.
         values: The value of each variable, and the value's name in generated code.
-        prefix: The name of scalars that depend on the layer, such as `attention_residual`.
+        prefix: The name of a number that depends on the layer, such as `attention_residual`. A second such number gets
+            the name `attention_residual2`.
         shape: The sizes of the model.
     """
     if isinstance(expr, Var):
@@ -175,7 +174,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
 
 
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
-    """Returns a number or formula of the spec as text of an expression, and the operands of this text by name.
+    """Converts a number or formula of the spec to the text of an expression. Returns the text, and its operands by
+    name.
 
     A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
     """

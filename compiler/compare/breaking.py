@@ -99,7 +99,6 @@ def _finding(source: Source, subject: str, change: str, places: list[tuple[str, 
 
 
 def _changes(old: Interface, new: Interface) -> Iterator[tuple[str, Path, str]]:
-    """Yields each breaking change: the name of a parameter or field, the path in the new spec, and the change."""
     before, after = old.parameters, new.parameters
     for name in sorted(before.keys() - after.keys()):
         yield name, old.programs.place(name), "is removed"

@@ -90,8 +90,6 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """Describes the values that fused groups save for the backward pass: the size in MB per micro-batch, and what
-        changed."""
         sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -99,7 +97,6 @@ class Comparison:
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
 
     def _kernels(self) -> Iterator[str]:
-        """Yields lines about measured tiles of removed or changed nodes, and the command that measures again."""
         old, new = self.summaries
         known = {choice.site.key for choice in new.main.every_choice if choice.measured is not None}
         lost = [c for c in old.main.choices if c.measured is not None and c.site.key not in known]
@@ -109,7 +106,6 @@ class Comparison:
             yield f"  measure    specc tune {self.after}"
 
     def _shapes(self) -> Iterator[str]:
-        """Yields lines about parameters that were removed, added, reshaped or given another storage form."""
         old, new = ({p.name: p for p in s.main.programs.params} for s in self.summaries)
         shapes: dict[str, None] = {}
         for name in dict.fromkeys((*old, *new)):
@@ -136,11 +132,9 @@ class Comparison:
 
     @cached_property
     def _pairs(self) -> Mapping[str, str]:
-        """Maps each old file to the new file that computes the same node of the graph."""
         return dict(_pairs(self.old, self.new))
 
     def _unpaired(self) -> Iterator[tuple[str, list[str]]]:
-        """Yields the old files without a counterpart as `removed`, and the new ones as `added`."""
         left, right = self.old.files.keys(), self.new.files.keys()
         for word, names in (
             ("removed", left - right - self._pairs.keys()),
@@ -149,8 +143,6 @@ class Comparison:
             yield word, sorted(name for name in names if not self._quiet(name))
 
     def _quiet(self, name: str) -> bool:
-        """Returns whether `name` is a file of the CPU target, and one of the specs also has a GPU target. Such files
-        are plain Torch, and their diffs are not shown."""
         target = name.partition("/")[0]
         plans = {**self.old.plans, **self.new.plans}
         return target in plans and not plans[target].target.arch and any(plan.target.arch for plan in plans.values())
@@ -181,7 +173,6 @@ class Comparison:
         return tuple(lines)
 
     def markdown(self) -> str:
-        """Returns the comparison as a pull-request comment, with the details folded."""
         if self.equal:
             return f"`{self.after}`: no difference\n"
         body = ["```", *self.summary, "```", "", "<details><summary>spec, model and kernels</summary>", ""]
@@ -189,7 +180,6 @@ class Comparison:
         return "\n".join([f"### specc diff `{self.before}` -> `{self.after}`", "", *body]) + "\n"
 
     def text(self) -> str:
-        """Returns the summary and, if the specs differ, an empty line and the details."""
         return "\n".join(self.summary if self.equal else (*self.summary, "", *self.details))
 
 
@@ -198,14 +188,13 @@ def _code(built: Built) -> dict[str, str]:
 
 
 def _body(text: str) -> list[str]:
-    """Returns the lines of a file without the header, because the plan key in the header always changes."""
     lines = text.splitlines()
     start = next((i + 1 for i, line in enumerate(lines[:10]) if "    plan " in line), 0)
     return lines[start:]
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Returns the text of a kernel file under another name. A diff with the result does not show the renaming. `old`
+    """Renames the kernel in the text of a file, so that a diff with the file `new` does not show the renaming. `old`
     and `new` are the file names."""
     before, after = Path(old).stem, Path(new).stem
     if before == after:
@@ -217,8 +206,6 @@ def _renamed(text: str, old: str, new: str) -> str:
 
 
 def _change(old: str, new: str, difference: int | None = None) -> str:
-    """Returns `old -> new`, followed by `difference` in parentheses if it is given. Returns `new, as before` if both
-    are equal."""
     if old == new:
         return f"{new}, as before"
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
@@ -234,14 +221,12 @@ def _named(names: list[str]) -> str:
 
 
 def _folded(word: str, entries: list[str]) -> Iterator[str]:
-    """Yields one line for each of the first three entries. The third also states the number of omitted entries."""
     for i, entry in enumerate(entries[:3]):
         more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
         yield f"{word if i == 0 else '':<12} {entry}{more}"
 
 
 def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:
-    """Yields (old, new) pairs of files that compute the same node on the same target."""
     before, after = (json.loads(built.files[MANIFEST])["nodes"] for built in (old, new))
     for target in sorted(before.keys() & after.keys()):
         for node in sorted(before[target].keys() & after[target].keys()):

@@ -184,5 +184,4 @@ INTERRUPTED = "P002"
 
 
 def exit_code_of(code: str) -> int:
-    """Returns the exit code of a command that ends with an error or finding of this code."""
     return 130 if code == INTERRUPTED else EXIT_CODES[code[0]]

@@ -41,7 +41,6 @@ FORMATS: Mapping[str, Callable[[Sequence[Diagnostic]], str]] = {
 
 
 def schema() -> dict[str, Any]:
-    """Returns the JSON Schema of `json_text`."""
     text, number = {"type": "string"}, {"type": "integer", "minimum": 1}
 
     def record(description: str, **fields: Any) -> dict[str, Any]:
@@ -70,7 +69,6 @@ def schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """Returns the JSON Schema of `json_text` as text."""
     return json.dumps(schema(), indent=2) + "\n"
 
 

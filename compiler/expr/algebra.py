@@ -20,7 +20,7 @@ from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, 
 
 Factor = tuple[
     Expr, Fraction
-]  # base, exponent; the base is neither a product nor a number, and is a quotient only if its divisor is a sum
+]  # base, exponent; a base is not a number, not a product, and not a quotient unless the divisor is a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 
@@ -210,7 +210,7 @@ def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
 
 
 def sum_of(terms: Iterable[Term]) -> Expr:
-    """Builds the expression of a sum, which begins with the first positive term: 1 - x, not -x + 1."""
+    """Builds the expression of a sum. The first positive term comes first: 1 - x, not -x + 1."""
     left = list(terms)
     if not left:
         return ZERO

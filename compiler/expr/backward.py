@@ -13,11 +13,11 @@ A caller may request a fifth strategy instead of derivative:
 - recomputed: The inputs of f are saved, and the backward pass computes the derivatives. This moves arithmetic from the
   forward epilogue to the backward epilogue. Measurements decide which is faster.
 
-The strategy output requires that f applies one function whose derivative depends only on the function's value. Before
-and after this function, f may multiply by a constant, or take a power of a base that is >= 0. Because y may be rounded
-to bf16, g must be homogeneous of degree at most 2. The gradient then has at most twice the relative error of y. exp,
-relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2
-lose all digits if y rounds to 1.
+The strategy "output" requires that f applies a single function, and that the value of this function determines the
+derivative of the function. Before and after this function, f may multiply by a constant, or take a power of a base that
+is >= 0. Because y may be rounded to bf16, g must be homogeneous of degree at most 2. The gradient then has at most
+twice the relative error of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh
+do not: y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
 """
 
 from collections.abc import Iterable
@@ -225,7 +225,6 @@ def _singular(slope: Expr, name: str) -> bool:
 
 
 def _cost(exprs: Iterable[Expr]) -> int:
-    """Returns the number of instructions of `exprs`. Equal subexpressions count once."""
     seen: set[Expr] = set()
     waiting = list(exprs)
     while waiting:

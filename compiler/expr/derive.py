@@ -93,7 +93,7 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
     """Returns the degree of homogeneity k, for which x f'(x) == k f(x) for all x (Euler). None if there is no such k,
-    or too many cases.
+    or if the conditions have too many combinations.
 
     For example, f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so f(x) = f'(x) x / 2. The zero function has degree 0.
     """
@@ -159,7 +159,6 @@ def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
 
 
 def _condition(expr: Expr) -> Compare | None:
-    """Returns the first condition that decides between cases of `expr`, simplified. None if there is none."""
     match expr:
         case Call("where", (Compare() as condition, _, _)):
             return condition

@@ -67,7 +67,7 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates an expression with Torch operations. The result is differentiable, with Torch's subgradients.
 
     Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`, or of the
-    first tensor if there is none. Without tensors, they are float64 on the CPU. Float64 inputs therefore give a
+    first tensor if there is none. Without tensors, constants are float64 on the CPU. Float64 inputs therefore give a
     float64 reference, even with additional integer inputs.
     """
     import torch

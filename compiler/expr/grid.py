@@ -21,8 +21,8 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A point at which a planned value or gradient is wrong: it differs from Torch's results in float32 and in
-    float64."""
+    """A point at which a planned value or gradient is wrong. The planned number differs from two results of Torch, in
+    float32 and in float64."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -73,7 +73,6 @@ def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
 
 
 def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: object) -> "dict[str, Tensor]":
-    """Returns `y` and the gradients of `y` with respect to `wrt`, by Torch autograd in `dtype`."""
     import torch
 
     leaves = {name: column.to(dtype).requires_grad_() for name, column in at.items()}  # type: ignore[call-overload]

@@ -51,7 +51,6 @@ def condition_holds(text: str, values: Mapping[str, int]) -> bool:
 
 
 def names_in(text: str) -> frozenset[str]:
-    """Returns the names that a formula or condition reads."""
     return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
 
 

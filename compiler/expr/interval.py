@@ -47,7 +47,7 @@ class Undecided(ExprError):
 
 
 def bounds(expr: Expr) -> Interval:
-    """Returns expressions of a lower and an upper bound of a whole-number expression on a box.
+    """Returns a lower and an upper bound of a whole-number expression on a box. Both bounds are expressions.
 
     The bounds of a linear expression are exact, unless the expression depends on i + j and the box limits i - j.
     """
@@ -72,7 +72,6 @@ def _bounds(expr: Expr) -> Interval:
 
 
 def _mod_as_division(expr: Expr) -> Expr:
-    """Replaces x % n by x - n * (x // n), whose bounds follow from the bounds of x."""
     expr = rebuild(expr, _mod_as_division)
     match expr:
         case Binary("%", a, n):
@@ -298,17 +297,15 @@ class Box:
 
     @staticmethod
     def all(positions: int, heads: int) -> "Box":
-        """Returns the box of all positions and heads below these numbers."""
         last = positions - 1
         return Box(0, last, 0, last, -last, last, 0, heads - 1)
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The bounds, in the order of the names in BOX."""
         return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
 
     def tight(self) -> "Box | None":
-        """Returns the smallest box with the same elements; None if the box has no elements."""
+        """Returns the smallest box with the same pairs and heads. None if the box is empty."""
         d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
         i0, i1 = max(self.i0, self.j0 + d0), min(self.i1, self.j1 + d1)
         j0, j1 = max(self.j0, self.i0 - d1), min(self.j1, self.i1 - d0)
@@ -374,7 +371,7 @@ class Search(NamedTuple):
 
 
 def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
-    """Returns i, j < `positions` and h < `heads` for which a condition holds, or None if it never holds.
+    """Returns i, j < `positions` and h < `heads` for which a condition holds. None if the condition never holds.
 
     Raises:
         Undecided: If the search does not end within `work` boxes.
@@ -393,7 +390,7 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
-    """Returns the largest i - j for which a condition holds, or None if it never holds. Positions are less than
+    """Returns the largest i - j for which a condition holds. None if the condition never holds. Positions are less than
     `positions`, and heads are less than `heads`.
 
     Raises:
@@ -415,7 +412,6 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | N
 
 
 def atoms(expr: Expr) -> Iterator[Expr]:
-    """Yields an expression and all of its subexpressions."""
     yield expr
     for part in children(expr):
         yield from atoms(part)

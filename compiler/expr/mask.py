@@ -135,7 +135,6 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
 
 def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[str, Const]:
-    """Returns the values of NUMBERS, by name. Names without a value are left out."""
     known = {**dict(sizes), "heads": heads, "context": context, "prefix": prefix}
     return {name: Const(known[name]) for name in NUMBERS if name in known}
 
@@ -201,7 +200,6 @@ def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int]
 
 
 def with_documents(condition: Expr, same: Expr) -> Expr:
-    """Returns `condition` with `same` in place of the comparison of documents."""
     if isinstance(condition, Compare):
         opposite = Compare("!=", SAME.a, SAME.b)
         return same if condition == SAME else negation(same) if condition == opposite else condition
@@ -209,7 +207,7 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns a condition that does not read documents. The condition is true if the mask holds for some choice of
+    """Returns a condition that does not read documents. The result is true if `condition` holds for some choice of
     documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
@@ -232,13 +230,11 @@ class Mask(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=256)
     def of(text: str, heads: int) -> "Mask":
-        """Returns the mask of a canonical text from `bound_mask`."""
         condition = with_documents(reread(text, LANGUAGE), Compare(">=", Var("j"), Var("start")))
         return Mask(text, condition, heads)
 
     @property
     def plain(self) -> bool:
-        """Whether the mask is the causal mask: each query attends to all keys up to its position."""
         return self.text == CAUSAL
 
     @property
@@ -272,8 +268,8 @@ class Mask(NamedTuple):
         return _count(with_documents(reread(self.text, LANGUAGE), ALWAYS), self.heads, tokens)
 
     def block_pairs(self, block: int, tokens: int) -> int:
-        """Returns the number of unmasked query-block pairs of a mask of blocks in a sequence of one document, averaged
-        over heads. The number is exact for up to 4,096 tokens."""
+        """For a mask of blocks, returns the number of unmasked pairs of a query and a block, averaged over heads. The
+        sequence has one document of `tokens` tokens. The number is exact for up to 4,096 tokens."""
         condition = with_documents(reread(self.text, LANGUAGE), ALWAYS)
         return _count(of_tokens(condition, block), self.heads, tokens) // block
 

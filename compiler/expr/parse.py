@@ -97,7 +97,7 @@ def _parse(
 
 
 def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple[int, ...]]]:
-    """Yields the reads of tables in a text that `parse` accepts, and the columns of the indices of each read."""
+    """Yields each read of a table in a text that `parse` accepts, and the columns of the indices in this read."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
         if isinstance(node, ast.Subscript):
@@ -116,7 +116,7 @@ def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
 
 
 def column_of(text: str, part: Expr) -> int:
-    """Returns the column at which `part` first occurs in a text that `parse` accepts, or 0."""
+    """Returns the column at which `part` first occurs in a text that `parse` accepts. 0 if `part` does not occur."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT)
     columns = []
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
@@ -261,7 +261,6 @@ class _Reader:
         return Call(name, tuple(arg for arg, _ in read)), fold(name, tuple(value for _, value in read), node)
 
     def is_whole(self, expr: Expr) -> bool:
-        """Returns whether the values of an expression are whole numbers."""
         match expr:
             case Const(value):
                 return value.is_integer()
@@ -276,7 +275,6 @@ class _Reader:
         return isinstance(expr, Call) and whole_function(expr.function) is not None
 
     def whole(self, node: ast.expr, depth: int) -> Expr:
-        """Returns the expression of a node. The values of the expression must be whole numbers."""
         expr, _ = self.read(node, depth)
         if not self.is_whole(expr):
             fail(f"{expr} is not a whole number", node, "use whole numbers with + - * // % min max abs")
@@ -313,7 +311,6 @@ class _Reader:
             fail(f"{args[0]} is not a whole number", nodes[0], f"write {function.example}")
 
     def truth(self, node: ast.expr, depth: int) -> Expr:
-        """Returns the condition of a node."""
         if depth > self.deepest:
             fail(f"the expression is nested more than {self.deepest} levels deep", node, "split the expression")
         match node:

@@ -51,7 +51,6 @@ def has_zero_arm(expr: Expr) -> bool:
 
 
 def may_be_infinite(factors: Factors) -> bool:
-    """Returns whether the product divides by an expression that may be 0."""
     return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 

@@ -177,11 +177,9 @@ POSITIONAL: dict[str, Positional] = {
 
 
 def function_named(name: str) -> Primitive | Positional:
-    """Returns the function with this name. Raises KeyError if there is none."""
     return PRIMITIVES.get(name) or POSITIONAL[name]
 
 
 def whole_function(name: str) -> WholeFunction | None:
-    """Returns the function of this name if its values are whole numbers, otherwise None."""
     function = POSITIONAL.get(name)
     return function if isinstance(function, WholeFunction) else None

@@ -102,7 +102,6 @@ def _operators(value: str, room: int) -> list[str]:
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """Splits a statement into the text before its value, and the value, which is assigned or returned."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
     if isinstance(node.value, ast.Tuple):  # a tuple without parentheses has the position of its first item
@@ -123,7 +122,6 @@ def _pairs(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _items(text: str) -> list[str]:
-    """Splits text at commas outside of brackets and string literals. Generated literals have no escapes."""
     depth, items, last, quote = 0, [], 0, ""
     for i, char in enumerate(text):
         if char in "\"'" and quote in ("", char):

@@ -69,7 +69,6 @@ class TableRead:
     indices: tuple[Expr, ...]
 
     def index_texts(self) -> Iterator[str]:
-        """Yields the Torch text of each index, clamped to the valid range."""
         for dim, index in enumerate(self.indices):
             text = torch_text(index, whole=True)
             fixed = set(variables(index)) <= {"h"}
@@ -112,15 +111,10 @@ class Score:
         return self.value == Var("s")
 
     def elements(self) -> Mapping[str, str]:
-        """Returns the Torch text of each element, by variable.
-
-        Indices are clamped, because they may be out of range for masked pairs.
-        """
         return {read.variable: f"{read.table}[{', '.join(read.index_texts())}]" for read in self.reads}
 
 
 def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
-    """Returns the expression with a variable in place of each table element, and the elements."""
     reads: dict[Expr, TableRead] = {}
 
     def visit(part: Expr) -> Expr:
@@ -262,7 +256,6 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
 
 
 def _of_positions(expr: Expr) -> bool:
-    """Returns whether an expression is a whole number of positions and heads alone."""
     match expr:
         case Const(value):
             return value.is_integer()

@@ -203,7 +203,6 @@ def power(base: Expr, exponent: Fraction) -> Expr:
 
 
 def _exact(value: Fraction, exponent: int) -> Fraction:
-    """Computes an integer power: exactly, or in floats if the exact result would be long."""
     if abs(exponent) <= 8:
         return value**exponent
     return rational(apply("**", float(value), float(exponent)))
@@ -214,8 +213,8 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Returns the product with factors moved into the two arms of one of its factors, a `where`. The condition of this
-    `where` simplifies the moved factors. Returns None if there is no such `where`.
+    """Moves factors of a product into both arms of a `where` that is also a factor. Only factors that the condition of
+    the `where` simplifies are moved. Returns None if there is no such `where`.
 
     If an arm of the `where` is 0, all factors are moved, because the zero arm does not compute them.
     """

@@ -58,13 +58,13 @@ def score_text(expr: Expr, names: Mapping[str, str]) -> str:
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
-    """Returns Triton source that calls `tl`. Variables are fp32 tensors, except the int32 names i, j, h and start of
-    attention.
+    """Returns Triton source that calls `tl`. Variables are fp32 tensors. In attention, the variables i, j, h and start
+    are int32 instead.
 
     The text is finite wherever the function is finite: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid.
     NaN stays NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Otherwise, parts of the
-    expression may be whole numbers. The operators // and % are exact only for j <= i, because Triton's integer
-    division rounds toward 0.
+    expression may be whole numbers. The operators // and % are exact only for j <= i, because Triton's integer division
+    rounds toward 0.
 
     Raises ExprError if the text is too long. The definition of a function may repeat its argument, so a text can grow
     quickly.
@@ -83,8 +83,8 @@ def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
 def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None = None) -> str:
     """Returns Python source of the CuTe DSL that calls `cute` and `cutlass`.
 
-    Variables are fp32 vectors (`cute.TensorSSA`), except the int32 names i, j, h and start of attention. For min and
-    max, the text calls `smaller` and `larger`. These functions ignore a NaN in the second argument.
+    Variables are fp32 vectors (`cute.TensorSSA`). In attention, the variables i, j, h and start are int32 instead. For
+    min and max, the text calls `smaller` and `larger`. These functions ignore a NaN in the second argument.
 
     Args:
         expr: The expression.
@@ -130,7 +130,6 @@ class _Target(Printer):
         self.inner: _Target = self if whole else self.of_whole()
 
     def of_whole(self) -> "_Target":
-        """Returns the printer of parts that are whole numbers."""
         return type(self)(self.names, True)
 
     def write(self, expr: Expr) -> tuple[str, int]:
@@ -198,7 +197,8 @@ class _TorchScore(_Torch):
 
 
 class _Kernel(_Target):
-    """The base class for Triton and CUDA C++. These languages have fewer functions. Powers are printed as products."""
+    """The base class for Triton and CUDA C++. These languages have fewer functions than Torch, and no operator for
+    powers. Powers are printed as products."""
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         primitive = PRIMITIVES[function]
@@ -264,7 +264,6 @@ class _Triton(_Kernel):
         return super().write(expr)
 
     def nonnegative(self, expr: Expr) -> bool:
-        """Returns whether a whole number is provably at least 0."""
         far = {"i1": FAR, "j1": FAR, "h1": FAR, "start1": FAR, "d1": FAR}
         least = {"i0": 0.0, "j0": 0.0, "h0": 0.0, "start0": 0.0, "d0": 0.0 if self.ordered else -FAR}
         return number(bounds(expr)[0], **far, **least) >= 0
@@ -313,8 +312,6 @@ class _Cute(_Triton):
         return super().call(function, args)
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns source text of a vector filled with `value`. The vector has the length of the first variable in
-        `like`."""
         dtype = "cutlass.Int32" if self.whole else "cutlass.Float32"
         return f"cute.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)}, {dtype})"
 
@@ -364,5 +361,4 @@ class _Cuda(_Kernel):
 
 
 def _scaled(coefficient: float | Fraction, factors: Factors) -> Expr:
-    """Returns BELL times a product. The coefficient is rounded to nine digits, the precision of a C++ float."""
     return product_of(rational(float(f"{BELL * float(coefficient):.9g}")), factors)

@@ -180,7 +180,6 @@ def as_expr(value: Expr | float) -> Expr:
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """Returns the direct children of `expr`, in reading order."""
     match expr:
         case Call(_, parts) | Logic(_, parts) | Read(_, parts):
             return parts
@@ -222,7 +221,6 @@ def variables(expr: Expr) -> tuple[str, ...]:
 
 
 def is_number(expr: Expr) -> bool:
-    """Returns whether an expression has neither variables nor elements of tables."""
     return not isinstance(expr, (Var, Read)) and all(map(is_number, children(expr)))
 
 
@@ -257,7 +255,6 @@ class Printer:
         return text if strength >= place else f"({text})"
 
     def write(self, expr: Expr) -> tuple[str, int]:
-        """Returns the text of an expression and its binding strength."""
         match expr:
             case Const(value):
                 return self.constant(value), ATOM if value >= 0 else UNARY
@@ -287,11 +284,9 @@ class Printer:
         return name, ATOM
 
     def side(self, expr: Expr) -> str:
-        """Returns the text of one side of a comparison."""
         return self.text(expr, SUM)
 
     def right(self, op: str, expr: Expr, strength: int) -> str:
-        """Returns the text of the right operand of + - * /."""
         return self.text(expr, strength + 1)
 
     def power(self, base: Expr, exponent: Expr) -> tuple[str, int]:

@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value that an expression of the layer `layer` reads. In such an expression, `value(k)` is the
-        attention value of the same layer in run k."""
+        """Returns this value as read by an expression of the layer `layer`. In such an expression, `value(k)` is the
+        attention values of the same layer in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -56,7 +56,6 @@ class Wiring:
     text: str = field(default="", compare=False)
 
     def column(self, part: Expr) -> int:
-        """Returns the column at which a part of the expression begins in the spec's text."""
         return column_of(self.text, part)
 
 
@@ -119,8 +118,8 @@ def _is_dotted(node: ast.expr) -> bool:
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns the expression E that turns `base` into `expr` if E replaces the variable `name`. None if there is no
-    such E."""
+    """Returns the expression E for which `base`, with E in place of the variable `name`, equals `expr`. None if there
+    is no such E."""
     if base == Var(name):
         return expr
     inner, other = children(base), children(expr)

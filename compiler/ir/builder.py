@@ -30,7 +30,6 @@ class Builder:
     learned: set[str] = field(default_factory=set)
 
     def input(self, name: str, type: TensorType) -> str:
-        """Declares an input of the graph and returns a reference to it."""
         self.inputs.append((name, type))
         self.types[name] = type
         return name
@@ -45,8 +44,8 @@ class Builder:
     def param(self, name: str, type: TensorType, init: object) -> str:
         """Declares a parameter in the scope with an initialization. Returns a reference to it.
 
-        A second declaration of a name refers to the same parameter. Raises TypeRuleError if both declarations differ
-        in type, or if a learned value has the name.
+        A second declaration of a name refers to the same parameter. Raises TypeRuleError if the two declarations differ
+        in type, or if the name is that of a learned value.
         """
         path = self.path(name)
         if path in self.learned:
@@ -116,7 +115,8 @@ class Builder:
 
 
 def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
-    """Returns `name` if it is free. Otherwise, appends the smallest number from 2 on that makes it free."""
+    """Returns `name` if this name is free. Otherwise, appends the smallest number from 2 on that makes the name
+    free."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 

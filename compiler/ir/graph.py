@@ -77,7 +77,6 @@ class Graph:
 
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
-        """Maps every value that a node may reference to its type."""
         types = dict(self.inputs)
         types |= {f"@{name}": type for name, type in self.params}
         types |= {f"${name}": TensorType((), "f32") for name in self.scalars}
@@ -91,7 +90,6 @@ class Graph:
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
-        """The proper prefixes of the names of all nodes, in order."""
         names = (node.name.split(".") for node in self.nodes)
         return tuple(dict.fromkeys(".".join(words[:end]) for words in names for end in range(1, len(words))))
 
@@ -105,7 +103,6 @@ class Graph:
         return {ref: tuple(nodes) for ref, nodes in readers.items()}
 
     def uses(self, ref: str) -> int:
-        """Returns the number of times that nodes and graph outputs read a value."""
         return len(self.consumers[ref]) + sum(ref == output for _, output in self.outputs)
 
     def __str__(self) -> str:
@@ -124,7 +121,6 @@ def output_ref(node: str, index: int) -> str:
 
 @lru_cache(maxsize=65536)  # cached, because every pass requests the same few names and counts
 def output_refs(node: str, count: int) -> tuple[str, ...]:
-    """Returns the references to the outputs of a node with `count` outputs."""
     return tuple(output_ref(node, i) for i in range(count))
 
 
@@ -145,7 +141,6 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def retyped(graph: Graph, change: Callable[[TensorType], TensorType]) -> Graph:
-    """Returns the graph with `change` applied to the type of each value."""
     nodes = (replace(node, op=node.op.retyped(change), types=tuple(map(change, node.types))) for node in graph.nodes)
     inputs, params = (tuple((name, change(type)) for name, type in named) for named in (graph.inputs, graph.params))
     return replace(graph, inputs=inputs, params=params, nodes=tuple(nodes))

@@ -42,12 +42,12 @@ class TorchCall:
 
     @property
     def recorded(self) -> str:
-        """Returns the name of the function in torch.fx."""
         return OPERATORS.get(self.function) or self.function.rpartition(".")[2]
 
     @property
     def support(self) -> str:
-        """Returns the name of the support function that the call or one of its arguments calls, or ""."""
+        """Returns the name of the support function that the call or one of its arguments calls. Empty if there is
+        none."""
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")

@@ -99,11 +99,9 @@ class TensorType:
         return TensorType(shape, self.dtype, self.storage)
 
     def count(self, sizes: Sizes) -> int:
-        """Returns the number of elements, with `sizes` for the symbolic dims."""
         return math.prod(map(int, self.extents(sizes)))
 
     def extents(self, sizes: Sizes) -> tuple[int, ...]:
-        """Returns the shape, with `sizes` for the symbolic dims."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
     def bytes(self, sizes: Sizes) -> int:

@@ -15,7 +15,7 @@ class LaterToken(LossTerm):
     """The cross-entropy of the token `ahead` positions later, from the logits of the next token. This is a form of
     multi-token prediction.
 
-    If the target is beyond the end of the row, or in another document than the next token, the loss of the token is 0.
+    If the target is beyond the end of the row, or in a later document than the next token, the loss of the token is 0.
     The mean is over all tokens.
 
     Attributes:

@@ -53,8 +53,8 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds the nodes of additional targets for the same logits. Returns the targets, i64 [B, T], by name. A
-        missing target is -1. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
+        """Adds the nodes of additional targets for the same logits. Returns the targets, i64 [B, T], by name. A missing
+        target is -1. `per_token` reads the cross-entropy of the targets named `n` as `nats_n`.
 
         Args:
             b: The builder of the program.
@@ -65,7 +65,6 @@ class LossTerm(StrictModel):
 
 
 def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
-    """Declares the inputs for the weights. Returns the weights of the auxiliary losses, by name."""
     weights = {term.states: b.input(term.input, TensorType((), "f32")) for term in terms if term.input}
     return {name: ref for name, ref in weights.items() if name}
 

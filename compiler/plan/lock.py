@@ -29,7 +29,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class LockError(SpeccError):
-    """Raised if an entry of a lock cannot be used, or if a measurement must not replace it."""
+    """Raised if an entry of a lock cannot be used, or if a measurement must not replace an entry."""
 
     code = "U015"
 
@@ -46,7 +46,7 @@ class Entry(StrictModel):
         rows: The number of rows of the measurement.
         ms: The median time of the kernel.
         floor_ms: A lower bound of the time: the node's bytes and operations at the peak rates of the machine.
-        others: The times of the other kernels in ms, each with the best tile.
+        others: The times in ms of the other kernels, each measured with its fastest tile.
     """
 
     node: Word
@@ -64,7 +64,6 @@ class Entry(StrictModel):
         return _with_one_of(self, "key", "site")
 
     def applies_to(self, site: Site) -> bool:
-        """Returns whether the entry was measured for this node."""
         return self.key == site.key if self.key is not None else self.site == site_digest(site)
 
 
@@ -88,7 +87,6 @@ class GroupEntry(StrictModel):
         return _with_one_of(self, "key", "group")
 
     def applies_to(self, options: Sites) -> bool:
-        """Returns whether the entry was measured for this group."""
         return self.key == group_key(options) if self.key is not None else self.group == group_digest(options)
 
     @model_validator(mode="after")
@@ -102,7 +100,6 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
-    """Returns `entry`. Raises ValueError unless exactly one of the fields `new` and `old` is set."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
         raise ValueError(f"an entry must have exactly one of `{new}` and `{old}`")
     return entry
@@ -126,7 +123,6 @@ class Machine(StrictModel):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The versions and their names, for display."""
         named = {"torch": self.torch, "triton": self.triton, "CUDA": self.cuda, "driver": self.driver}
         named |= {name: value for name, value in (("nvcc", self.nvcc), ("CUTLASS", self.cutlass)) if value is not None}
         return tuple(f"{name} {value}" for name, value in named.items())
@@ -183,13 +179,11 @@ class Lock(StrictModel):
     targets: Mapping[Word, TargetLock] = {}
 
     def entry(self, target: str, site: Site) -> Entry | None:
-        """Returns the entry of this node, or None without a measurement."""
         locked = self.targets.get(target)
         entry = locked.kernels.get(symbol(site)[1]) if locked else None
         return entry if entry is not None and entry.applies_to(site) else None
 
     def group(self, target: str, name: str, options: Sites) -> GroupEntry | None:
-        """Returns the entry of this group, or None without a measurement."""
         locked = self.targets.get(target)
         entry = locked.groups.get(name) if locked else None
         return entry if entry is not None and entry.applies_to(options) else None
@@ -228,7 +222,6 @@ class Lock(StrictModel):
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:
-        """Returns the file's text, sorted and with one value per line, for readable diffs."""
         data = self.model_dump(mode="json", exclude_defaults=True) | {"lock_version": self.lock_version}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
@@ -239,7 +232,6 @@ MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc t
 
 
 def lock_path(spec: Path, name: str) -> Path:
-    """Returns the path of the lock of a spec file."""
     return spec.with_name(f"{name}.lock.json")
 
 
@@ -308,7 +300,6 @@ def site_digest(site: Site) -> str:
 
 
 def _earlier_repr(op: Op | None) -> str:
-    """Returns the `repr` of an op, without default values of fields that earlier versions did not have."""
     text = repr(op)
     for field in fields(op) if op is not None else ():
         if field.metadata == ADDED:

@@ -40,7 +40,6 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """The plan key, which the kernel's files state in their headers."""
         return plan_key(self.kernel, self.site, self.rendered.tile)
 
 
@@ -52,7 +51,6 @@ class SaveChoice(NamedTuple):
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """The choices whose kernels are in separate files."""
         return tuple(choice for choice in self.choices if choice.rendered.function)
 
     @property
@@ -107,13 +105,11 @@ class Plan:
     locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
-        """Returns the choice for a node, or None if plain Torch runs it."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
 
     @property
     def listed(self) -> tuple[Choice, ...]:
-        """The choices that plans, explanations and benchmarks list."""
         return tuple(choice for choice in self.choices if choice.listed)
 
     @property

@@ -86,8 +86,6 @@ class Gptq(PerRow):
         return self.mended(arrays_of(*self._solved(weight, factor), shape), weight, factor.hessian)
 
     def _of_groups(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes each group of rows of `row_groups` with the metric of the group. A low-rank correction uses the
-        mean of the metrics."""
         import torch
 
         solutions: list[Solution] = []
@@ -104,8 +102,6 @@ class Gptq(PerRow):
         return self.mended(arrays_of(codes, scales, tuple(weight.shape)), weight, mean)
 
     def _solved(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes, float64 [rows, columns], and the scales, float16 [rows]. Computes one chunk of rows at a
-        time."""
         import torch
 
         candidates = len(self.clip_stds or self.clip_quantiles)
@@ -142,7 +138,6 @@ class Gptq(PerRow):
         return magnitude.amax(1) if widest == 1.0 else row_quantile(magnitude.sort(1).values, widest)
 
     def _clips(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns two lists of clips, [rows] each: for rounding to nearest, and for GPTQ."""
         if self.clip_stds:
             clips = [factor * _deviation(weight) for factor in self.clip_stds]
             return clips, clips
@@ -150,7 +145,6 @@ class Gptq(PerRow):
         return [magnitude[:, -1]], [row_quantile(magnitude, quantile) for quantile in self.clip_quantiles]
 
     def _rows(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Returns the codes and the scales of `weight`, a chunk of rows, float64 [rows, columns]."""
         import torch
 
         nearest, solved = ([self.scales(clip) for clip in clips] for clips in self._clips(weight))

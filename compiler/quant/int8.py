@@ -37,8 +37,8 @@ class Int8(PerRow):
         weights: `per_channel` has one scale per row of a matrix, `per_tensor` one scale for all rows.
         activations: with `per_channel`, feature k of the input has the scale s_in r_k, where r_k <= 1. The stored
             weights are W_nk r_k, rounded. The result does not change, but features of small magnitude have more
-            precision (SmoothQuant, Xiao et al. 2022). `input_scale` chooses the exponent that minimizes the expected
-            error.
+            precision (SmoothQuant, Xiao et al. 2022). r_k is a power of the largest magnitude of feature k. The
+            exponent of the power minimizes the expected error.
         activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does. The input is then
             s_in (q1 + q2 / 254) with two int8 codes q1 and q2, and each is multiplied by the weight. For the hidden
             weights of an LSTM, the input is h, which is rounded at every step.
@@ -153,8 +153,6 @@ class Int8(PerRow):
         return chosen.float()
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """Rounds weights [P, N, K] as `quantize` does. Returns biases [P, N] unchanged, because the steps s_in * s_w
-        of biases are negligible."""
         import torch
 
         if weights.dim() == 2:
@@ -227,7 +225,6 @@ def steps(weight: Mapping[str, Array]) -> Tensor:
 
 
 def _shares(input_scale: Array) -> Tensor:
-    """Returns r_k, f64 [1] or [K], the scale of each input feature divided by the largest scale, s_in."""
     import torch
 
     scale = torch.from_numpy(input_scale.copy()).double()
@@ -235,8 +232,6 @@ def _shares(input_scale: Array) -> Tensor:
 
 
 def _check_scales(what: str, scale: Array, smallest: float, largest: float) -> None:
-    """Raises SchemeError if a scale is not between `smallest` and `largest`. The message states the first such
-    scale."""
     wrong = ~((scale >= smallest) & (scale <= largest))
     if wrong.any():
         where = int(wrong.argmax())

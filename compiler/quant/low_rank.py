@@ -16,7 +16,6 @@ SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 
 
 def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
-    """Returns the arrays of the correction of a matrix."""
     groups = -(-columns // GROUP)
     return (
         Stored("left", "i8", (rows, rank)),
@@ -27,7 +26,6 @@ def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
 
 
 def bits(rows: int, columns: int, rank: int) -> int:
-    """Returns the number of bits of a correction: packed codes and scales."""
     return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
 
 

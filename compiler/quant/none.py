@@ -51,6 +51,4 @@ class Unquantized(Scheme):
         return weight
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Returns the uncompressed bytes. Trained floats compress by only 5 to 15 %, which is too uncertain to count
-        on."""
         return self.stored(shape)[0].bytes

@@ -63,7 +63,7 @@ class PerRow(Scheme):
         return (*codes, *correction_arrays(shape[0], math.prod(shape[1:]), self.correction_rank))
 
     def row_codes(self, shape: tuple[int, ...]) -> int | str:
-        return f"{self.label()} is not a part of the codes" if self.correction_rank else self.bits
+        return f"a kernel cannot decode {self.label()}" if self.correction_rank else self.bits
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
@@ -153,12 +153,10 @@ class PerRow(Scheme):
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
 
     def nearest(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """Returns the codes nearest to `weight` [rows, columns], in float64, with ties to even."""
         return (weight.double() / scale.double()[:, None]).round_().clamp_(-self.top, self.top)
 
 
 def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
-    """Returns whether `scheme` supports a low-rank correction."""
     return isinstance(scheme, PerRow) and not scheme.integer
 
 

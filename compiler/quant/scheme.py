@@ -48,11 +48,9 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Returns the size in bytes before compression."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def numpy_dtype(self) -> "np.dtype[Any]":
-        """Returns the little-endian numpy dtype of the array."""
         import numpy as np
 
         return np.dtype(NUMPY_TYPES[self.dtype])
@@ -76,7 +74,6 @@ class Range:
 
     @property
     def square(self) -> Tensor:
-        """Returns the mean square of each feature [K]."""
         return self.products.diagonal()
 
 
@@ -170,8 +167,8 @@ class Scheme(StrictModel):
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """Returns the scale, f32 [1] or [K], of the input of `weights`, [N, K] each. None if the scheme does not round
-        inputs."""
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. None if the
+        scheme does not round inputs."""
         return None
 
     @property
@@ -223,8 +220,8 @@ class Scheme(StrictModel):
 
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
-    """Returns the scheme with each supported combination of bits and clip. The schemes are sorted by ascending bits,
-    then by descending clip."""
+    """Returns one variant of the scheme for each supported combination of bits and clip. The variants are sorted by
+    ascending bits, then by descending clip."""
     schemes: list[Scheme] = []
     for width in sorted(set(bits)):
         try:
@@ -248,7 +245,6 @@ def check_weight(scheme: Scheme, weight: Tensor) -> None:
 
 
 def check_codes(codes: Tensor, largest: int) -> None:
-    """Raises SchemeError if a code is outside [-largest, largest]."""
     if bool(((codes > largest) | (codes < -largest)).any()):
         raise SchemeError(f"a code is outside [-{largest}, {largest}]")
 

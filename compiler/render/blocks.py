@@ -1,6 +1,6 @@
 """Renders the class of the blocks in a module list.
 
-All blocks of a list share one class. Inputs of only some blocks are optional arguments.
+All blocks of a list share one class. An input that only some blocks have is an optional argument.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,8 @@ class Tables:
         texts: The definition of each table, by name.
         values: The value of each table as text, by name.
         layers: The names of tables that hold sets of blocks, by module list and set.
-        arguments: The names of tables with the blocks that receive an optional argument, by module list and argument.
+        arguments: For each module list and optional argument, the name of a table. The table holds the blocks that
+            receive the argument.
     """
 
     taken: frozenset[str] = frozenset()
@@ -82,12 +83,10 @@ class Tables:
         return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
 
     def named(self, text: str) -> str:
-        """Returns the name of the table with this text."""
         return next(name for name, value in self.values.items() if value == text)
 
 
 def set_text(layers: Sequence[int]) -> str:
-    """Returns the set of the numbers `layers` as Python text."""
     return f"{{{', '.join(map(str, layers))}}}"
 
 
@@ -134,12 +133,10 @@ class _Uses(NamedTuple):
         return frozenset().union(*self.layers.values())
 
     def having(self, graphs: Iterable[Graph]) -> frozenset[int]:
-        """Returns the blocks that run at least one of the functions `graphs`."""
         return frozenset().union(*(self.layers[graph.name] for graph in graphs))
 
 
 def lists(plan: Plan) -> Iterator[_Uses]:
-    """Yields the functions of each module list of a model."""
     flags = flags_of(plan.programs)
     calls = [(node, flags[graph.name]) for graph in plan.programs.programs for node in graph.nodes if field_of(node)]
     for place in dict.fromkeys(field_of(call) for call, _ in calls):
@@ -273,8 +270,6 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
     def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
-        """Returns a sort key for names of a condition. The best name is a layer that only some blocks have. Next best
-        is a node that the other blocks lack, then a node with weights."""
         return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
 
     for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
@@ -303,9 +298,6 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs that are not state. Inputs of all variants come first, then inputs of some blocks, then inputs
-    of some programs."""
-
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
         return entry[2] != merged.every, having == uses.every
@@ -321,10 +313,10 @@ def _begin(
     attributes: dict[str, frozenset[int]],
     conditions: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and its flag arguments.
+    """Returns the method that creates the state of a block, and the flag arguments of this method.
 
-    The method reads flag attributes. Each is added to `attributes`, with the blocks in which it is true. The names of
-    the method's conditions are added to `conditions`.
+    The method reads flags that are attributes of the block. Adds each such flag to `attributes`, with the blocks in
+    which the flag is true. Adds the names of the conditions in the method to `conditions`.
     """
     variants = block_variants(begins, uses.callers)
     merged = merge([graph for graph, _ in variants], kind=Speller(plan).kernel)
@@ -357,7 +349,6 @@ def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[st
 
 
 def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, ...]]:
-    """Returns the expression of a block's buffer table, and the definitions of the constants in it."""
     groups: dict[frozenset[int], list[Named]] = {}
     for entry in dict.fromkeys(entry for graph in uses.functions for entry in graph.params if entry[1].storage):
         groups.setdefault(uses.having(graph for graph in uses.functions if entry in graph.params), []).append(entry)

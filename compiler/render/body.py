@@ -33,14 +33,14 @@ class Body:
     Attributes:
         merged: The graphs to render, as variants of one function.
         spell: A function that returns the text of calls of kernels, groups and blocks. None for other nodes.
-        names: The Python names of inputs that have another name in the graph.
+        names: The Python names of inputs, by the name in the graph. Contains only inputs whose two names differ.
         facts: The conditions that distinguish the variants, most preferred first.
         reserved: The names that local variables must not have.
         alive: The inputs that generated code reads after the body. The names of these inputs must not be reassigned.
         scopes: First words of paths, such as `encoder`. Names of values omit these words.
         wanted: The preferred names of some values, by ref.
         unpacks: The lines that unpack state. An entry has the names that the line assigns, the text of the line, and
-            its variants. The line is inserted before the first read of one of these names.
+            the variants that run the line. The line is inserted before the first read of one of these names.
         constants: The names of constants, by the text of their values.
         regions: A function that adds the lines of a loop or another node that is not an expression. Returns False for
             expressions.
@@ -115,14 +115,11 @@ class Body:
         self.guarded.insert(at, (guard, text))
 
     def _block(self, lines: Sequence[Guarded], every: Where) -> Iterator[str]:
-        """Yields the text of `lines` in code that only the variants `every` reach. Lines of fewer variants are inside
-        `if` statements."""
         for common, group in groupby(lines, lambda line: line[0] == every):
             run = list(group)
             yield from (text for _, text in run) if common else self._branches(run, every)
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
-        """Returns the text of guarded lines with as few conditions as possible. Records the facts in the conditions."""
         key = (*lines, (every, ""))  # cached, because nested statements process the same lines many times
         if key not in self._branch_texts:
             before, self.conditions = self.conditions, set()
@@ -233,7 +230,6 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Assigns the pending values that read a state, before the current node changes this state."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
@@ -260,7 +256,6 @@ class Body:
         return self.spelled(slot, args), size, bool(heavy) or _heavy(slot.node)
 
     def spelled(self, slot: Slot, args: Sequence[str]) -> str:
-        """Returns the text of a node. `args` are the texts of the node's inputs."""
         graph, node = self.merged.variants[slot.first], slot.node
         text = self.spell(graph, node, args)
         if text is None:
@@ -271,20 +266,16 @@ class Body:
         return text
 
     def reads(self, operand: Operand) -> int:
-        """Returns the number of nodes that read the value of an operand, in any variant."""
         return len(self._reads[operand[0][0]])
 
     def _waits(self, operand: Operand) -> bool:
         return operand[0][0] in self.pending
 
     def _repeats(self, slot: Slot, index: int) -> bool:
-        """Returns whether the text of the node would contain input `index` more than once."""
         names = [f"argument_{i}" for i in range(len(slot.inputs))]
         return len(re.findall(rf"\b{names[index]}\b", self.spelled(slot, names))) > 1
 
     def _may_wait(self, slot: Slot) -> bool:
-        """Returns whether the value of the node can be inlined into the line of its only reader, or into the return
-        statement."""
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
             return False
@@ -296,7 +287,6 @@ class Body:
         return reader.where == slot.where and (reader.node.op.inline or reader.inputs[0][0][0] == slot.name)
 
     def text(self, operand: Operand | str) -> str:
-        """Returns the text of a value at the current position."""
         ref = operand if isinstance(operand, str) else operand[0][0]
         if ref in self.pending:
             return self.pending[ref][0]
@@ -331,7 +321,6 @@ class Body:
             self.write(waiting)
 
     def assign(self, slot: Slot, text: str) -> None:
-        """Adds the line that assigns the node's values to names."""
         names = [self.name_for(slot, i) for i in range(len(slot.node.types))]
         self.release(*names)
         if names != [text]:
@@ -392,8 +381,6 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns the value that determines the name of the node's output. For a Move, this is a value of the same
-        variable that no Move computes. For all other nodes, it is the output itself."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -417,11 +404,9 @@ class Body:
         )
 
     def returned(self) -> str:
-        """Returns the text of the returned values."""
         return ", ".join(map(self._result, dict(self.merged.outputs).values()))
 
     def _result(self, operand: Operand) -> str:
-        """Returns the expression of a returned value. The expression is None in variants without the value."""
         where = frozenset(variant for _, variants in operand for variant in variants)
         text = self.text(operand)
         return text if where == self.merged.every else f"{text} if {self.condition(where)} else None"
@@ -462,7 +447,6 @@ def _independent(guarded: str, text: str, assigned: Sequence[str]) -> bool:
 
 
 def mentions(text: str, name: str) -> bool:
-    """Returns whether Python text reads the variable `name`."""
     words = "".join(c if c.isalnum() or c in "_." else " " for c in text).split()
     return any(word.partition(".")[0] == name for word in words)
 

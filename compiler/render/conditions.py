@@ -30,7 +30,6 @@ class Fact:
     optional: bool = False
 
     def text(self, holds: bool) -> str:
-        """Returns the source text of the condition if `holds`, and of its negation otherwise."""
         if self.optional:
             return f"{self.name} is {'not ' * holds}None"
         return f"{'not ' * (not holds)}{self.name}"
@@ -38,7 +37,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition in generated code: `tests` joined by `word`, with the names of the facts that they test."""
+    """A condition in generated code: the source texts `tests`, joined by `word`. `names` are the names of the tested
+    facts."""
 
     names: frozenset[str]
     word: str
@@ -49,7 +49,6 @@ class Condition:
         return f" {self.word} ".join(self.tests)
 
     def joined(self, word: str, other: "Condition") -> "Condition":
-        """Returns the condition that joins this condition and `other` by `word`."""
         return Condition(self.names | other.names, word, (*self._part(word), *other._part(word)))
 
     def _part(self, word: str) -> tuple[str, ...]:
@@ -72,7 +71,7 @@ def facts_of(merged: Merged, optional: Mapping[str, Where], flags: Mapping[str, 
 
 
 class Conditions:
-    """The conditions for sets of variants, as tests of facts."""
+    """Finds conditions that distinguish sets of variants."""
 
     def __init__(self, merged: Merged, facts: Sequence[Fact]) -> None:
         self._merged, self._facts = merged, facts
@@ -108,8 +107,8 @@ class Conditions:
     def _divided(self, where: Where, every: Where) -> Condition:
         """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
 
-        One fact divides the variants `every` into two parts, of which each has a condition of its own. If the condition
-        is constant in one part, this part needs no further test. The chosen fact leaves the fewest variants undecided.
+        One fact divides the variants `every` into two parts, and each part has a separate condition. A part with a
+        constant condition needs no further test. The chosen fact leaves the fewest variants undecided.
         """
 
         def parts(fact: Fact) -> Iterator[tuple[Condition, Where, Where]]:

@@ -40,7 +40,6 @@ def _plain(method: str) -> str:
 
 
 def flag_variants(flags: Sequence[Flags]) -> dict[str, Where]:
-    """Returns the variants in which each flag is true, given the flags of each variant."""
     names = dict.fromkeys(flag for some in flags for flag in sorted(some))
     return {name: frozenset(i for i, some in enumerate(flags) if name in some) for name in names}
 
@@ -80,7 +79,6 @@ def block_variants(
 
 
 def _named_flags(graph: Graph) -> Flags:
-    """Returns the flags that follow from the name of a function, whichever programs call the function."""
     plain = _plain(graph.name.partition(".")[2])
     if plain in PLAIN or plain.startswith(PHASE):
         return frozenset()

@@ -36,7 +36,6 @@ class Function:
 
     @property
     def head(self) -> tuple[str, ...]:
-        """The lines up to the end of the docstring."""
         inside = ", ".join(self.arguments)
         lines = [f"def {self.name}({inside}) -> {self.annotation}:"]
         if len(lines[0]) > INSIDE:
@@ -47,12 +46,10 @@ class Function:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The lines of the body, each within the line length."""
         return tuple(text for line in self.lines for text in fitted(line, BODY))
 
     @property
     def ending(self) -> tuple[str, ...]:
-        """The lines of the return statement."""
         return fitted(f"return {self.returns}", BODY)
 
 
@@ -71,12 +68,10 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
 
 
 def tensors(count: int) -> str:
-    """Returns the type annotation of a result of `count` tensors."""
     return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
 
 
 def tuple_text(texts: Sequence[str]) -> str:
-    """Returns the Python text of a tuple."""
     return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
 
 
@@ -97,7 +92,6 @@ def optional_arguments(
 
 
 def docstring(text: str) -> list[str]:
-    """Returns the lines of a docstring, wrapped."""
     if not text:
         return []
     if len(text) + 10 <= INSIDE:
@@ -106,7 +100,6 @@ def docstring(text: str) -> list[str]:
 
 
 def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
-    """Returns a line with the types of the inputs and outputs. Inputs of the same type are listed together."""
     by_type: dict[str, list[str]] = {}
     for name, type in inputs:
         by_type.setdefault(typed(type), []).append(name)
@@ -115,7 +108,6 @@ def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
 
 
 def typed(type: TensorType) -> str:
-    """Returns a type as text, with the names of sizes in generated code."""
     return f"{type.dtype}[{', '.join(map(spelled, type.shape))}]"
 
 

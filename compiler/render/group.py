@@ -28,8 +28,8 @@ class GroupContext(NamedTuple):
 
     Attributes:
         saved: The values that the forward method saves.
-        restored: The names to which the backward method assigns these values. Empty if the backward method only passes
-            the values on.
+        restored: The names to which the backward method assigns these values. Empty if the backward method unpacks
+            `ctx.saved_tensors` directly into the arguments of a call.
         calls: The support functions that model.py must define for the forward method.
     """
 
@@ -213,8 +213,6 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 
 def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
-    """Returns the incoming gradients that kernels of the backward pass need in contiguous rows. If the group has only
-    one result and the backward pass has a kernel, the gradient of this result is always included."""
     names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
     if len(given) == 1:
         return given if names else []
@@ -234,7 +232,6 @@ def _body(
 
 
 def _written_before(graph: Graph, ref: str) -> Iterator[str]:
-    """Yields the earlier values of the tensor `ref`, to which nodes write in place. The latest comes first."""
     while (node := graph.by_name.get(ref)) is not None and node.op.written is not None:
         ref = node.inputs[node.op.written]
         yield ref

@@ -42,7 +42,6 @@ def _cpp(value: object) -> str:
 
 
 def _ident(value: object) -> str:
-    """Returns the value. Raises TypeError if the value is not an identifier."""
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value):
         return value
     raise TypeError(f"not an identifier: {value!r}")
@@ -113,10 +112,6 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
 
 
 def _require_python(text: str, template: str, known: Collection[str]) -> None:
-    """Raises TemplateFault if `text` is not valid Python, or reads an undefined name that is not in `known`.
-
-    The error states the template line of the invalid line, if it can be determined.
-    """
     try:
         names = [*_undefined(symtable.symtable(text, template, "exec"))]
     except SyntaxError as error:
@@ -140,7 +135,6 @@ def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
 
 
 def _renders(written: str, line: str) -> bool:
-    """Returns whether the template line `written` may have rendered `line`."""
     literals = re.split(r"\{\{.*?\}\}", written)
     return any(map(str.strip, literals)) and re.fullmatch(".*".join(map(re.escape, literals)), line) is not None
 

@@ -52,8 +52,6 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Maps each argument of a block to the loop inputs that can be the argument's value. An entry has the name of a
-    loop input, and the blocks that receive this input. None in the last entry stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -67,8 +65,6 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Maps each method of join modules, except `forward`, to the blocks that read its result. A join module combines
-    an earlier output with the stream."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 
@@ -96,7 +92,6 @@ class LoopText:
     flags: Mapping[str, Where]
 
     def add(self) -> None:
-        """Adds the loop to the body."""
         body, slot = self.body, self.slot
         self.loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
         loop = self.loop = self.loops[slot.first]
@@ -131,13 +126,15 @@ class LoopText:
         body.hold(name, slot.name)
 
     def _lists(self, joins: Sequence[str]) -> Mapping[str, str]:
-        """Maps the label of each output that later blocks read to a name: the Python list that collects this output."""
+        """Returns the name of the Python list that collects an output of the blocks, by the label of the output. Only
+        outputs that later blocks read have a list."""
         read = {label for _, label, _ in self.loop.earlier} | ({""} if joins else set())
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
 
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
         """Returns the expression of a table that may differ between variants. `plain` and `values` are the texts and
-        values of the variants. If they differ, adds a line that assigns the table to `name`, and returns `name`."""
+        values of the variants. If the values differ, adds a line that assigns the table to `name`, and returns
+        `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -150,7 +147,6 @@ class LoopText:
         return name
 
     def _joins(self, name: str, index: str) -> Sequence[str]:
-        """Returns the lines that add an earlier output to the residual stream before a block."""
         joins = {variant: dict(loop.joins) for variant, loop in self.loops.items() if loop.joins}
         if not joins:
             return ()
@@ -207,15 +203,12 @@ class LoopText:
 
 
 def _assign_pending(body: Body, operands: Sequence[Operand]) -> None:
-    """Assigns the pending values among the operands before the loop. Every block reads them, so they would otherwise
-    be computed once per block."""
     for operand in operands:
         if operand[0][0] in body.pending:
             body.write(operand[0][0])
 
 
 def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping[str, Where]) -> Iterator[str]:
-    """Yields the flag arguments that the loop passes to its blocks. Flags that are never true are left out."""
     for flag in names:
         where = flags.get(flag, frozenset()) & slot.where
         if where == slot.where:
@@ -247,7 +240,6 @@ def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, W
 
 
 def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
-    """Yields the loops over time of some programs."""
     return ((node, node.op) for graph in graphs for node in graph.nodes if isinstance(node.op, Scan))
 
 

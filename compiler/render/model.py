@@ -39,7 +39,7 @@ class OpContext:
     """The context of an op's file.
 
     Attributes:
-        package: the package of the file, for imports outside model.py.
+        package: the package that contains the file. The file uses this name if it is run outside of the package.
         cpu: whether the code runs on a CPU. The plan key does not depend on this attribute.
     """
 
@@ -147,7 +147,6 @@ def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
 
 
 def _by_number(entry: tuple[str, str]) -> str:
-    """Returns a sort key that places n9 before n10, as import sorters do."""
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 
@@ -165,7 +164,6 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
 
 
 def _supports(plan: Plan, graph: Graph) -> Iterator[TorchCall]:
-    """Yields the support functions of all nodes that have no kernel."""
     for node in (node for node in graph.nodes if not node.op.planned):
         choice = plan.choice(graph, node) if node.op.everywhere else None
         if choice is not None and choice.rendered.function:
@@ -175,7 +173,6 @@ def _supports(plan: Plan, graph: Graph) -> Iterator[TorchCall]:
 
 
 def first_caller(plan: Plan, support: str) -> str:
-    """Returns the path of the first node that calls a support function."""
     programs = plan.programs
     for graph in programs.programs:
         for node in (whole := flatten(programs, graph)).nodes:
@@ -192,7 +189,7 @@ def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
 
 def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) -> tuple[str, object]:
     """Returns the template of an op's file, and the context for the template. If `generated` is None, the context is
-    `context`. Otherwise, it is the context in `generated`, with the package of `context`."""
+    `context`. Otherwise, the context is that in `generated`, with the package of `context`."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", context
     template, settings = generated
@@ -200,7 +197,6 @@ def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) ->
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
-    """Returns the classes of module lists and of loops over time, and the class of the model."""
     programs = plan.programs
     keeper = keeper_of(programs)
     speller = Speller(plan, flags_of(programs), {}, keeper)
@@ -244,7 +240,6 @@ def _reads_cache(programs: Programs, graph: Graph) -> bool:
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
-    """Returns the programs with distinct code, and a line `NAME = EARLIER` for each other program."""
     known: dict[object, Graph] = {}
     aliases: list[str] = []
     for graph in rolled:
@@ -262,14 +257,11 @@ def _taken(programs: Programs) -> frozenset[str]:
 
 
 def _sides(programs: Programs) -> frozenset[str]:
-    """Returns the first words of paths that name a part of the model, such as `encoder`."""
     paths = [path.split(".") for graph in programs.programs for path, _ in graph.params]
     return frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
 
 
 def _steps(programs: Programs) -> Sequence[str]:
-    """Returns the class names of the step functions of loops over time. Step functions are not called through a module
-    list."""
     inside = {
         node.op.callee
         for graph in programs.graphs
@@ -317,7 +309,7 @@ def _init(programs: Programs, params: Sequence[Named], blocks: dict[str, BlockCl
 
 
 def _constants(programs: Programs) -> Iterator[str]:
-    """Yields the class attributes of the model. The runtime reads them when it compiles the model."""
+    """Yields the class attributes of the model. The runtime reads these attributes to compile the model."""
     nodes = (node for graph in programs.graphs for node in graph.nodes)
     if names := sorted({node.op.name for node in nodes if node.op.apart}):
         yield f"fullgraph = False  # Torch's compiler skips {' and '.join(names)}, and compiles the parts around it"

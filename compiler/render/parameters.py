@@ -26,7 +26,6 @@ class ClassContext(NamedTuple):
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The lines of the constructor, each within the line length."""
         return tuple(text for line in self.init for text in fitted(line, BODY))
 
 
@@ -41,10 +40,10 @@ def parameter_lines(
 
     Args:
         params: The paths and types of the parameters. Those whose type has `storage` become buffers.
-        where: The condition under which an instance of the class has a parameter, if only some instances have it.
+        where: The conditions of parameters that only some instances of the class have, by path.
         modules: Paths of modules that other lines create. The returned lines create the parents of these modules.
         table: The table of buffers, by name or as an expression.
-        shapes: The shape of a parameter as an expression, if it depends on the instance.
+        shapes: The shapes that depend on the instance, as expressions, by the path of the parameter.
 
     Returns:
         The lines of the constructor.
@@ -91,12 +90,10 @@ def parameter_lines(
 
 
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
-    """Returns the lines that define the table of buffers. Empty if there are no buffers."""
     stored = [(path, type) for path, type in params if type.storage]
     rows = [f'    "{path}": ({shape_text(type)}, {DTYPES[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()
 
 
 def shape_text(type: TensorType) -> str:
-    """Returns a shape as the text of a tuple."""
     return tuple_text(list(map(spelled, type.shape)))

@@ -50,7 +50,7 @@ class Methods:
         return True
 
     def shared(self, name: str, merged: Merged) -> tuple[Function, tuple[str, ...]]:
-        """Returns a method that several programs call, and its flag arguments."""
+        """Returns a method that several programs call, and the flag arguments of this method."""
         keeper = self.speller.keeper
         flags = self._flags(merged)
         keeping = self._keeping(merged)
@@ -65,7 +65,6 @@ class Methods:
         return method(body, name, doc, optional_arguments(merged, inputs, used, state)), used
 
     def program(self, graph: Graph) -> Function:
-        """Returns the method of one program."""
         keeper = self.speller.keeper
         inputs = [(name, type) for name, type in graph.inputs if not self._is_state(name)]
         outputs = [(label, ref) for label, ref in graph.outputs if not self._is_state(label)]
@@ -131,7 +130,6 @@ class Methods:
     def _unpacked(
         self, merged: Merged, state: Mapping[str, Where]
     ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
-        """Returns the local names of the state outside of blocks, and the entries of `Body.unpacks` for it."""
         taken = {name for name, _, _ in merged.inputs()}
         words = {name: name.split(".")[1:] for name in state}
         last = [path[-1] for path in words.values()]
@@ -155,10 +153,6 @@ class Methods:
 
 
 def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
-    """Groups the names of state by their paths.
-
-    `state.decoder.lstm.h` has the path `decoder.lstm`. The state of a layer in a block has the path of the block.
-    """
     places: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         words = name.split(".")[1:]

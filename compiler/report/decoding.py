@@ -24,17 +24,16 @@ class Decoding:
 
     @cached_property
     def float_bytes(self) -> int:
-        """The bytes of the parameters that a step reads, as floats."""
         return decode_cost(self.floats, 1, 0)[1]
 
     @cached_property
     def packed_bytes(self) -> int:
-        """The bytes of the parameters that a step from an artifact reads."""
         return decode_cost(self.packed, 1, 0)[1]
 
     @property
     def refused(self) -> tuple[Rewriting, ...]:
-        """The products whose weights stay floats. `refusal` states why a product does not read codes."""
+        """The products whose weights stay floats. The field `refusal` of an entry states why the product does not read
+        codes."""
         return tuple(r for r in self.packed.rewritings if r.step == STEP and r.refusal)
 
 
@@ -52,7 +51,6 @@ def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
 
 
 def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
-    """Returns the facts of `decoding_lines` as JSON data."""
     if decoding is None:
         return None
     floats = [{"nodes": list(rewriting.nodes), "reason": rewriting.refusal} for rewriting in decoding.refused]

@@ -34,7 +34,6 @@ class ErrorPage:
     good: str
 
     def text(self) -> str:
-        """Returns the page as text for a terminal."""
         parts = [f"{self.code}: {self.meaning} (exit code {self.exit_code})"]
         parts += [
             f"{title}:\n\n{_indented(example)}"
@@ -61,7 +60,6 @@ def page_of(code: str) -> ErrorPage:
 
 
 def _side(change: str, sign: str) -> str:
-    """Returns the lines of a diff with the sign `sign`, and the unchanged lines around them."""
     lines = [f"  ...{line[2:]}" if line == "@@" else line for line in change.splitlines()]
     return "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", sign))
 

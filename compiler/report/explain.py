@@ -84,7 +84,6 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
 
 def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
-    """Yields each pass that rewrote the node `path` or refused to, with the effect or the reason."""
     for rewriting in programs.rewritings:
         if any(_covers(path, other) for other in rewriting.nodes):
             effect = rewriting.text or f"not applied: {rewriting.refusal}"
@@ -92,14 +91,12 @@ def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _computed_again(programs: Programs) -> frozenset[str]:
-    """Returns the names of the graphs that the backward pass recomputes: functions, and forward graphs of groups."""
     again = set(programs.recomputed)
     groups = (group for group in programs.groups if again.intersection(programs.callers[group.name]))
     return frozenset({*again, *(group.forward.name for group in groups)})
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
-    """Yields the path, the node, the reason and the graph name of each node without a chosen kernel."""
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:
@@ -121,7 +118,6 @@ def _covers(node: str, path: str) -> bool:
 
 
 def text_of(row: Explained) -> str:
-    """Returns an explanation as text for the terminal."""
     lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
     lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
     lines += ["  the backward pass computes it again: train.recompute"] if row.recomputed else []

@@ -38,7 +38,6 @@ class ProductRow(NamedTuple):
         )
 
     def data(self) -> dict[str, Any]:
-        """Returns the row as JSON data."""
         names = ("node", "kernel", "language", "module", "tile", "m", "n", "k")
         padded = {"n": [self.model_n, self.n], "k": [self.model_k, self.k]}
         shown = {name: pair for name, pair in padded.items() if pair[0] != pair[1]}
@@ -46,7 +45,6 @@ class ProductRow(NamedTuple):
 
 
 def products(plan: Plan) -> Iterator[ProductRow]:
-    """Yields a row for each distinct int8 product of a plan, in the plan's order."""
     rows: set[ProductRow] = set()
     for choice in plan.choices:
         op, types = choice.site.node.op, choice.site.inputs
@@ -65,7 +63,6 @@ def products(plan: Plan) -> Iterator[ProductRow]:
 
 
 def path_of(choice: Choice) -> str:
-    """Returns the product's path in the spec, without the suffixes of padding and fusion."""
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 

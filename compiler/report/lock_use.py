@@ -20,7 +20,6 @@ class LockUse(NamedTuple):
     idle: tuple[str, ...] = ()
 
     def note(self, spec: Path) -> str:
-        """Returns a note about the entries that do not apply. Empty if all entries apply."""
         if not self.idle:
             return ""
         names = ", ".join(self.idle[:SHOWN])
@@ -37,7 +36,6 @@ def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
 
 
 def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Iterator[tuple[str, bool]]:
-    """Yields the name of each entry of one target, and whether the entry applies."""
     locked, plan = lock.targets[target], plans.get(target)
     choices = plan.every_choice if plan is not None else ()
     taken = [lock.entry(target, choice.site) for choice in choices]

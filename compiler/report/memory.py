@@ -83,8 +83,6 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
 
 
 def _update_bytes(train: TrainSpec, plan: Plan) -> int:
-    """Returns the most bytes that an update of the parameters allocates at once. This is the largest allocation of an
-    optimizer, plus the f32 copies and the random bits of bf16 master weights."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for param in plan.programs.params:
         if param.optimizer is not None:
@@ -109,7 +107,6 @@ class _Peak:
         return max(self._forward(), self._backward())
 
     def _forward(self) -> int:
-        """Returns the peak of the forward pass in bytes. After this pass, only the saved values are in memory."""
         saved, sizes = self._pass.saved, self._pass.sizes
         last = {self._root(ref): i for i, node in enumerate(self._graph.nodes) for ref in node.inputs}
         ends: Counter[int] = Counter()
@@ -126,7 +123,6 @@ class _Peak:
         return peak
 
     def _backward(self) -> int:
-        """Returns the peak of the backward pass in bytes. Before this pass, only the saved values are in memory."""
         saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
         # The first node that reads each saved value; the value is freed after the backward of this node
         first: dict[str, str] = {}
@@ -162,7 +158,6 @@ class _Peak:
         return self._stored is None or ref in self._stored
 
     def _gradient_bytes(self, ref: str) -> int:
-        """Returns the bytes of the gradient of a value. 0 if compiled code does not write it to memory."""
         return self._graph.types[ref].bytes(self._pass.sizes) if ref[0] == "@" or self._is_stored(ref) else 0
 
     def _inside(self, node: Node, forward: bool) -> int:

@@ -23,7 +23,6 @@ HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 
 
 def plan_page(summary: Summary) -> str:
-    """Returns the text of PLAN.md."""
     main, flops = summary.main, f"{quantity(3 * summary.forward_flops)}FLOP per token forward and backward"
     head = f"{summary.spec.model.title}: {summary.parameters:,} parameters{summary.used}, {flops}"
     lines = [f"# {summary.spec.name}: plan", "", head, "", *_step_table(summary), "", *_facts(summary)]
@@ -38,7 +37,6 @@ def plan_page(summary: Summary) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a Markdown table."""
     return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
@@ -55,7 +53,6 @@ def _step_table(summary: Summary) -> list[str]:
 
 
 def _facts(summary: Summary) -> Iterator[str]:
-    """Yields the main facts, one per line, and the table of stored forms."""
     main = summary.main
     facts = [f"Stored: {summary.stored}{f'; {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
@@ -103,7 +100,8 @@ def rewritten(programs: Programs) -> Iterator[str]:
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:
-    """Yields a phrase for each kind of scale, with the linear layers that multiply 8-bit floats with such scales."""
+    """Yields a phrase for each kind of scale of 8-bit floats. A phrase lists the linear layers with this kind of
+    scale."""
     forms: dict[str, dict[str, None]] = {}
     for graph in plan.programs.graphs:
         for node in graph.nodes:
@@ -119,8 +117,8 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
 
 
 def joined(plan: Plan) -> Iterator[str]:
-    """Yields sentences on dropout and rounding to 8 bits: which ones the kernels of matrix products compute, and which
-    ones Torch computes."""
+    """Yields sentences about dropout and about rounding to 8 bits. The sentences state where a kernel of a matrix
+    product computes this operation, and where Torch does."""
     kernels: dict[str, dict[str, None]] = {}
     torch: dict[str, dict[str, None]] = {}
     for group in plan.programs.groups:
@@ -146,8 +144,6 @@ def _ceilings(target: Target) -> str:
 
 
 def _rows(step: Step, plan: Plan) -> list[str]:
-    """Returns the table of a target's nodes. Nodes of a training step come first, then nodes of only other programs,
-    then nodes that pad or crop."""
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
     for choice in plan.choices:
@@ -171,7 +167,7 @@ def _kernel_cells(choice: Choice) -> tuple[str, ...]:
 
 
 def kernel_words(choice: Choice) -> str:
-    """Returns the name of a node's kernel and its tile. The suffix `by rule` marks a kernel without a measurement."""
+    """Returns the names of a node's kernel and tile. The suffix `by rule` marks a kernel without a measurement."""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
     if not file:
         return choice.kernel.name
@@ -182,8 +178,6 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """Yields one line per fused group: the values that the group saves for its backward pass, and the reason for this
-    choice."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -199,8 +193,6 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields lines about kernels that were not chosen: slower kernels, unmeasured kernels of optional packages, and
-    fusions that refuse a node."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
@@ -214,7 +206,6 @@ def _slower(plan: Plan) -> Iterator[str]:
 
 
 def _packages(plan: Plan) -> Iterator[str]:
-    """Yields lines about unmeasured kernels of optional packages."""
     waiting: dict[str, dict[str, None]] = {}
     for choice in plan.choices:
         known = choice.measured.others if choice.measured is not None else {}
@@ -242,7 +233,6 @@ def _refused(programs: Programs) -> Iterator[str]:
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
-    """Yields lines about the differences between the plan of another target and the main plan."""
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return
@@ -265,7 +255,6 @@ def _deployed(plan: Plan) -> list[str]:
 
 
 def _padding(programs: Programs) -> Iterator[str]:
-    """Yields one line per padded value of int8 products, then an empty line."""
     lines: list[str] = []
     for graph in programs.graphs:
         for node in graph.nodes:
@@ -288,8 +277,6 @@ def _padding(programs: Programs) -> Iterator[str]:
 
 
 def _shape_changes(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields each distinct node of fused groups whose op pads or crops. An entry has the path of the node, and the op
-    with the types of inputs and outputs."""
     seen: set[tuple[str, str]] = set()
     for group in programs.groups:
         for graph in (group.forward, group.backward):

@@ -46,7 +46,6 @@ def is_barrier(node: Node) -> bool:
 
 
 def learned_values(graph: Graph) -> set[str]:
-    """Returns the values that need a gradient, with the parameters."""
     learned = {f"@{name}" for name, type in graph.params if type.floating}
     for node in graph.nodes:
         if learned.intersection(node.inputs):
@@ -60,8 +59,9 @@ class SavedByGroup(NamedTuple):
     Attributes:
         read: The values of the graph that the backward pass reads: inputs and results of the group.
         needed: The values that the backward pass reads, by their names in the group.
-        inside: The bytes of the values that the group computes for its backward pass, without its results.
-        computed: The bytes of the values that the group computes for its backward pass, with its results.
+        inside: The bytes of the values that the group computes for its backward pass, without the results of the group.
+        computed: The bytes of the values that the group computes for its backward pass, including the results of the
+            group.
     """
 
     read: frozenset[str]
@@ -88,17 +88,14 @@ class Pass:
 
     @cached_property
     def views(self) -> Mapping[str, str]:
-        """Maps each view to the value with which it shares memory."""
         return aliases(self.graph, self.sizes)
 
     @cached_property
     def learned(self) -> frozenset[str]:
-        """The values that need a gradient."""
         return frozenset(learned_values(self.graph))
 
     @cached_property
     def groups(self) -> Mapping[str, SavedByGroup]:
-        """The values that each group saves, by the name of its node."""
         nodes = (node for node in self.graph.nodes if isinstance(node.op, Fused))
         return {node.name: self._saved_by(node) for node in nodes}
 
@@ -116,7 +113,6 @@ class Pass:
 
     @cached_property
     def again(self) -> Mapping[str, Mapping[str, int]]:
-        """The bytes of the values that the backward pass recomputes, by region and value."""
         regions: dict[str, dict[str, int]] = {}
         for ref, size in self._read.items():
             if self._is_computed_again(ref):
@@ -176,7 +172,6 @@ class Pass:
         return saved
 
     def bytes_of(self, refs: Iterable[str]) -> dict[str, int]:
-        """Returns the bytes of the floating-point values among `refs`, without parameters."""
         types = self.graph.types
         return {
             ref: types[ref].bytes(self.sizes) for ref in sorted(set(refs)) if ref[0] not in "@$" and types[ref].floating
@@ -226,8 +221,8 @@ class Pass:
         return saved
 
     def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
-        """Returns the values that are saved for a reader of `ref`: the value itself, or smaller values from which it
-        is computed."""
+        """Returns the values that are saved for a reader of `ref`: `ref` itself, or smaller values from which `ref` is
+        computed."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
             if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
@@ -296,7 +291,6 @@ class Pass:
 
 
 def has_rows(type: TensorType) -> bool:
-    """Returns whether the first dim is a dim of rows or tokens."""
     return bool(type.shape) and isinstance(type.shape[0], str)
 
 
@@ -317,8 +311,6 @@ def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, .
 
 
 def _needed(group: Group, compiled: bool) -> frozenset[str]:
-    """Returns the values that the backward graph of a group reads but does not compute, except the gradient of the
-    result."""
     early, late = moved(group, compiled)
     computed = {ref for node in late for ref in node.outputs}
     known = {*group.saved, *(ref for node in early for ref in node.outputs)}

@@ -71,7 +71,6 @@ class Work(NamedTuple):
 
     @property
     def ms(self) -> float | None:
-        """The time per step in ms. None if a row was not measured."""
         times = [row.ms * row.calls for row in self.rows if row.ms is not None]
         return sum(times) if len(times) == len(self.rows) else None
 
@@ -85,7 +84,6 @@ class Work(NamedTuple):
 
     @property
     def expected_ms(self) -> float:
-        """The measured time, otherwise the floor."""
         return self.floor_ms if self.ms is None else self.ms
 
 
@@ -104,7 +102,6 @@ class Step:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """The classes of work, most expensive first. The class for the rest of the step comes last."""
         names = dict.fromkeys(row.work for row in self.rows)
         works = [Work(name, tuple(row for row in self.rows if row.work == name)) for name in names]
         return tuple(sorted(works, key=lambda work: (work.name == REST, -work.expected_ms, -work.flops)))
@@ -156,7 +153,6 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    """Returns twelve hex digits of a digest of a step's programs, kernels, tiles and sizes."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
     words = (str(graph), *groups, *choices, str(tokens), str(sizes), *plan.programs.recomputed)
@@ -249,14 +245,11 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns the row of work for which the plan has no kernel. The floor is computed from the target's peak rate for
-    `op`."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
-    """Returns the measured time of a node in ms, scaled to `rows` rows. None if the lock has no measurement."""
     entry = choice.measured if choice is not None else None
     timings = plan.locked.timings if plan.locked is not None else {}
     alike = (timing for key, timing in timings.items() if without_storage(key) == site.key)
@@ -265,7 +258,6 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
 
 
 def _as_computed(type: TensorType) -> TensorType:
-    """Returns the type of a parameter without its storage. The time of a step does not depend on the storage."""
     return TensorType(type.shape, type.dtype)
 
 
@@ -276,7 +268,6 @@ def without_storage(key: str) -> str:
 
 
 def words_of(site: Site) -> str:
-    """Returns a description of a node: the op, the formula of the epilogue, and the additional outputs."""
     epilogue = site.epilogue
     words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
     saved = ", ".join((epilogue or site.node.op).output_labels[1:])
@@ -284,7 +275,6 @@ def words_of(site: Site) -> str:
 
 
 def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
-    """Joins the rows of equivalent nodes. Yields one row per kind of node."""
     alike: dict[object, list[StepRow]] = {}
     for row in rows:
         key = (row.site.key, row.choice.rendered.module if row.choice else "") if row.site is not None else row.node
@@ -296,7 +286,6 @@ def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
 
 
 def _pattern(name: str) -> str:
-    """Returns a node's path with `*` for block numbers, and without the suffixes of repeated runs."""
     return ".".join("*" if word.isdigit() else re.sub(r"_run\d+$", "", word) for word in name.split("."))
 
 
@@ -304,8 +293,8 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Returns the fewest bytes that the pointwise nodes of a forward pass can move. Matrix products, attention and
     groups are barriers.
 
-    All nodes between the same barriers count as one kernel. Such a kernel reads each input once, and writes each value
-    that other kernels read once.
+    All nodes between the same barriers count as one kernel. Such a kernel reads each input once. It writes only values
+    that other kernels read, each once.
     """
     views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
     # For each value, its stage, and whether a kernel between barriers computes it

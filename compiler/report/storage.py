@@ -96,8 +96,6 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Returns the estimated bytes of an artifact without its arrays. The artifact contains the spec with one rule per
-    tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]

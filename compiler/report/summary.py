@@ -41,8 +41,8 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The main facts about the plans of a spec. `deployed` has the plans of a model that runs from an artifact, for
-    targets where they differ from `plans`."""
+    """The main facts about the plans of a spec. `deployed` has the plan of the model that runs from an artifact. It
+    contains only targets for which this plan differs from the plan in `plans`."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -60,13 +60,11 @@ class Summary:
 
     @cached_property
     def used(self) -> str:
-        """The number of parameters that a token uses, in words. Empty if a token uses all."""
         used = used_parameters(lower(self.spec, next(iter(self.plans))))
         return f", of which a token uses {used:,}" if used < self.parameters else ""
 
     @cached_property
     def forward_flops(self) -> int:
-        """The operations of a forward pass per token, without operations on padding."""
         return flops_per_token(lower(self.spec, next(iter(self.plans))), self.spec.model.window)
 
     @cached_property
@@ -76,7 +74,6 @@ class Summary:
 
     @property
     def cached(self) -> str:
-        """The size of a cache in words. Empty without a cache."""
         window = self.spec.model.window
         bytes = cached_bytes(self.main.programs, window)
         numbers, each = (f"{total / window:,.1f}".removesuffix(".0") for total in (self.cached_numbers, bytes))
@@ -89,7 +86,6 @@ class Summary:
 
     @cached_property
     def decoding(self) -> Decoding | None:
-        """A decoding step of the quantized model. None if no step reads codes."""
         return decoding_of(self.spec, tuple(self.plans))
 
     @cached_property
@@ -114,7 +110,6 @@ class Summary:
 
     @property
     def step_time(self) -> str:
-        """The time of a step in words, measured or as a lower bound."""
         step = self.step
         if step.timing is not None:
             return f"{milliseconds(step.timing.ms)} ms, floor {milliseconds(step.floor_ms)}"
@@ -122,20 +117,18 @@ class Summary:
 
     @property
     def memory(self) -> str:
-        """The memory of a step in words."""
         if self.step.timing is not None:
             return f"{self.step.timing.memory / 1e9:.1f} GB at most"
         return f"about {self.step.memory.total / 1e9:.1f} GB"
 
     @property
     def memory_parts(self) -> str:
-        """The parts of a step's estimated memory in words, largest first."""
         parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 
     @property
     def gap(self) -> str:
-        """A phrase with the class of work whose measured time exceeds the floor by the most. Empty without
+        """A phrase about the class of work with the largest difference between measured time and floor. Empty without
         measurements."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
@@ -156,20 +149,16 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """A description of `promote`, `allocate` or `correct`, the settings that change the bits of the rules. Empty if
-        the spec has none of them."""
         if not self.storage.chosen:
             return ""
         return f"then {self.storage.chosen}"
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The values that each group saves for its backward pass, and their bytes in a micro-batch."""
         return tuple(map(self._saved, self.main.save_choices))
 
     @property
     def recomputed(self) -> str:
-        """The parts that the backward pass recomputes, in words. Empty if there are none."""
         return ", ".join(dict.fromkeys(place for _, place in recomputed_places(self.main.programs)))
 
     @property
@@ -248,7 +237,6 @@ def _kernels(plan: Plan) -> str:
 
 
 def data(summary: Summary) -> dict[str, Any]:
-    """Returns the facts of `lines` as JSON data."""
     step, storage = summary.step, summary.storage
     return {
         "name": summary.spec.name,

@@ -127,7 +127,6 @@ def _error_of(model: type[StrictModel], data: object) -> ValidationError | None:
 
 
 def _with(data: Any, values: Mapping[Path, object]) -> Any:
-    """Returns a copy of `data` with the given values at their paths."""
     if () in values:
         return values[()]
     inner: dict[Any, dict[Path, object]] = {}
@@ -142,7 +141,6 @@ def _with(data: Any, values: Mapping[Path, object]) -> Any:
 def _problems_of_sound_parts(
     source: Source, models: Mapping[Path, type[StrictModel]], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """Yields problems that involve several fields, in the parts of a spec without Pydantic errors."""
     sound: list[Path] = []
     for path, model in models.items():
         broken = any(fault[: len(path)] == path for fault in faulty)

@@ -41,7 +41,6 @@ class _ForEditors(GenerateJsonSchema):
 
 
 def description_of(model: type[StrictModel]) -> str:
-    """Returns the docstring of a model without its section `Attributes:`."""
     return inspect.cleandoc(model.__doc__ or "").partition("Attributes:\n")[0].rstrip()
 
 
@@ -57,7 +56,6 @@ def field_descriptions(model: type[StrictModel]) -> Mapping[str, str]:
 
 
 def schema_text() -> str:
-    """Returns the schema of `Spec` (draft 2020-12) as deterministic text."""
     return json.dumps(Spec.model_json_schema(schema_generator=_ForEditors), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -39,7 +39,6 @@ class ScheduleSpec(StrictModel):
 
     @property
     def falls(self) -> bool:
-        """Whether the warm-down begins immediately after the warm-up."""
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
@@ -82,7 +81,6 @@ class ScheduleSpec(StrictModel):
         return self.down(0.0 if steps is None else min(1.0, last / span))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if warm-up or warm-down is stated both in steps and as a fraction, or if the shape rises."""
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
                 message = f"{name} is set in steps and as a fraction"

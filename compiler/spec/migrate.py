@@ -22,7 +22,6 @@ Data = MutableMapping[str, Any]
 
 
 def upgraded(data: Any) -> Any:
-    """Returns the data of a spec in the current version. Other data are returned unchanged."""
     if not of_version_1(data) and not has_tf32(data):
         return data
     new = _plain(data)
@@ -41,7 +40,8 @@ def _move_tf32(train: Data) -> None:
 
 
 def migrated_text(path: FilePath) -> str | None:
-    """Returns the text of a spec file in the current version, with its comments. None if it already has this version.
+    """Returns the text of a spec file in the current version, with its comments. None if the file already has this
+    version.
 
     Raises:
         SpecError: If the file is not a spec of version 1.
@@ -98,7 +98,6 @@ def with_all_comments(old: str, new: str) -> str:
 
 
 def _code_and_comment(line: str) -> tuple[str, str]:
-    """Splits a line into its code and its comment, both without surrounding space."""
     match = re.search(r"(?:^|\s)(#.*)$", line)
     return (line[: match.start()].strip(), match[1].strip()) if match else (line.strip(), "")
 
@@ -145,7 +144,6 @@ def _turn_backward(part: Any) -> None:
 
 
 def _migrate_masks(part: Any) -> None:
-    """Rewrites old attention fields for windows and documents as masks."""
     for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
         _migrate_masks(inner)
     if not isinstance(part, MutableMapping) or part.get("kind") != "attention" or part.get("of") == "encoder":
@@ -160,7 +158,6 @@ def _migrate_masks(part: Any) -> None:
 
 
 def _stages(data: Data) -> Iterator[Data]:
-    """Yields the sections of the attention layers in the encoder and the decoder of a spec."""
     model = data.get("model")
     sides = [model.get(side) or () for side in ("encoder", "decoder")] if isinstance(model, MutableMapping) else []
     for part in (part for side in sides for part in side):
@@ -169,7 +166,6 @@ def _stages(data: Data) -> Iterator[Data]:
 
 
 def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
-    """Yields each section of a spec with a stack of blocks, and the stack's number of features."""
     model = data.get("model")
     if isinstance(model, MutableMapping):
         if isinstance(model.get("blocks"), MutableMapping):
@@ -248,7 +244,6 @@ def _migrate_blocks(blocks: Data, dim: Any) -> None:
 
 
 def _migrate_train(train: Data) -> None:
-    """Rewrites old fields as schedules: ramps, tapers, teacher forcing and row lengths."""
     for optimizer in train.get("optimizers") or ():
         if isinstance(optimizer, MutableMapping):
             for key, schedule in (("momentum", _ramp), ("weight_decay", _taper)):
@@ -285,7 +280,6 @@ def _title(layer: Mapping[str, Any]) -> str:
 
 
 def _migrate_gate(layer: Data) -> None:
-    """Rewrites the gate of attention heads as a learned value and an expression."""
     gate = layer.pop("gate", None)
     if isinstance(gate, Mapping):
         act = parse(gate.get("act", "2 * sigmoid(x)"))
@@ -335,7 +329,6 @@ def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
 
 
 def _residual(layer: Data) -> str:
-    """Removes the residual factor from a layer. Returns the factor as the prefix of an expression, such as `0.5 * `."""
     factor = layer.pop("residual", None)
     if factor is None:
         return ""

@@ -29,7 +29,6 @@ class LossScaleSpec(StrictModel):
     least: PositiveFloat = 1.0
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if the initial factor is below the smallest."""
         if self.initial < self.least:
             message = f"the loss scale begins at {self.initial:g}, below its least value {self.least:g}"
             yield Problem(("initial",), "S293", message, "raise initial, or lower least")
@@ -57,12 +56,9 @@ class Fp8Spec(StrictModel):
 
     @property
     def steps(self) -> int:
-        """The number of steps that determine a delayed scale."""
         return self.history or 16
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for delayed row scales, because a row holds another token in each step. Also yields one for
-        `history` without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
             message = "row scales cannot be delayed, because a row contains other tokens in each step"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")

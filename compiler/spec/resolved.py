@@ -80,10 +80,6 @@ def _scalar(value: Any) -> str:
 
 
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
-    """Returns whether the source states a value, and the longest prefix of the value's path in the source.
-
-    A shorter form of the value, such as a text in place of a mapping, also counts.
-    """
     value = source.data
     for depth, part in enumerate(path):
         inner = step(value, part)

@@ -31,7 +31,7 @@ _Match = Annotated[Pattern, Field(description="The pattern of the names of the p
 
 @cache
 def rule_model(scheme: type[Scheme]) -> type[Scheme]:
-    """Returns the model of rules with a scheme: the fields of the scheme, and `match`."""
+    """Returns the Pydantic model of a rule with this scheme. The model has the fields of the scheme, and `match`."""
     return create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(_Match, ...))
 
 
@@ -105,7 +105,6 @@ class Allocate(StrictModel):
     match: Pattern = "*"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if there is only one combination of bits and clips."""
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
             hint = "list several bits, or several clip_stds"
             yield Problem(("bits",), "S268", "allocate has a single option, so there is nothing to choose", hint)
@@ -149,7 +148,6 @@ class Calibrate(StrictModel):
     begin: Literal["bos", "uniform"] = later("bos")
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for each sampling setting that is set without `source: self`."""
         for name in ("length", "temperature", "begin"):
             if self.source != "self" and name in self.model_fields_set:
                 message = f"calibrate has {name}, which only applies to `source: self`"
@@ -187,7 +185,6 @@ class QuantSpec(StrictModel):
     budget_bytes: Positive | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for a promotion or allocation without a limit, and for both together."""
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
             yield Problem(
                 ("promote",),
@@ -272,7 +269,7 @@ class Spec(StrictModel):
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
-        """Yields the problems of settings that conflict with a prefix, whose targets are not scored."""
+        """Yields the problems of settings that conflict with `prefix`. The targets in the prefix are not scored."""
         least = self.model.unscored + 1
         if least == 1:
             return
@@ -320,7 +317,6 @@ class Spec(StrictModel):
             yield Problem(("tf32",), "S277", message, "remove tf32, or set `compute: f32`")
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems that involve several sections of the spec."""
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")

@@ -28,7 +28,6 @@ class StartSpec(StrictModel):
     skip: tuple[Pattern, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Returns whether the patterns select a name."""
         return any(matches(pattern, name) for pattern in self.take) and not any(
             matches(pattern, name) for pattern in self.skip
         )

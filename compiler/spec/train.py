@@ -35,7 +35,7 @@ BLOCK = "block"  # the entry of `recompute` that stands for whole blocks
 
 
 def _tagged(key: str, default: str) -> Any:
-    """Returns a validator that adds a tag to a section that does not state it."""
+    """Returns a validator that adds the tag `key: default` to a section without the key `key`."""
 
     def add(value: Any) -> Any:
         return {key: default, **as_tuples(value)} if isinstance(value, dict) else value
@@ -176,12 +176,10 @@ class TrainSpec(StrictModel):
 
     @property
     def loss_weights(self) -> Mapping[str, float | str | Schedule]:
-        """The weights of the loss terms, by the name of the program input."""
         return {term.input: term.weight for term in self.losses if term.input}
 
     @property
     def starts_from(self) -> StartSpec | None:
-        """The weights with which the run starts. None for initial values."""
         return StartSpec(path=self.start) if isinstance(self.start, str) else self.start
 
     @property
@@ -197,19 +195,17 @@ class TrainSpec(StrictModel):
         return size if self.batch is not None else size // window
 
     def at_once(self, world: int = 1) -> int:
-        """Returns the number of rows per backward pass on each of `world` processes."""
         if self.micro_batch is not None:
             return self.micro_batch
         smallest = min(size for _, size in points_of(self.batch or 8))
         return 8 if self.batch is None else max(smallest // world, 1)
 
     def pass_tokens(self, window: int, world: int = 1) -> int:
-        """Returns the number of tokens of one backward pass, over all `world` processes. A row has `window` tokens."""
         return self.at_once(world) * world * window
 
     def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem for each row length that does not divide `window` tokens. For a model of lines, yields a
-        problem for each setting of rows."""
+        """Yields a problem for each row length that does not divide `window` tokens. For a model of lines, `context`
+        and a schedule of `batch` are problems."""
         if reads == "lines":
             if self.context is not None:
                 message = "context cuts windows of text, but the model translates lines"
@@ -240,7 +236,6 @@ class TrainSpec(StrictModel):
                 yield Problem(path, "S217", message, hint, related)
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems of the step size, the run length and the schedule."""
         if (self.tokens_per_step is None) == (self.batch is None):
             yield Problem(
                 ("batch",) if self.batch is not None else (),
@@ -294,7 +289,8 @@ class TrainSpec(StrictModel):
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
-        """Yields a problem for `qat` and for `average` if the warm-down never falls below their threshold `below`."""
+        """Yields a problem if the learning-rate multiplier never falls below the threshold `below` of `qat` or of
+        `average`."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
         if isinstance(self.average, SwaSpec):  # the last sample may be taken up to `every` steps before the end
             every = self.average.every
@@ -339,7 +335,6 @@ class BitsSpec(StrictModel):
 
     @property
     def longest(self) -> int:
-        """The number of tokens of a scored window. 0 for the context."""
         return self.window or 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
@@ -363,7 +358,6 @@ class BitsSpec(StrictModel):
             yield from (problem.under("adapt") for problem in problems)
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields the problems of `adapt` on a model whose parameters have these shapes."""
         if self.adapt is not None:
             yield from (problem.under("adapt") for problem in self.adapt.problems_of(shapes))
 
@@ -387,17 +381,14 @@ class ExactMatchSpec(StrictModel):
     longest: ClassVar[int] = 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines."""
         if reads != "lines":
             message = "exact_match compares lines, but the model reads one stream of tokens"
             yield Problem(("metric",), "S228", message, "use `metric: bits_per_byte`")
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields nothing: exact match has no requirements on parameters."""
         yield from ()
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for `decode: beam` without `beam`, and for `decode: greedy` with `beam`."""
         if (self.beam is None) != (self.decode == "greedy"):
             message = (
                 "`decode: beam` needs the number `beam`" if self.beam is None else "`decode: greedy` takes no `beam`"

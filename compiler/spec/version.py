@@ -10,22 +10,20 @@ VERSION = 2
 
 
 def of_version_1(data: Any) -> bool:
-    """Returns whether a spec has version 1."""
     return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
 
 
 def has_version(source: Source) -> bool:
-    """Returns whether a source states the current version."""
     return isinstance(source.data, Mapping) and source.data.get("spec_version") == VERSION
 
 
 def has_tf32(data: Any) -> bool:
-    """Returns whether a spec has the old key `train.tf32`, which is now in `train.precision`."""
     return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train
 
 
 def refuse_old(source: Source) -> None:
-    """Raises SpecError for a spec of version 1 or with an old key. The hint is the command that rewrites it."""
+    """Raises SpecError for a spec of version 1 or with an old key. The hint names the command that rewrites the
+    spec."""
     hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
     if (old := of_version_1(source.data)) or has_tf32(source.data):
         place = source.value(("spec_version",) if old else ("train", "tf32"))

@@ -16,12 +16,10 @@ def _yaml() -> YAML:
 
 
 def editable(text: str) -> Any:
-    """Returns the data of a YAML text with comments and layout. The text must be sound; see `text.yaml.parse`."""
     return _yaml().load(text)
 
 
 def edited(data: Any) -> str:
-    """Returns the text of data from `editable`, with all changes."""
     stream = io.StringIO()
     _yaml().dump(data, stream)
     return stream.getvalue().rstrip() + "\n"

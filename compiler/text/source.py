@@ -31,7 +31,7 @@ _DOUBLE = re.compile(_BREAK + r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
 
 
 class Place(NamedTuple):
-    """A position in a file, or in an override, which is displayed like a file."""
+    """A position in a file or an override. Messages show an override like a file."""
 
     file: str
     mark: Mark
@@ -48,8 +48,8 @@ class Source:
         keys: the position of the key at each path in the data.
         values: the position of the value at each path in the data.
         spans: the (start, end) character indices of each string scalar in the text, by path in the data.
-        overlays: pairs of the path of a replaced value, and the override as a source. The text of an override begins
-            with the dotted path.
+        overlays: one pair per override: the path of the replaced value, and the override as a source. The text of an
+            override begins with the dotted path.
     """
 
     file: str
@@ -70,7 +70,6 @@ class Source:
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
 
     def value(self, path: Path) -> Place:
-        """Returns the start of the value at `path`, or of the nearest enclosing value."""
         return self._find(path, lambda source, rest: source.values.get(rest))
 
     def key(self, path: Path) -> Place:
@@ -84,11 +83,9 @@ class Source:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Maps the name of this file and of each override to its text."""
         return {self.file: self.text} | {over.file: over.text for _, over in self.overlays}
 
     def _known(self, path: Path) -> tuple[Path, object]:
-        """Returns the longest prefix of `path` that exists in the data, and its value."""
         value = self.data
         for depth, part in enumerate(path):
             inner = step(value, part)
@@ -125,7 +122,6 @@ class Source:
 
 
 def step(value: object, part: str | int) -> tuple[object] | None:
-    """Returns item `part` of `value` in a 1-tuple, or None if there is no such item."""
     if isinstance(value, dict) and isinstance(part, str) and part in value:
         return (value[part],)
     if isinstance(value, tuple) and isinstance(part, int) and 0 <= part < len(value):
@@ -150,7 +146,6 @@ def read(origin: FilePath | str, name: str = "<text>") -> Source:
 
 
 def name_of(path: FilePath) -> str:
-    """Returns the path of a spec file as messages display it."""
     return path.name if path == STDIN else str(path)
 
 

@@ -93,7 +93,6 @@ def parse(text: str, name: str, column: int = 0) -> Parsed:
 
 
 def mark_of(text: str, index: int) -> Mark:
-    """Returns the line and column of character `index`."""
     return Mark(text.count("\n", 0, index) + 1, index - text.rfind("\n", 0, index))
 
 
@@ -265,7 +264,6 @@ class _Reading:
         self.keys[(*top.path, key)] = mark
 
     def _scalar(self, event: ScalarEvent, mark: Mark) -> object:
-        """Resolves a scalar by the core schema of YAML 1.2, section 10.3.2."""
         text = str(event.value)
         if event.style is not None:
             if _SURROGATE.search(text):

@@ -52,7 +52,6 @@ class SlotCausal(_Fit):
     kind: Literal["slot_causal"]
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
-        """Yields a problem if windows do not overlap."""
         if stride >= window:
             message = f"slot_causal needs windows that overlap; the window is {window} and the stride {stride}"
             yield Problem((), "S259", message, f"use a stride below {window}")

@@ -27,7 +27,6 @@ class SgdSettings(StrictModel):
     weight_decay: NonNegativeFloat = 0.0
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if `nesterov` is set without momentum."""
         if self.nesterov and not self.momentum:
             hint = "set momentum, or remove nesterov"
             yield Problem(("nesterov",), "S259", "nesterov needs a momentum above 0", hint)
@@ -110,7 +109,6 @@ class TestTimeTraining(Adaptation):
         return "the artifact, earlier tokens, and the total number of tokens (schedule: cosine)"
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields a problem if no parameter is trained."""
         covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
         if not covered:
             hint = f"the parameters have names such as {next(iter(shapes))}; use a pattern such as `blocks.*` or `*`"

@@ -33,7 +33,6 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines, or if the model's vocabulary or context is too small."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
             yield Problem(

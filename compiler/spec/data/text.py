@@ -74,7 +74,6 @@ class TextData(DataKind):
             yield Problem((unused,), "S296", message, f"remove {unused}")
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model reads lines, or lacks ids of the tokenizer `bytes`."""
         if model.reads != self.gives:
             message = "`text` gives one stream of tokens, but the model translates lines"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")

@@ -16,7 +16,7 @@ Model = type[StrictModel]
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """Yields the members of a union without `Annotated`. A type that is not a union is its only member."""
+    """Yields the members of a union, with `Annotated` removed. For a type that is not a union, yields this type."""
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -29,7 +29,6 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def models_in(annotation: Any) -> list[Model]:
-    """Returns the Pydantic models among the alternatives of a type."""
     return [
         member for member in alternatives(annotation) if isinstance(member, type) and issubclass(member, StrictModel)
     ]
@@ -75,12 +74,10 @@ def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
 
 
 def tags_of(models: Iterable[Model], key: str) -> list[str]:
-    """Returns the tags of the models. A tag is the value of `key` that identifies a model."""
     return [tag for model in models if (tag := tag_of(model, key)) is not None]
 
 
 def item_of(annotation: Any, index: int) -> Any:
-    """Returns the type of item `index` if `annotation` allows a list, otherwise None."""
     for member in alternatives(annotation):
         if get_origin(member) is tuple:
             members = get_args(member)
@@ -89,7 +86,6 @@ def item_of(annotation: Any, index: int) -> Any:
 
 
 def size_of(annotation: Any) -> int:
-    """Returns the number of items in a list of this type, or 0 if the number is not fixed."""
     members = next(
         (get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple), (Ellipsis,)
     )
@@ -105,7 +101,8 @@ def list_words(annotation: Any) -> str:
 
 
 def range_of(annotation: Any) -> str:
-    """Returns the numbers that a type allows in words, such as `at least 2 and at most 8`. Empty if all are allowed."""
+    """Describes the numbers that a type allows, such as `at least 2 and at most 8`. Empty if the type allows all
+    numbers."""
     limits: dict[str, float] = {}
     for mark in _metadata(annotation):
         limits |= {name: getattr(mark, name) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name)}
@@ -126,7 +123,7 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 
 def wanted(annotation: Any) -> str:
-    """Returns the values that a field accepts in words, such as `a whole number` or `text or a mapping`."""
+    """Describes the values that a field accepts, such as `a whole number` or `text or a mapping`."""
     words: list[str] = []
     for member in alternatives(annotation):
         if get_origin(member) is Literal:
@@ -149,13 +146,11 @@ _WORDS: Mapping[Any, str] = {
 
 
 def joined(words: Iterable[str]) -> str:
-    """Returns the words as `a, b or c`."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def dotted(path: Path) -> str:
-    """Returns a path in the form of `--set`, such as `model.embed.0.dim`."""
     return ".".join(map(str, path))
 
 

@@ -34,7 +34,6 @@ class Words:
         self.source, self.models, self.root = source, models, root
 
     def say(self, group: list[FieldError]) -> Iterator[Diagnostic]:
-        """Yields the diagnostics of the errors at one path."""
         special: Mapping[str, Callable[[FieldError], Iterator[Diagnostic]]] = {
             "extra_forbidden": self._unknown_key,
             "missing": self._missing_key,
@@ -77,7 +76,6 @@ class Words:
         return value
 
     def _annotation(self, path: Path) -> Any:
-        """Returns the type that the spec expects at `path`, with limits such as ranges. None if the type is unknown."""
         if path in self.models or not path:
             return None
         *outer, last = path
@@ -212,7 +210,6 @@ def _discriminator(error: FieldError) -> str:
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:
-    """Returns whether a path leads into another item of the list that contains `holder`."""
     *outer, item = holder or ("",)
     here = path[: len(holder)]
     return isinstance(item, int) and here[:-1] == tuple(outer) and here[-1:] != (item,) and len(here) == len(holder)
@@ -236,7 +233,6 @@ def _models(root: Model) -> tuple[Model, ...]:
 
 @cache
 def _scheduled(root: Model) -> tuple[str, ...]:
-    """Returns the names of the fields that accept a schedule, in any section."""
     return tuple(sorted({name for model in _models(root) for name, info in keys_of(model).items() if _takes(info)}))
 
 
@@ -245,7 +241,6 @@ def _takes(info: FieldInfo) -> bool:
 
 
 def _apart(path: Path, other: Path) -> int:
-    """Returns the distance of two paths in the tree of the data: the number of keys that occur in only one of both."""
     shared = 0
     while shared < min(len(path), len(other)) and path[shared] == other[shared]:
         shared += 1

@@ -86,12 +86,10 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
 
 
 def _has_wrong_type(error: FieldError) -> bool:
-    """Returns whether the value has the wrong type. A Literal of texts accepts only texts."""
     return error.kind in TYPES or (bool(error.choices) and not isinstance(error.value, str))
 
 
 def _grouped(errors: Iterable[FieldError]) -> list[list[FieldError]]:
-    """Returns the errors grouped by path. Errors about unknown keys are in separate groups."""
     groups: dict[object, list[FieldError]] = {}
     for error in errors:
         groups.setdefault((error.path, error.kind == "extra_forbidden"), []).append(error)

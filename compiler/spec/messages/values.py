@@ -60,7 +60,6 @@ class FieldError(NamedTuple):
 
     @property
     def choices(self) -> list[str]:
-        """The values that a Literal allows; empty for other errors."""
         expected = str(self.context.get("expected", "")) if self.kind == "literal_error" else ""
         return re.findall(r"'([^']*)'", expected) or ([expected] if expected else [])
 
@@ -123,7 +122,6 @@ def _plain(value: object) -> str:
 
 
 def wrong_value(group: list[FieldError], annotation: Any) -> tuple[str, str]:
-    """Returns the message and the hint for a value out of range. `annotation` is the type of the field with limits."""
     first = group[0]
     form = joined(dict.fromkeys(word for error in group for word in _limits(error)))
     return f"must be {form}, not {_description(first.value)}", _way_out(group, annotation) or f"change it to {form}"

@@ -55,7 +55,6 @@ class MuonSpec(OptimizerSpec):
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason if the shape is neither a matrix nor a stack of matrices, otherwise ""."""
         return "" if len(shape) in (2, 3) else "muon updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
@@ -63,8 +62,6 @@ class MuonSpec(OptimizerSpec):
         return super().state_numbers(shape) + rows
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if `steps` leaves no iteration, if `coefficients` has more entries than iterations, or if
-        the iterations diverge."""
         yield from super().problems()
         least = LEAST_STEPS.get(self.method, 1)
         if self.steps < least:

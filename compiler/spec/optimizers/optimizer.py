@@ -72,7 +72,6 @@ class OptimizerSpec(StrictModel):
         return round(whole + self.of_shape * max(by_shape.values(), default=0))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for a cautious decay of 0."""
         if self.cautious_decay and self.weight_decay == 0:
             message = "cautious_decay chooses the numbers that decay, but weight_decay is 0"
             yield Problem(("cautious_decay",), "S288", message, "set weight_decay, or remove cautious_decay")

@@ -36,7 +36,6 @@ class SoapSpec(OptimizerSpec):
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason if the shape is neither a matrix nor a stack of matrices, otherwise ""."""
         return "" if len(shape) in (2, 3) else "soap updates only matrices"
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
