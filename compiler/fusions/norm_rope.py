@@ -74,7 +74,7 @@ class NormRopeFusion(Fusion):
 
 
 def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
-    """Returns the members by role, or the reason why the fusion does not accept them."""
+    """Returns the members by role, or the reason to reject the members."""
     by_name = {member.name: member for member in members}
     ropes = [member for member in members if isinstance(member.op, Rope)]
     if len(ropes) != 1:
@@ -85,7 +85,7 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     after = next((member for member in members if rope.name in member.inputs), None)
     if norm is None and after is not None and isinstance(after.op, RmsNorm):
         if len(after.inputs) > 1:
-            return f"takes a norm with a weight only before the rope; {after.name} is after it"
+            return f"takes a norm with a weight only before the rope; {after.name} is after the rope"
         if isinstance(rope.op, Rope) and rope.op.scales:
             return f"takes a norm only before a rope that changes lengths; the angles of {rope.name} have a magnitude"
         last = norm = after
@@ -96,12 +96,12 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     if norm is not None and not isinstance(norm.op, RmsNorm):
         return f"takes only an rms_norm before the rope; {norm.name} is a {norm.op.name}"
     if weight is not None and not _of_parameter(weight):
-        return f"takes a weight that is a function of one parameter; {weight.name} is not one"
+        return f"takes a weight that is a function of one parameter; {weight.name} is not such a function"
     if gain is None:
         return Parts(norm, rope, None, weight=weight)
     scale = _factor(last, gain)
     if not scale:
-        return f"takes only a product after the rope; {gain.name} is not one"
+        return f"takes only a product after the rope; {gain.name} is not a product"
     heads = rope.type.shape[-2]
     if graph.types[scale].shape != (heads, 1):
         return f"takes a gain of shape ({heads}, 1), one number per head; {scale} is {graph.types[scale]}"
@@ -114,7 +114,6 @@ def _of_parameter(weight: Node) -> bool:
 
 
 def _factor(value: Node, gain: Node) -> str:
-    """Returns the ref of the factor if the node `gain` multiplies `value` by a single factor, otherwise ""."""
     if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != value.types:
         return ""
     operands: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}

@@ -62,7 +62,7 @@ class SoftmaxLossFusion(Fusion):
         if isinstance(parts, str):
             return parts
         if parts.loss is not members[-1]:
-            return f"takes {parts.loss.name} as the last member; it is {members[-1].name}"
+            return f"takes {parts.loss.name} as the last member, not {members[-1].name}"
         slope = derive(reread(parts.f), "z")
         if not variables(slope) and number(slope) == 0:
             return f"cannot train: {parts.f} has gradient 0 everywhere"
@@ -104,7 +104,7 @@ def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> t
 
 
 def _parts(members: Sequence[Node]) -> Parts | str:
-    """Returns the members by role, or the reason why the fusion does not accept them."""
+    """Returns the members by role, or the reason to reject the members."""
     by_name = {member.name: member for member in members}
     losses = [member for member in members if isinstance(member.op, CrossEntropy)]
     if len(losses) != 1:

@@ -61,10 +61,10 @@ class Source:
         bias: The name of the int8 bias, or "".
         read: The indices of the node inputs that the weight multiplies.
         outputs: The indices of the node outputs that the weight multiplies.
-        maker: The name of the node that computes the first of the multiplied inputs, or of the graph input that is this
-            value.
-        leader: The weight whose name identifies the input scale. Of all weights that multiply this input, it is the
-            first in the parameter table.
+        maker: The name of the node that computes the first multiplied input. If this input is an input of the graph,
+            the name of the graph input.
+        leader: The first weight in the parameter table that multiplies this input. The name of the leader identifies
+            the input scale.
         part: The index of the slice that the weight multiplies.
         parts: The number of slices.
     """
@@ -178,7 +178,7 @@ class Editor:
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
         """Declares a tensor that is stored next to a weight, with a suffix such as `codes`, `offset` or `scale`.
-        Returns its ref."""
+        Returns the ref of the tensor."""
         name = f"{weight[1:]}_{suffix}"
         self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
         return f"@{name}"

@@ -91,7 +91,6 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """Returns the fraction of the run at which the learning rate falls below `train.qat.below`."""
     assert train.qat is not None
     schedule = train.schedule
     left = schedule.below(train.qat.below)
@@ -105,8 +104,8 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with an additional boundary at the fraction `begins`. The phases after it train the
-    rounded programs."""
+    """Yields the phases of a run, with an additional boundary at the fraction `begins`. The phases after this boundary
+    train the rounded programs."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -177,7 +176,7 @@ class _Copied:
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
-        """Returns a copy of the graph, under a new name, that rounds the inputs of int8 products. A function without
+        """Returns a copy of the graph under a new name. The copy rounds the inputs of int8 products. A function without
         int8 products is returned unchanged."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.added)

@@ -11,8 +11,8 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph with two changes. Operands of the shape of an int8 product are copied to contiguous rows. An
-    int8 product whose only reader quantizes it writes the codes itself."""
+    """Returns the graph with two changes. Operands with the shape of an int8 product are copied to contiguous rows. If
+    only a `QuantizeRows` node reads an int8 product, the product writes the codes itself."""
     return _row_by_row(_requantized(graph))
 
 
@@ -62,7 +62,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """Lets an int8 product write codes directly if only a quantization reads the product."""
+    """Joins each `QuantizeRows` node with the int8 product that it quantizes, if the product has no other reader."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

@@ -35,7 +35,6 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
 
 
 def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
-    """Returns the hidden size. Raises TypeRuleError if it is not a multiple of 4, or if a bias is not int8."""
     _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:
@@ -97,7 +96,7 @@ class Int8LstmForm(Int8Form):
         self._replace(edit, node, factors, fake_quantized_gates)
 
     def _replace(self, edit: Editor, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
-        """Replaces the node by one loop per direction, over the gates. Concatenates the outputs of the loops."""
+        """Replaces the node by one loop over time per direction. Concatenates the outputs of the loops."""
         x, h, c, *_ = node.inputs
         directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
         parts: list[tuple[str, str, str]] = []

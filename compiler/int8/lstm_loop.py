@@ -58,8 +58,6 @@ def add_loop(
 
 
 def _function(edit: Editor, read: Sequence[str], step: Step) -> Graph:
-    """Returns the function of one step. The inputs are the values `read`: the state, the gates of the step, and the
-    constants."""
     b = Builder(f"lstm_{edit.types[read[0]].width}{step.suffix}.step")
     for name, ref in zip(("h", "c", "x", *step.constants), read, strict=True):
         type = edit.types[ref]

@@ -93,7 +93,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """Returns all programs except training programs, and the functions that they call."""
+    """Returns the programs without training programs, and without functions that only training programs call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}

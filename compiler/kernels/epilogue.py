@@ -91,7 +91,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """All inputs and outputs of a kernel for matrix products of the same rows `x` [rows, K].
+    """All inputs and outputs of a kernel. The kernel multiplies the rows `x` [rows, K] with one or more weights.
 
     Attributes:
         x: The input of all products.
@@ -103,8 +103,8 @@ class Epilogue:
         layout: `nk` for weights [N, K], `kn` for weights [K, N].
         draws: The name of each dropout mask, and the probability that an element is 0. The operand of the same name
             holds the random numbers.
-        scales: Maps the name of each product of two scales to the columns of the two scales. The columns are those of
-            the operand of the same name.
+        scales: The name of each variable that is a product of two scales, and the columns of the two scales. The
+            operand of the same name holds all scales.
         steps: The outputs in the order of computation. The first output is computed last, because its expression may
             read the other outputs.
     """
@@ -152,12 +152,11 @@ class Epilogue:
         return tuple(lines)
 
     def product(self, weight: Value) -> str:
-        """Returns the formula of the product with a weight."""
         return f"{self.x.name} {weight.name}{'^T' if self.layout == 'nk' else ''}"
 
 
 def epilogue_of(site: Site) -> Epilogue:
-    """Returns the epilogue of a site that `refusal` has accepted."""
+    """Returns the epilogue of a site for which `refusal` is None."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Product) and epilogue is not None
     count = op.arity - 1
@@ -202,7 +201,7 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns the reason to reject the node for every kernel with an epilogue. None if some kernel may accept it."""
+    """Returns a reason why no kernel with an epilogue accepts the node. None if some kernel may accept it."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"computes products of rows and weights; {site.node.op.name} is not such a product"

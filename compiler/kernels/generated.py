@@ -48,12 +48,10 @@ class GeneratedFunction(NamedTuple):
 
     @property
     def cuda_header(self) -> str:
-        """The header as C++ comments."""
         return self.header.replace("# ", "// ", 1).replace("\n# ", "\n// ")
 
     @property
     def cuda_formulas(self) -> tuple[str, ...]:
-        """The formulas as C++ comments."""
         return tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in self.formulas)
 
 
@@ -112,7 +110,7 @@ def generated_function(
 
 
 def number_of(dim: Dim) -> int:
-    """Returns `dim`, which must be a number and not a symbol, as an int."""
+    """Converts a dim to an int. The dim must be a number, not a symbol."""
     assert isinstance(dim, int)
     return dim
 

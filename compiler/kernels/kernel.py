@@ -54,8 +54,8 @@ class Site:
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The epilogue of the node, or None. Its first variables are the accumulators, one per matrix product. The
-        operands follow."""
+        """The epilogue of the node, or None. The first variables of the epilogue are the accumulators, one per matrix
+        product. The operands follow."""
         epilogue = self.node.epilogue
         return epilogue if isinstance(epilogue, Pointwise) else None
 
@@ -105,8 +105,8 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns the reason, with numbers, why this kernel with its tile cannot compute the node. None if the kernel
-        can compute it.
+        """Returns the reason why this kernel, with its tile, cannot compute the node. The reason contains the numbers
+        that matter. None if the kernel can compute the node.
 
         The caller has already compared the language and the features in `needs` with the target.
         """
@@ -151,12 +151,13 @@ class Kernel(ABC):
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:
-    """Returns the reason to reject a GPU target for a kernel in plain Torch. None on the CPU."""
+    """Returns `reason` for a GPU target, and None for the CPU. Kernels in plain Torch reject GPU targets."""
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """Returns a reason that lists the features that the target lacks. None if the target lacks no feature."""
+    """Returns a reason such as `sm80 has no tma` if the target lacks a language or a feature that the kernel needs.
+    Otherwise None."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
@@ -164,7 +165,7 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 
 def refusal(kernel: Kernel, site: Site) -> str | None:
-    """Returns the reason why a kernel cannot compute a node; None if it can."""
+    """Returns the reason why a kernel cannot compute a node. None if the kernel can compute the node."""
     if reason := missing(kernel, site.target):
         return reason
     return NOT_REPEATABLE if site.deterministic and not kernel.deterministic else kernel.rejects(site)

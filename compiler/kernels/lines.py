@@ -33,7 +33,7 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:
-    """Returns a bracketed list. It is on one line if it fits, otherwise with each item on an indented line.
+    """Returns a bracketed list: on one line if there is room, otherwise with one item per indented line.
 
     Args:
         head: Text up to the opening bracket.

@@ -138,7 +138,6 @@ BY_POINTER = (
 
 
 def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
-    """Returns the candidate tiles that fit into the shared memory of the target."""
     tma = "tma" in target.features
     tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:

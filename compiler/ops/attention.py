@@ -29,8 +29,8 @@ def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 class Attention(Op):
     """The base class of attention ops.
 
-    They compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H. The output
-    is [B, T, H, D]. The score is q k^T / sqrt(C) unless a subclass changes it.
+    Attention ops compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H. The
+    output is [B, T, H, D]. The score is q k^T / sqrt(C) unless a subclass changes it.
 
     Each subclass has its own mask. A query that attends to no key has output 0, as in Torch.
     """
@@ -120,8 +120,8 @@ class AttendContext:
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
         tiles: the lines that list two kinds of blocks of scores: those with some unmasked query-key pair, and those
             with only unmasked pairs.
-        rows: the number of rows of these lists, as an expression.
-        read: the name of the variable from which the lists are computed.
+        rows: the number of rows of the lists in `tiles`, as an expression.
+        read: the name of the variable from which the lists in `tiles` are computed.
         seen_pair: the call of the mask function for one query and key, in FlexAttention.
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
@@ -209,18 +209,16 @@ class ScoreFields(Op):
 
     @property
     def description(self) -> str:
-        """A description of the score, the mask and the other settings."""
         scale = f"scale {self.scale:g}" if self.scale is not None else ""
         score = f"score {self.score}" if self.score != PLAIN else ""
         return ", ".join(filter(None, (score, f"where {self.mask}", scale, "a sink per head" if self.sinks else "")))
 
     def parsed(self, heads: Dim) -> tuple[Score, Mask]:
-        """Returns the parsed score and mask for `heads` query heads."""
         assert isinstance(heads, int)
         return Score.of(self.score, self.tables, int(heads)), Mask.of(self.mask, int(heads))
 
     def check_further(self, q: TensorType, types: Sequence[TensorType], place: int) -> None:
-        """Raises TypeRuleError if the additional inputs, which begin at index `place`, do not match q."""
+        """Raises TypeRuleError if an additional input does not match q. Additional inputs begin at index `place`."""
         for i, (name, type) in enumerate(zip(self.further, types, strict=True), place):
             if name == "start" and type != TensorType(q.shape[:2], "i64"):
                 raise TypeRuleError(f"needs a document start for each token of q {q}, not {type}", (0, i))
@@ -246,7 +244,6 @@ class ScoredBase(ScoreFields, Attention):
         return Attention.infer(self, inputs)
 
     def named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns the additional inputs by name."""
         return dict(zip(self.further, inputs[len(self.leading) :], strict=True))
 
     def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -285,7 +282,6 @@ class ScoredBase(ScoreFields, Attention):
         return self.named(inputs)["sinks"] if self.sinks else None
 
     def attend_call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        """Returns the call of the generated attention function."""
         score, mask = self.parsed(inputs[0].shape[-2])
         cached = "positions" in self.leading
         words = ("attend", "cached" if cached else "", "paged" if "table" in self.leading else "", self.title)
@@ -342,7 +338,6 @@ class ScoredBase(ScoreFields, Attention):
         return *lines, f"y = {weights}.to(v.dtype) @ v"
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        """Returns the template fields, by name, that differ between whole sequences and caches."""
         raise TypeRuleError(f"{self.name} does not define the template fields of its positions")
 
 
@@ -364,7 +359,6 @@ def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:
 
 
 def _common(mask: Mask, q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the mask: [T, S], or [B or 1, H or 1, T, S] if sequences or heads have different masks."""
     names = variables(mask.condition)
     rows, heads = (len(q) if "start" in names else 1), (q.shape[-2] if "h" in names else 1)
     lead = (rows, heads) if "start" in names or "h" in names else ()

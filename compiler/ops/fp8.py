@@ -20,9 +20,9 @@ SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the la
 class Fp8Linear(Op):
     """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 
-    Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each is divided by a scale.
-    The scale maps the largest magnitude to the largest number of the format. The three products are y, dx = dy w and
-    dw = dy^T x. Each is summed in f32 and multiplied by the scales of its factors.
+    Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each tensor is divided by a
+    scale. The scale maps the largest magnitude to the largest number of the format. The three products are y, dx = dy w
+    and dw = dy^T x. Each product is summed in f32, and multiplied by the scales of its factors.
 
     Attributes:
         by_rows: Whether a factor has one scale for each vector along the summed dim. Otherwise, the whole factor has
@@ -83,7 +83,6 @@ def _rounded_products() -> Any:
     import torch
 
     def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
-        """Returns value / scale, rounded to 8 bits, times the scale: [R, K]."""
         if state is not None:
             scale = state[0, factor].to(value.dtype)
         else:

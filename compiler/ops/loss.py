@@ -116,8 +116,6 @@ class IgnoreFirst(Moves):
 
 
 def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
-    """Evaluates an expression of binary operations as Torch calls. `values` maps the variables of the expression to
-    arguments."""
     match expr:
         case Var(name):
             return values[name]
@@ -159,7 +157,6 @@ class SoftmaxLoss(Op):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Returns the names of the inputs that hold targets."""
         return ("targets", *(f"targets_{name}" for name in self.further))
 
     @property
@@ -199,8 +196,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradients of the rows `some`, and the mean loss over the rows `every`. Processes ROWS rows at a
-        time to limit memory."""
+        """Computes the gradients of the rows `some`, and the mean loss over the rows `every`. To limit memory, the
+        method processes ROWS rows at a time."""
         import torch
 
         if self.reduction == "none":

@@ -49,7 +49,6 @@ class HeadRotation(Op):
 
     @property
     def description(self) -> str:
-        """Returns a description of the operations on a head."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
         weight = f"weight {self.weight}" if self.weight else ""
@@ -161,7 +160,6 @@ class NormRopeGrad(HeadRotation):
         return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Differentiates the reference of NormRope with autograd."""
         import torch
 
         dy, *others = (value.detach() for value in inputs)
@@ -249,5 +247,4 @@ def _size(x: TensorType, cos: TensorType) -> str:
 
 
 def _letters(number: float) -> str:
-    """Formats a number as part of a name: `1em05` for 1e-05."""
     return f"{number:g}".replace("-", "m").replace(".", "p").replace("+", "")

@@ -48,7 +48,7 @@ def step_of(bits: int) -> float:
 
 
 def wide(bits: int) -> str:
-    """Returns a suffix for names with the number of bits of an input. Empty for 8 bits."""
+    """Returns a suffix for names: the number of bits of an input, such as `_i16`. Empty for 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
@@ -109,7 +109,6 @@ class Int8Product(Op):
     stored: ClassVar[int]
 
     def extent(self, weight: TensorType) -> tuple[int, int]:
-        """Returns N and K of the product."""
         n, k = weight.shape
         assert isinstance(n, int) and isinstance(k, int)
         return n, k

@@ -109,5 +109,5 @@ class Scan(Op):
 
 
 def returned(types: Sequence[TensorType]) -> Types:
-    """Converts types to the form of the field `returns`."""
+    """Converts types to pairs of a shape and a dtype, as in `Call.returns`."""
     return tuple((type.shape, type.dtype) for type in types)

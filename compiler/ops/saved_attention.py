@@ -51,7 +51,6 @@ class SavedAttention(Op):
         return self.plain.flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Computes a few sequences at a time. Scores and lse have the precision of q, and at least f32."""
         import torch
 
         wide = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -63,8 +62,8 @@ class SavedAttention(Op):
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def gradients(self, tape: Tape, grad: Op) -> Gradients:
-        """Adds the node of the op `grad`, and returns one gradient per input: None for a mask and for document
-        starts."""
+        """Adds a node with the op `grad`. Returns one gradient per input. A mask and document starts have no gradient,
+        so their entries are None."""
         read = (*map(tape.input, range(3)), tape.output(0), tape.output(1), *map(tape.input, range(3, self.arity)))
         dq = tape.add("grad", grad, (tape.grad(), *read))
         learned = (output_ref(dq, i) for i in range(3, 3 + self.arity - self.by_rows))
@@ -118,13 +117,11 @@ class SavedAttentionGrad(Op):
         return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces the random y and lse by the outputs of the forward op for q, k and v."""
         dy, q, k, v, _, _, *mask = inputs
         y, lse = self.forward.reference(q.float(), k.float(), v.float(), *mask)
         return dy, q, k, v, y.to(q.dtype), lse, *mask
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Differentiates attention without the log-sum-exp with autograd, a few sequences at a time."""
         import torch
 
         outputs, rows = [], self.forward.by_rows
@@ -202,7 +199,6 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return IDS
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces the random start positions by first positions of documents."""
         return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
 
     def derivative(self, tape: Tape) -> Gradients | None:

@@ -110,7 +110,8 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first of `items`. The end states how many more there are."""
+    """Returns the end of a message that names only the first of `items`, such as ` (and 3 more parameters)`. Empty if
+    there are no more items."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 
@@ -161,8 +162,6 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 
 def _widths(scheme: Scheme) -> str:
-    """Returns the numbers of bits that a scheme supports, such as `4 to 8 bits`. Empty if the scheme has no
-    variants."""
     widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
@@ -194,16 +193,6 @@ def _correction_problems(
 def _calibrated(
     path: Path, what: str, pattern: str, chosen: Allocation, seen: frozenset[str], use: str
 ) -> list[str] | Problem:
-    """Returns the names in `seen` that match `pattern`. If there are none, returns a problem.
-
-    Args:
-        path: The path of the pattern in the spec.
-        what: The setting and its pattern, as text for the problem.
-        pattern: The pattern.
-        chosen: The scheme of each parameter.
-        seen: The names of the parameters whose inputs calibration observes.
-        use: A use of parameters that calibration observes, such as `product`, as text for the problem.
-    """
     covered = [name for name in chosen if matches(pattern, name)]
     if not covered:
         return _unmatched(path, what, chosen)
@@ -233,7 +222,7 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
     """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
     embedding tables. Calibration observes the program `score` of a text model. For other models, both sets are empty.
-    No pass may have rewritten `programs` before."""
+    `programs` are the programs before any pass that rewrites graphs."""
     nodes = _scored(programs)
     return frozenset(_reads(nodes, Linear, GroupedLinear)), frozenset(_reads(nodes, Embedding))
 
@@ -248,13 +237,11 @@ def reused(programs: Programs) -> frozenset[str]:
 
 
 def _scored(programs: Programs) -> tuple[Node, ...]:
-    """Returns the nodes of the program `score`. Empty if the model does not read text."""
     score = programs.program("score")
     return flatten(programs, score).nodes if [name for name, _ in score.inputs] == ["ids", "targets"] else ()
 
 
 def _reads(nodes: Sequence[Node], *kinds: type[Op]) -> Counter[str]:
-    """Returns how many nodes with an op of `kinds` read each parameter."""
     refs = (ref for node in nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
     return Counter(ref[1:] for ref in refs if ref.startswith("@"))
 

@@ -28,7 +28,8 @@ SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending
 
 
 def accumulates(op: Op) -> bool:
-    """Returns whether the op is a linear layer, whose kernel can also compute the next pointwise operation."""
+    """Returns whether the op is a linear layer. The kernel of a linear layer can also compute the next pointwise
+    operation."""
     return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
@@ -124,7 +125,6 @@ class Derivation:
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 
     def total(self, name: str, gradients: Sequence[Scaled]) -> Scaled:
-        """Returns the sum of one value's gradients."""
         if len({grad.by for grad in gradients}) > 1:
             gradients = [Scaled(self.multiplied(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
         total = gradients[0].value
@@ -148,7 +148,6 @@ class Derivation:
         return Scaled(value.value, self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)))
 
     def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a node's inputs, from the derivative rule of the node's op."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]

@@ -12,11 +12,11 @@ from specc.compiler.programs.programs import Programs
 
 
 def derive_weights(programs: Programs) -> Programs:
-    """Moves the computation of derived weights into functions. Returns the new programs. Their field `derived` lists
-    the functions.
+    """Moves the computation of derived weights into functions. Returns the new programs. The field `derived` of the new
+    programs lists the functions.
 
-    A derived weight is a matrix, read by matrix products, that depends only on parameters. An example is the product
-    of a matrix and a learned scale.
+    A derived weight is a matrix that depends only on parameters. Matrix products read this matrix. An example is the
+    product of a matrix and a learned scale.
     """
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}

@@ -30,9 +30,9 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     programs.
 
     A factor is folded if it consists of one number, or of one number per feature, and is a constant or a function of
-    parameters. The product may be the last node of a fused group, and dropout may lie between the product and the
-    factor, so that training and scoring multiply with the same matrices. Decoding programs are unchanged, because they
-    read few bytes besides the matrices.
+    parameters. The product may be the last node of a fused group. Dropout may lie between the product and the factor.
+    Training and scoring therefore multiply with the same matrices. Decoding programs are unchanged, because they read
+    few bytes besides the matrices.
 
     Args:
         programs: The programs, with fused groups.
@@ -46,8 +46,8 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
 
 
 class _Scale(NamedTuple):
-    """A factor of a product, in the pointwise node that is the only reader of the product. Between these two nodes,
-    there may be homogeneous ops (see `Op.homogeneous`).
+    """A factor that a pointwise node multiplies with a product. Homogeneous ops (see `Op.homogeneous`) may lie between
+    the product and this node. No other node reads the product.
 
     Attributes:
         reader: The pointwise node.
@@ -175,8 +175,8 @@ def _matrix(programs: Programs, product: Node) -> int | None:
 
 
 def _multiplies(epilogue: Op | None) -> bool:
-    """Returns whether an epilogue only multiplies the product by a factor, and adds nothing, such as a bias, which the
-    factor of a later node would not reach. Without an epilogue, the factor is 1."""
+    """Returns whether an epilogue only multiplies the product by a factor. An epilogue that adds a term, such as a
+    bias, does more. Without an epilogue, the factor is 1."""
     if not isinstance(epilogue, Pointwise):
         return epilogue is None
     if len(epilogue.outputs) > 1:

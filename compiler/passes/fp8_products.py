@@ -112,7 +112,6 @@ class _Products:
         self.problems: list[Problem] = []
 
     def graph(self, graph: Graph) -> Graph:
-        """Returns the graph with its matching layers in 8 bits."""
         params = dict(graph.params)
         nodes = tuple(self._node(graph, node, params) for node in graph.nodes)
         return graph if nodes == graph.nodes else replace(graph, nodes=nodes, params=tuple(params.items()))

@@ -95,8 +95,6 @@ def _fuse_point(
 
 
 def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
-    """Returns whether the member is already in a fused group. `key` is the name of the graph and the scope of the
-    member."""
     fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
     return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 
@@ -174,8 +172,6 @@ def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Yields candidate names for a group, without end. The first is the default name. The next names contain more
-    words of the scope. All further names repeat the last word of the last member's name."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

@@ -29,7 +29,7 @@ class Unfusable(Exception):
 
 
 class Selection(NamedTuple):
-    """All that determines a group: its nodes, and the names and types of the values that they read.
+    """All that determines a group: the nodes, and the names and types of the values that the nodes read.
 
     Attributes:
         name: The name of the group.
@@ -60,7 +60,7 @@ def build_group(
         scope: The prefix of node names that the fusion point matched.
         members: The nodes, in graph order. Only the last may be read from outside.
         chunks: The number of chunks of rows that are computed one after another.
-        known: The groups that were built before in the same programs, to which this function adds the new group.
+        known: The groups that were built before in the same programs. This function adds the new group to them.
 
     Returns:
         The group with the default save choice. The field `others` holds the group with each other save choice.
@@ -126,8 +126,6 @@ def _composed(selection: Selection) -> Group:
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers. Also raises Unfusable if a member before
-    the last has a reader outside of the group, or no reader."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -212,7 +210,6 @@ def _forward(selection: Selection, keep: Keep) -> Graph:
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
-    """Returns `op` with additional outputs: the values that `plan_backward` saves, and products."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
         raise Unfusable(
@@ -229,7 +226,7 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """Returns the forward graph with pointwise nodes as epilogues of products. The result also outputs the values
-    `saved`, with the names of the backward graph."""
+    `saved`, under their names in the backward graph."""
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)

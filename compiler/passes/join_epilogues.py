@@ -35,7 +35,6 @@ def join_epilogues(graph: Graph) -> Graph:
 
 
 def _as_pointwise(node: Node) -> Node | None:
-    """Returns the node as a pointwise node if it is one, or if it is dropout with a buffer. Otherwise None."""
     op = node.op
     if isinstance(op, Dropout) and op.counted:
         title = f"dropout_{op.p:.4g}".replace(".", "p")
@@ -79,8 +78,6 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
 
 
 def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
-    """Multiplies the first variable of an epilogue by the two scales of a product of codes. The state that holds the
-    scales becomes the last input."""
     scale = _free("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)

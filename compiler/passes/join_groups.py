@@ -57,7 +57,6 @@ def _given(group: Group, fused: Node) -> Mapping[str, str]:
 
 
 def _only_reader(graph: Graph, ref: str) -> Node | None:
-    """Returns the only node that reads a value. None if there are several reads, or if the graph returns the value."""
     readers = graph.consumers[ref]
     return readers[0] if len(readers) == graph.uses(ref) == 1 else None
 
@@ -106,7 +105,7 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
 
 
 def _into_one(graph: Graph) -> Graph:
-    """Returns the backward graph in which the parts of the joined gradient are written into one tensor."""
+    """Rewrites a backward graph: its nodes write the parts of the joined gradient into one tensor."""
     join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
     if join is None:
         return graph

@@ -100,7 +100,6 @@ class Merged:
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
     def type(self, ref: str, where: Where) -> TensorType:
-        """Returns the type of the value `ref` in the variants `where`."""
         types = (slot.node.types[slot.outputs.index(ref)] for slot in self.slots if ref in slot.outputs)
         return next(types, None) or self.variants[min(where)].types[ref]
 
@@ -188,7 +187,6 @@ def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> li
 
 
 def _equal(slot: Slot, other: Slot) -> bool:
-    """Returns whether two slots of different variants compute the same value under two names."""
     a, b = slot.node, other.node
     if slot.where & other.where or a.op.in_place or (a.op, a.epilogue, a.types) != (b.op, b.epilogue, b.types):
         return False
@@ -326,9 +324,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether two values must have different variables, because both are live at once in some variant, or
-        one is an optional input. Generated code tests an optional input for None, so no other value may overwrite it.
-        """
+        """Returns whether two values must have different variables. This is the case if both are live at once in some
+        variant, or if one of the two values is an optional input. Generated code tests an optional input for None, so
+        no other value may overwrite the input."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(

@@ -124,7 +124,6 @@ def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balan
 
 
 def _in_groups(programs: Programs, graph: Graph) -> Iterator[tuple[str, ...]]:
-    """Yields the linear layers that one kernel of a fused group computes, such as gate and up."""
     for node in graph.nodes:
         for inner in programs.group(node.op.group).forward.nodes if isinstance(node.op, Fused) else ():
             if isinstance(inner.op, Linear) and inner.op.weights > 1:
@@ -132,7 +131,6 @@ def _in_groups(programs: Programs, graph: Graph) -> Iterator[tuple[str, ...]]:
 
 
 def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
-    """Yields groups of linear layers that read the same value. All matrices are parameters."""
     by_input: dict[tuple[str, str], list[Node]] = {}
     for node in graph.nodes:
         if node.op == Linear() and node.epilogue is None and node.inputs[1][0] == "@":
@@ -141,8 +139,6 @@ def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
 
 
 def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
-    """Returns the layers whose numbers of output features are multiples of ALIGNMENT. Each output is then aligned for
-    all kernels."""
     return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
 
 
@@ -217,7 +213,6 @@ def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
 
 
 def _labels(layers: Sequence[Node]) -> tuple[str, ...]:
-    """Returns a label for each layer: the shortest suffix of the path that no other layer has, as an identifier."""
     paths = [layer.name.split(".") for layer in layers]
     for length in range(1, max(map(len, paths))):
         labels = tuple("_".join(path[-length:]) for path in paths)

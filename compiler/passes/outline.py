@@ -63,8 +63,8 @@ def outline(
         taken: The names of the model's methods.
         reserved: The names that arguments must not have.
         kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: A function that returns whether a method can tell from its arguments which program calls the
-            method. If it cannot, the pass tries a section of fewer programs.
+        distinguishes: A function that returns whether the arguments of a method determine the calling program. If they
+            do not, the pass tries a section of fewer programs.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -228,8 +228,6 @@ class _Section:
         return names
 
     def _computed(self, refs: Mapping[int, str]) -> dict[int, str]:
-        """Returns the refs of an output in all programs that compute the output. `refs` are the refs in the programs
-        that read it."""
         computed = dict(refs)
         for column in (column for slot in self.slots for column in slot.columns("outputs")):
             if column.items() & refs.items():
@@ -237,7 +235,6 @@ class _Section:
         return computed
 
     def _read_alike(self, refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-        """Returns whether a merged node has an input that is in `refs` for one program and in `others` for another."""
         columns = (column.items() for slot in self.merged.slots for column in slot.columns("inputs"))
         return any(column & refs.items() and column & others.items() for column in columns)
 
@@ -291,8 +288,6 @@ class _Section:
 
 
 def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns whether two parameters can be merged. At least one program must pass both, and every such program must
-    pass the same value for both."""
     both = refs.keys() & others.keys()
     return bool(both) and all(refs[variant] == others[variant] for variant in both)
 

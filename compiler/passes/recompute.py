@@ -95,7 +95,6 @@ def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
-    """Returns the reason why nodes cannot run twice per training step. Empty if they can."""
     states = {ref for ref, type in graph.types.items() if type.storage == STORAGE}
     recorded = next((node.name for node in nodes if states.intersection(node.inputs)), "")
     return f"{recorded} would record the largest magnitudes of its inputs twice per step" if recorded else ""
@@ -103,7 +102,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
     """Replaces the nodes of a part by a call. Returns the new function of the block. Adds the function of the part to
-    `parts`, unless an equal function is there.
+    `parts`, unless `parts` contains an equal function.
 
     Raises ValueError with the reason if the part cannot be a function.
     """
@@ -150,8 +149,8 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
 
 
 def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, Graph]) -> str:
-    """Adds a function to the class of a graph's block, and returns its name. Blocks of one class share equal
-    functions.
+    """Adds a function to the class of a graph's block. Returns the name of the function. Blocks of one class share
+    equal functions.
 
     Args:
         graph: The graph that calls the function.
@@ -169,7 +168,6 @@ def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, 
 
 
 def _input_names(refs: Sequence[str]) -> dict[str, str]:
-    """Returns a name for each value that a part reads: the shortest unique suffix of the value's path."""
     names: dict[str, str] = {}
     for ref in refs:
         words = ref.replace(":", "_").split(".")

@@ -62,7 +62,6 @@ class Loop(Op):
 
     @property
     def repeats(self) -> bool:
-        """Whether a block runs more than once."""
         return len(set(self.runs)) < len(self.runs)
 
 
@@ -198,7 +197,6 @@ def _returned(programs: Programs, blocks: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
-    """Returns the label of `ref`, an output of one of the blocks `calls`. Empty for the residual stream."""
     call = next(call for call in calls if ref in call.outputs)
     assert isinstance(call.op, Call)
     index = call.outputs.index(ref)

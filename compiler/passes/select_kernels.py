@@ -126,7 +126,6 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
 
 
 def _moved(option: SaveChoice) -> int:
-    """Returns the bytes that a group reads and writes, with `MANY` for every symbolic dim."""
     graphs = (option.group.forward, option.group.backward)
     sizes = {
         dim: MANY for graph in graphs for type in graph.types.values() for dim in type.shape if isinstance(dim, str)
@@ -211,8 +210,8 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def together(labels: Sequence[str]) -> str:
-    """Joins labels. Labels that differ in one word become one pattern, such as `blocks.*.attention.{q,k}.rope`. Others
-    are joined with ` and `."""
+    """Joins labels. Labels that differ in one word become one pattern, such as `blocks.*.attention.{q,k}.rope`. All
+    other labels are joined with ` and `."""
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
         differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]

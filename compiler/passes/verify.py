@@ -98,8 +98,6 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Yields a message if the types of a node are not those that its op infers. Outputs of a pointwise op after the
-    first output may have any dtype, because they are saved for the backward pass."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
@@ -110,8 +108,6 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
-    """Yields a message if the epilogue does not have one variable per accumulator and operand, or if the result does
-    not have the shape of the products."""
     products = node.op.infer(inputs[: node.op.arity])
     count = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)

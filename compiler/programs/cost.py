@@ -59,7 +59,7 @@ def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
 
 
 def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the fewest bytes that a graph moves: it reads each input and parameter once, and writes each output
+    """Returns the number of bytes that a graph moves if it reads each input and parameter once, and writes each output
     once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = {ref for _, ref in graph.outputs} - read
@@ -77,7 +77,6 @@ def cached_bytes(programs: Programs, tokens: int) -> int:
 
 
 def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mapping[str, int]]]:
-    """Yields the type of each tensor of the cache, and the sizes of its symbolic dims."""
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
     for type in caches.values():
         # The second dim is the positions of a page

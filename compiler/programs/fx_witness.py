@@ -208,7 +208,7 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Compares all nodes, from the only output on. Returns the traced nodes by plan node (`seen`)."""
+        """Compares all nodes, from the output to the inputs. Returns `seen`."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -217,7 +217,6 @@ class _Comparison:
         return self.seen
 
     def value(self, ref: str, actual: Any) -> None:
-        """Checks a traced value against the plan's value `ref`."""
         if ref[0] == "$":
             self.expect(actual == self.scalars[ref[1:]], ref, f"is {self.scalars[ref[1:]]}", actual)
         elif ref[0] == "@":
@@ -305,7 +304,6 @@ class _Comparison:
             self.argument(node, want, have)
 
     def argument(self, node: Node, want: object, have: Any) -> None:
-        """Checks one argument of a call. A tuple is checked item by item."""
         if isinstance(want, Input):
             self.value(node.inputs[want.index], have)
         elif isinstance(want, TorchCall):
@@ -318,7 +316,6 @@ class _Comparison:
             self.expect(want == have, node.name, f"has {want}", have)
 
     def expression(self, node: Node, expr: Expr, values: Mapping[str, str], actual: Any) -> None:
-        """Checks traced arithmetic against an expression of the pointwise language."""
         if isinstance(expr, Var):
             if self.called(actual) in ("float", "bfloat16", "half"):
                 actual = actual.args[0]

@@ -81,7 +81,8 @@ class Group:
         backward: The backward graph, whose nodes have epilogues. Empty if no gradient flows through the group.
         saved: The values of `forward` that `backward` reads besides the incoming gradient.
         keep: The save choice: the kind of value that the forward pass saves for the backward pass.
-        others: A copy of the group for each of the other save choices. The plan selects one of all these groups.
+        others: A copy of the group for each of the other save choices. The plan selects this group or one of the
+            copies.
         chunks: The number of chunks of rows, which are computed one after another. With several chunks, the gradients
             of a chunk are computed right after its results. Intermediate values then exist for one chunk at a time.
         results: The number of results. The results are the first outputs of `forward`, and their gradients are the
@@ -107,15 +108,15 @@ class Group:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the group accepts rows that are flattened to one dim. It then has a matrix product and does not mix
-        tokens."""
+        """Whether the group accepts rows that are flattened to one dim. Such a group has a matrix product that does not
+        mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a training run. It ends after the fraction `until` of the run.
+    """A phase of a training run.
 
     Attributes:
         until: The fraction of the run at which the phase ends, from 0 to 1.
@@ -165,8 +166,8 @@ class Rewriting(NamedTuple):
     Attributes:
         step: the name of the pass.
         nodes: the paths of the nodes, with `*` in place of block numbers.
-        text: the effect of the pass. Empty if it did not rewrite the nodes.
-        refusal: the reason why the pass did not rewrite the nodes. Empty if it did.
+        text: the effect of the pass. Empty if the pass did not rewrite the nodes.
+        refusal: the reason why the pass did not rewrite the nodes. Empty if the pass rewrote the nodes.
     """
 
     step: str
@@ -187,7 +188,7 @@ class Programs:
         params: The parameters.
         functions: The functions that programs call.
         programs: The programs.
-        places: Pairs (prefix, path). Nodes with names of this prefix come from the part of the spec at this path.
+        places: Pairs (prefix, path). The part of the spec at `path` creates the nodes whose names begin with `prefix`.
         whole: The names of the programs that read whole sequences at once.
         groups: The fused groups.
         phases: The phases of a training run, in order. After the last phase, the run continues with the programs
@@ -323,7 +324,7 @@ def read_by(programs: Programs, name: str) -> frozenset[str]:
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:
-    """Returns the value of each scalar of the flattened program `graph`, by `PATH.name`."""
+    """Returns the value of each scalar that the calls in `graph` pass, by `PATH.name`."""
     calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 

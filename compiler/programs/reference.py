@@ -58,7 +58,6 @@ def run(
         return {label: values[ref] for label, ref in graph.outputs}
 
     def loop(scan: Scan, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Runs a loop over time step by step and returns its outputs."""
         step = flatten(programs, programs.function(scan.callee), at=scan.at)
         last = scan.carried + scan.stepped
         carried, stepped, others = inputs[: scan.carried], inputs[scan.carried : last], inputs[last:]

@@ -121,7 +121,7 @@ class Tables:
         return graph
 
     def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
-        """Builds a program without unused nodes. Adds its parameters and constants to the tables."""
+        """Builds a program without unused nodes. Adds the parameters and constants of the program to the tables."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             self._add(path, type, b.inits[path])
@@ -131,8 +131,6 @@ class Tables:
         return graph
 
     def _define(self, b: Builder) -> None:
-        """Adds the constants of a graph. If the name of a constant is taken by another value, the name gets a numeric
-        suffix."""
         for name, constant in b.constants.items():
 
             def free(option: str, constant: tuple[float, str] = constant) -> bool:
@@ -149,7 +147,6 @@ class Tables:
 
 
 def _read(graph: Graph) -> Graph:
-    """Returns the graph without unused nodes. A node is used if another node or the caller reads its value."""
     while unread := [node for node in graph.nodes if not any(map(graph.uses, node.outputs))]:
         graph = replace(graph, nodes=tuple(node for node in graph.nodes if node not in unread))
     return graph

@@ -27,7 +27,7 @@ class Library(NamedTuple):
         call: The name of the library's calls in templates/torch/attention_calls.jinja.
         widest: The largest number of channels per head.
         step: The number of channels per head must be a multiple of this number.
-        home: Features of GPUs. A GPU with one of these features uses this library first, as Torch itself does.
+        home: Features of GPUs. On a GPU with one of these features, this library is preferred, as in Torch.
         extra: Whether the library is a separate installation, not a part of Torch.
         unequal: Whether keys and values may differ in the number of channels per head.
     """
@@ -101,7 +101,6 @@ class AttentionKernel(Kernel):
         return 1 if self.by.home & site.target.features else 2 + bool(self.by.home)
 
     def call(self, direction: str) -> str:
-        """Returns the name of the macro that calls the library."""
         return f"{self.by.call}_{direction}"
 
     @property
@@ -188,7 +187,6 @@ def fake_outputs(site: Site) -> str:
 
 
 def is_gradient(site: Site) -> bool:
-    """Returns whether the site is the gradient of attention."""
     return isinstance(site.node.op, SavedAttentionGrad)
 
 

@@ -1,5 +1,5 @@
-"""Lists of blocks of attention scores, which attention libraries read. One list has the blocks in which some query-key
-pairs are masked. The other list has the blocks without masked pairs."""
+"""Lists of blocks of attention scores, for attention libraries. One list has the blocks in which some query-key pairs
+are masked. The other list has the blocks without masked pairs."""
 
 from typing import NamedTuple
 

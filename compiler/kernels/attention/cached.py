@@ -95,8 +95,8 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def row_bytes(site: Site) -> int:
-    """Returns the bytes that a program instance loads per position: the padded key, and the value if it is not a part
-    of the key."""
+    """Returns the bytes that a program instance loads per position: the padded key, and the value, unless the value is
+    a part of the key."""
     op, inputs = op_of(site), inputs_of(site)
     channels, values = sizes_of(site)
     if op.values is None:
@@ -108,7 +108,8 @@ def row_bytes(site: Site) -> int:
 
 
 def resident(target: Target, room: int) -> int:
-    """Returns how many program instances fit on a multiprocessor at once. Each needs `room` bytes of shared memory."""
+    """Returns how many program instances fit on a multiprocessor at once. Each program instance needs `room` bytes of
+    shared memory."""
     return min(RESIDENT, target.shared_memory // room)
 
 

@@ -67,34 +67,36 @@ class CachedContext:
 
     Attributes:
         how: A description of the kernels' algorithm.
-        settings: Lines that assign the constants that describe the tile and the layout of the cache.
+        settings: Lines that assign constants, for the tile and for the layout of the cache.
         helpers: Templates of functions that the kernels call.
         pdl: Whether a kernel may begin before the preceding kernel ends (programmatic dependent launch).
         finish, join: The signatures of two Triton functions. `join` adds the partial sums of all parts of the keys.
             `finish` divides the sums by the denominator of the softmax, and stores y.
         kernel, join_kernel: The signatures of the two kernels.
         finish_lines: Lines that complete the denominator of the softmax.
-        finish_block, finish_joined: The calls of `finish`: in the kernel, if there is a single part, and in `join`.
+        finish_block, finish_joined: The two calls of `finish`. The kernel contains the first call, for a single part.
+            `join` contains the second call.
         join_block, join_row: The calls of `join`.
         begin: The position of the first query of a text.
-        bounds: Lines that define the first and last token of a block of queries. Empty if no line reads these.
+        bounds: Lines that define the first and last token of a block of queries. Empty if no line reads the two tokens.
         queries: Lines that load a block of queries.
         shared: Whether the values are the first channels of the keys.
-        reused: Whether the loaded keys also serve as values. Codes are loaded twice instead: Triton does not prefetch a
-            tile that is converted for two products.
+        reused: Whether the loaded keys also serve as values. Codes are loaded twice instead, because Triton does not
+            prefetch a tile that is converted for two products.
         rest: Whether keys have additional channels after those of the values.
         positions: Lines that define the variables of the score for a block of queries.
-        new_token: Lines that attend to the new token and write it to the cache. Empty if another kernel writes it.
+        new_token: Lines that attend to the new token and write it to the cache. Empty if another kernel writes the
+            cache.
         tiles: Lines that count the tiles of keys that a block of queries may see.
         loops: The loops over tiles of keys.
         key_mask, value_mask: The masks of valid elements, for a tile of keys and for a tile of values.
-        other: The value of elements that these masks exclude.
+        other: The value of elements that `key_mask` or `value_mask` excludes.
         decode: The conversion of loaded keys and values.
         weights: The weights of the values in the softmax, as an expression.
-        unit: The factor of y that cancels the constant factor of the scales of values, as text.
+        unit: The reciprocal of the constant factor in the scales of values, as text. y is multiplied by this number.
         inside: The condition that excludes the padding of channels, with a leading ` & `. Empty without padding.
-        element, stored: The dtypes of the operands of matrix products, and of y.
-        sizes, launched_sizes: Lines that define sizes, in the function and in the launch.
+        element, stored: The dtype of the operands of matrix products, and the dtype of y.
+        sizes, launched_sizes: Lines that define sizes, in the generated function and in the launch function.
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts of the keys, as an expression.
         arguments, join_arguments: The arguments of the launches.
@@ -178,11 +180,11 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def sizes_of(site: Site) -> tuple[int, int]:
-    """Returns two numbers of channels: those of a key and those of a value."""
+    """Returns the number of channels of a key, and the number of channels of a value."""
     return number_of(site.inputs[0].width), number_of(site.node.type.width)
 
 
 def page_of(site: Site) -> int:
-    """Returns the number of positions of a page; 0 without pages."""
+    """Returns the number of positions per page. 0 without pages."""
     inputs = inputs_of(site)
     return number_of(inputs["k"].shape[1]) if "table" in inputs else 0

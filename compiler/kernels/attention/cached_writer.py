@@ -262,8 +262,8 @@ class Writer:
     def _tiles(self) -> tuple[str, ...]:
         """Returns the lines that compute the number of tiles to visit.
 
-        In a ring buffer, the tiles of stored rows come before those of new rows. In other caches, the tiles between
-        `prefix` and `low` are skipped, because the mask hides them.
+        In a ring buffer, the tiles of stored rows come before those of new rows. In other caches, tiles that the mask
+        hides are skipped.
         """
         if self.ring is not None:
             return (

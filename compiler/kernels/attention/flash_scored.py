@@ -63,7 +63,7 @@ class FlashScoredContext(NamedTuple):
         how: A description of the algorithm. It states whether repeated calls return the same bits.
         modules: The statements that import modules other than Torch.
         imports: The statements that import the compiler of hooks and flash-attn-4.
-        helpers: The functions that hooks call, each with its name and its value.
+        helpers: The functions that hooks call: the name and the return value of each, as text.
         hooks: The functions that compute the score, the gradient of the score, and the mask.
         blocks: The lists of blocks of scores. None if the mask needs no lists.
         wanted: The input checks of the generated function.
@@ -110,8 +110,8 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns a variable of which flash-attn-4 passes a wrong value to the gradient: `i`, the query position, or `h`,
-    the head. None if the gradient reads only correct values.
+    """Returns the name of a variable that has a wrong value in the gradient of flash-attn-4: `i`, the query position,
+    or `h`, the head. None if the gradient reads only correct values.
 
     flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. Only
     packed heads need this division, but the gradient runs once per query head.

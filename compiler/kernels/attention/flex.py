@@ -24,15 +24,15 @@ class FlexContext(NamedTuple):
     """The context of templates/torch/flex_attention.py.jinja.
 
     Attributes:
-        how: A sentence on whether repeated calls return the same bits.
+        how: A sentence that states whether repeated calls return the same bits.
         visible: The first line of the mask function.
-        mask: The body of that function.
+        mask: The body of the mask function.
         scored: The first line of the score function. Empty if the score is q k^T times the scale.
-        score: The body of that function.
+        score: The body of the score function.
         seen: The call of the mask function for one query and key.
         scores: The call of the score function for one query and key.
         attend: The first line of the function that calls FlexAttention.
-        lines: The body of that function.
+        lines: The body of the function that calls FlexAttention.
         blocks: The lists that select the blocks of scores to compute.
         wanted: The input checks of the generated function.
         gradient: Whether the kernel computes the gradient.

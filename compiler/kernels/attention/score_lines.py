@@ -59,19 +59,18 @@ class Reading:
 
     @property
     def per_head(self) -> bool:
-        """Whether the index depends only on the head."""
         return not {"i", "j"} & set(variables(self.index))
 
     @property
     def distance(self) -> Expr | None:
-        """The flat index as an expression in the distance d = i - j and the head h. None if the index depends on i or
-        j in another way."""
+        """The flat index in terms of the head h and the distance d = i - j. None if the index does not depend on d, or
+        if it depends on i or j in another way."""
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index of a table from the distance d = i - j and the head h. Empty if the
-        index depends on more."""
+        """The line that computes the flat index of a table from the distance d = i - j and the head h. Empty for a
+        `general` read."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -92,7 +91,8 @@ class Reading:
 
     def first(self, by_keys: bool = False) -> list[str]:
         """Returns the lines that load an element once per head. If the index depends only on the head, all scores read
-        this element. If the index depends on i - j, all distant query-key pairs read it. Otherwise empty."""
+        this element. If the index depends on i - j, all distant query-key pairs read this element. There are no lines
+        for other indices."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -186,11 +186,11 @@ class Reading:
 
     @property
     def gradient(self) -> str:
-        """The gradient of the loss by the element of the table that a score reads, as an expression."""
+        """The gradient of the loss with respect to the table element, as an expression."""
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums. With `exact`, they also sum a correction for rounding
+        """Returns the lines that add a tile to the sums. With `exact`, the lines also sum a correction for rounding
         errors."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
@@ -204,7 +204,6 @@ class Reading:
         return lines if exact else lines[:1]
 
     def end_sums(self, exact: bool) -> str:
-        """Returns the line that stores the sums of a row of tiles."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
@@ -290,11 +289,12 @@ class ScoreLines(NamedTuple):
 
     @property
     def by_distance(self) -> tuple[Reading, ...]:
-        """The reads whose index depends on i - j, but in no other way on i and j."""
+        """The reads with a `distance`."""
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
-        """Returns the lines that compute those fp32 positions in `names` that the code reads."""
+        """Returns the lines that compute the fp32 positions `names`. Positions that the code does not read are left
+        out."""
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ class ScoreLines(NamedTuple):
 
 
 def by_distance(expr: Expr) -> Expr | None:
-    """Returns the expression in terms of d = i - j, or None if it depends on i or j in another way."""
+    """Rewrites an expression of i and j as an expression of d = i - j. Returns None if this is not possible."""
     moved = simplify(substitute(expr, DIFFERENCE))
     return None if "j" in variables(moved) else moved
 

@@ -33,7 +33,6 @@ class ScoreTile:
         return f"{self.queries}x{self.keys}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}"
 
     def settings(self, prefix: str = "") -> str:
-        """Returns the statement that assigns the constants of the tile."""
         names = ("QUERIES", "KEYS", "WARPS", "STAGES")
         values = (self.queries, self.keys, self.warps, self.stages)
         return constants({prefix + name: value for name, value in zip(names, values, strict=True)})

@@ -86,7 +86,6 @@ class ScoredBackward(ScoredKernel):
         return tuple(replace(self, tile=ScoreGradTile(*pair)) for pair in pairs)
 
     def _tiles(self, site: Site) -> tuple[list[ScoreTile], list[ScoreTile]]:
-        """Returns two lists of candidate tiles: for the kernel of dq, and for the kernel of dk and dv."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
         # The fastest tiles for dk and dv on an H100 have 32 queries for a plain score, 128 for a score that reads a

@@ -70,19 +70,19 @@ class ScoredContext(NamedTuple):
     Attributes:
         how: A description of the kernel's algorithm.
         lines: The code of the score and the mask.
-        tiles_kernel: The signature of the kernel that lists tiles.
-        bounds: Lines of the kernel that lists tiles. They load the first positions of documents.
-        list_tiles: The signature of the function that launches the kernel that lists tiles.
-        tiles_arguments: The arguments of the launch.
-        listing: The call of the function in `list_tiles`, without the arguments for the sizes of tiles.
-        diagonals: Pairs of a table read and a kernel signature. The kernel sums the gradient over all pairs with equal
-            i - j.
+        tiles_kernel: The signature of the listing kernel, which lists tiles.
+        bounds: Lines of the listing kernel that load the first positions of documents.
+        list_tiles: The signature of the function that launches the listing kernel.
+        tiles_arguments: The launch arguments of the listing kernel.
+        listing: The call of the function `list_tiles`, without the arguments for the sizes of tiles.
+        diagonals: Pairs of a table read and a kernel signature. The kernel sums the gradient over all query-key pairs
+            with equal i - j.
         classes: Lines of the kernels in `diagonals` that compute whether some scores of a tile are masked.
         mixed: Lines that compute the scores of a tile with masked pairs.
         located: The table reads that depend only on the head and i - j. The elements of these tables are copied into
             strips before the launch.
         helpers: Templates of functions that the kernels call.
-        entries: The largest number of table elements for which one program instance holds a sum each.
+        entries: The largest number of table elements whose sums one program instance holds.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The launch arguments of each kernel in `kernels`.
@@ -97,7 +97,7 @@ class ScoredContext(NamedTuple):
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
-        delta: The sum of dy * y over channels, as an expression that the kernel of dq stores.
+        delta: The sum of dy * y over channels, as an expression. The kernel of dq stores this sum.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
         wanted: The input checks of the generated function.
@@ -150,13 +150,12 @@ class ScoredContext(NamedTuple):
 
 
 def is_gradient(site: Site) -> bool:
-    """Returns whether the site is the gradient of attention."""
     return isinstance(site.node.op, ScoredAttentionGrad)
 
 
 def prefix_reason(site: Site) -> str | None:
-    """Returns the reason to reject the mask of a site if it is not causal, otherwise None. These kernels list the
-    tiles of causal masks."""
+    """Returns the reason to reject a mask that is not causal: these kernels list only the tiles of causal masks. None
+    for causal masks."""
     if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
         return "takes causal masks; this one lets the tokens of a prefix attend to each other"
     return None
@@ -198,7 +197,6 @@ class Writer:
         self.inside = "" if self.width == self.channels else " & (c < C)"
 
     def context(self, tile: ScoreTile | ScoreGradTile) -> ScoredContext:
-        """Returns the context for a tile."""
         if isinstance(tile, ScoreTile):
             settings = [tile.settings()]
             kernels = [self._forward_kernel()]
@@ -348,7 +346,6 @@ class Writer:
         return tuple(map(str, type.shape))
 
     def checks(self) -> tuple[str, ...]:
-        """Returns the input checks of the generated function."""
         shapes = {name: self._shape(name, type, "b", "t") for name, type in self.inputs.items()}
         return tuple(
             f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
@@ -361,7 +358,6 @@ class Writer:
         return f"{make}({', '.join(self._shape(name, type, b, t))}{dtype})"
 
     def fake(self) -> str:
-        """Returns the return statement of the fake implementation, with outputs that have no values."""
         values = [self._empty(name, type, "q.shape[0]", "q.shape[1]") for name, type in self.outputs.items()]
         text = f"return {', '.join(values)}"
         return text if len(text) <= INSIDE else listed("return (", values, ")", indent=4).lstrip()

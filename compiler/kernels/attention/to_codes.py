@@ -40,7 +40,7 @@ class CodesContext(NamedTuple):
 
 
 class CodesTriton(Kernel):
-    """Accepts 16-bit rows of at most 4,096 channels. It rounds the rows in one launch, where Torch needs one kernel
+    """Accepts 16-bit rows of at most 4,096 channels. The kernel rounds the rows in one launch. Torch needs one kernel
     per operation."""
 
     def rejects(self, site: Site) -> str | None:

@@ -76,12 +76,10 @@ class GemmTile:
 
     @property
     def epilogue_schedule(self) -> str:
-        """CUTLASS's name for the epilogue schedule that matches `schedule`."""
         return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
 
     @property
     def epilogue_tile(self) -> str:
-        """The CUTLASS type of the size `part`."""
         if self.part is None:
             return "collective::EpilogueTileAuto"
         return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
@@ -125,12 +123,13 @@ class GemmContext(NamedTuple):
         reads_columns: Whether an operand is a vector [N].
         writes_tiles: Whether the epilogue tree stores outputs other than the first.
         prelude: Functions that the expressions call.
-        functors: The expressions.
+        functors: The functors that compute the outputs.
         result: The name of the first output.
         tree: The C++ type of the epilogue tree.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. It needs no tensors, so it passes null pointers.
+        nulls: The statement that returns the workspace size. The size does not depend on the tensors, so the pointers
+            are null.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
         weight: The name of the weight.
@@ -276,7 +275,7 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Returns whether an output needs no functor. Such an output equals the accumulator or an earlier output."""
+    """Returns whether an output needs no functor, because it equals the accumulator or an earlier output."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
@@ -285,7 +284,6 @@ def _struct(step: Result) -> str:
 
 
 def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
-    """Returns the names of the values that a functor reads, in the order of the functor's parameters."""
     read = variables(step.expr)
     known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)
@@ -304,8 +302,6 @@ def _functor(step: Result, epilogue: Epilogue) -> Functor:
 
 
 def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the type and the arguments of the tree for one output. The root is a functor, and the leaves are
-    loads."""
     (step,) = epilogue.steps
     read = _reads(step, epilogue)
     loads = [value for value in epilogue.operands if value.name in read]

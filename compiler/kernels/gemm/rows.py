@@ -63,19 +63,20 @@ class TritonContext:
         gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
         row_norm: The lines of the norm for one row.
         rows_norm: The lines of the norm for several rows.
-        scaled: The products times the scales of codes and the factor of the norm, as an expression.
+        scaled: An expression: the products, times the scales of codes, times the factor of the norm.
         row: The tile for one row.
         product: The template of the function that multiplies x with weights: floats, or packed codes.
         lanes: The number of lanes per row of weights.
         rows_k: The features or lanes that a program instance for several rows loads at once.
         rows_extent: The number of features or lanes per row.
         rows_warps: The warps of a program instance for several rows.
-        tiles: For several rows, the possible numbers of rows per program instance, of x and of the weights.
+        tiles: For several rows, two lists: the possible numbers of rows of x, and of rows of the weights, per program
+            instance.
         pieces: For several rows, the bytes of one load: per row of x, and per row of the weights.
         in_flight: For several rows, the bytes that a program instance has in flight.
         stages: For several rows, the largest number of pipeline stages.
         shared_memory: The bytes of shared memory that the stages may use.
-        multiprocessors: The number of multiprocessors. The sizes above suit this number.
+        multiprocessors: The number of multiprocessors for which the sizes above were chosen.
         slices: The largest number of slices into which the features are divided, for the tile with the fewest rows.
             Each warp sums one slice. 1 if the features are not divided.
         slices_name: The launch argument with the number of slices. `_` for codes, which have no slices.
@@ -136,8 +137,9 @@ class RowLinearTriton(Kernel):
     """A program instance multiplies all rows of x, at most 64, with some rows of the weights. Each weight is read
     once.
 
-    Threads multiply and sum one row of x; tensor cores multiply several. A single program instance on a multiprocessor
-    would wait for a chain of sums. With up to 16 rows, the warps therefore divide the features among themselves.
+    For one row of x, threads multiply and sum. For several rows, tensor cores multiply. A single program instance on a
+    multiprocessor would wait for a chain of sums. With up to 16 rows, the warps therefore divide the features among
+    themselves.
 
     The loop over the features also sums the squares of x for the norm. After the loop, the products are divided by the
     root of the mean square.
@@ -174,7 +176,6 @@ ROW_LINEAR_TRITON = RowLinearTriton("row_linear_triton", "triton", frozenset({"m
 
 
 def row_tile(parts: Parts) -> RowTile:
-    """Returns the tile for one row."""
     n = next((n for n in (16, 8, 4, 2) if sum(-(-width // n) for width in parts.widths) >= MULTIPROCESSORS), 1)
     loaded, each, extent, least = (
         (LANES, EACH_LANES, parts.lanes, 2 * ALIGNMENT) if parts.scales else (LOADED, EACH, parts.k, 128)

@@ -23,7 +23,6 @@ class GivenProduct(NamedTuple):
         return f"{self.into.name} = {epilogue.product(self.weight)}, by the library, {self.into.type.dtype}"
 
     def code(self, epilogue: Epilogue) -> str:
-        """Returns the Python line that computes the product of `m` rows."""
         weight = self.weight.name + (".T" if epilogue.layout == "nk" else "")
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
         return f"{product}, out={self.into.name}.view(m, N))" if self.is_output else f"{self.into.name} = {product})"

@@ -27,7 +27,6 @@ class Int8Epilogue(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the function's parameters, in order."""
         return ("x", "w", "offset", *(value.name for value in self.operands))
 
     @property
@@ -61,14 +60,14 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Returns the reason to reject the product for every kernel. None if some kernel may accept it."""
+    """Returns a reason why no kernel accepts the product. None if some kernel may accept it."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
     if n % ALIGNMENT or k % ALIGNMENT:
         return f"needs N and K that are multiples of {ALIGNMENT}; N is {n} and K is {k}"
     if epilogue is None or len(epilogue.outputs) != 1:
-        return "needs an epilogue of one output, which scales the sums"
+        return "needs an epilogue with one output that scales the sums"
     if site.node.type.dtype not in OUTPUTS:
         return f"writes {', '.join(OUTPUTS)}; the output is {site.node.type.dtype}"
     for variable, type in site.operands:
@@ -78,7 +77,7 @@ def int8_refusal(site: Site) -> str | None:
             return f"reads operands in {', '.join(FLOATS)}; {variable} is {type.dtype}"
     expr = int8_epilogue(site).expr
     if "p" not in variables(expr):
-        return "writes values computed from the sums; the epilogue does not read them"
+        return "writes values computed from the sums; the epilogue does not read the sums"
     try:
         cuda_text(expr)
     except ExprError as error:
@@ -137,8 +136,8 @@ def nodes_of(label: str) -> str:
 
 
 def short_label(label: str) -> str:
-    """Returns the label for a file's header. A label of many nodes is shortened to the first node and the number of the
-    other nodes. PLAN.md lists all nodes."""
+    """Returns the label for a file's header. The label of many nodes becomes the first node and the number of the
+    remaining nodes. PLAN.md lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

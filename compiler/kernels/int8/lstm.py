@@ -68,7 +68,7 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(site: Site) -> str | None:
-    """Returns the reason to reject the dtype of h and c for every kernel. None if some kernel may accept it."""
+    """Returns a reason why no kernel accepts the dtype of h and c. None if some kernel may accept it."""
     state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 

@@ -78,7 +78,7 @@ def heads_of(site: Site) -> Heads:
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation, to begin a sentence with."""
+    """Returns a description of the computation, for the beginning of a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
     words += ["gain"] * heads.op.gain
@@ -87,7 +87,6 @@ def about(site: Site) -> str:
 
 
 def heads_function(site: Site, summary: str, launched: tuple[str, ...] = ()) -> GeneratedFunction:
-    """Returns the description of the generated function."""
     heads = heads_of(site)
     shapes = dict.fromkeys(("x", "y", "dy", "dx"), f"[..., T, {heads.count}, {heads.channels}]")
     shapes |= dict.fromkeys(("cos", "sin"), f"[T, {heads.pairs}]")

@@ -312,8 +312,6 @@ def _how(site: Site, tile: HeadTile) -> str:
 
 
 def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
-    """Returns the parts of the weight that a tile loads. A part has a name, an expression of the channels, and the
-    mask of valid channels."""
     if heads.halves:
         return ("weight_a", "c", "c < R"), ("weight_b", "c + R", "c < R")
     pair = () if heads.backward else (("weight_pair", "other", "c < 2 * R"),)

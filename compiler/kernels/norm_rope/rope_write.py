@@ -256,9 +256,6 @@ def _formulas(op: RopeWrite, pairs: int, step: int, apart: int) -> Iterator[str]
 
 
 def _places(op: RopeWrite, name: str, width: str) -> Iterator[tuple[str, str]]:
-    """Yields pairs of a name and a pointer expression for the new row of the cache tensor `name`. The first pair is
-    the row's place in the cache. If the op also returns the new row, the second pair is the row's place in this
-    output."""
     pitch = "" if width == "1" else f" * {width}"
     place = f"(inner * G + group){pitch}" if pitch else "inner * G + group"
     yield name, f"{name}_ptr + outer * {name.upper()}_STRIDE + {place}"

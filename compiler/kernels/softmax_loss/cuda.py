@@ -44,7 +44,8 @@ class StagedTile:
         vectors: Vectors of 16 bytes that each thread holds in registers at a time.
         resident: Blocks per multiprocessor.
         copy: How a row is copied to shared memory: by cp.async in each thread (`async`), or by TMA (`bulk`).
-        persistent: Whether a block processes several rows. It then copies the next row while it writes the current row.
+        persistent: Whether a block processes several rows. Such a block copies the next row while it writes the current
+            row.
 
     Raises:
         ValueError: If a field is out of its bounds.
@@ -92,7 +93,7 @@ class StagedContext(NamedTuple):
         value: Lines that write the loss of a row.
         parameter: The parameter of `differentiate` that scales the exponentials. Empty if the factor is 1.
         argument: The argument that is passed for `parameter`.
-        factor: The expression of the factor.
+        factor: The factor of the exponentials, as an expression.
         ended: Lines that write the gradient with respect to the logits of the targets.
     """
 
@@ -196,12 +197,13 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 
 
 def staged_tile(site: Site) -> StagedTile:
-    """Returns the default tile.
+    """Returns the default tile. The copies use TMA if the target has it.
 
     If shared memory has room for two rows, each block processes one row. Two blocks then share a multiprocessor: one
-    computes while the other waits for its copy. Otherwise, a persistent block processes many rows. It
-    copies parts of the next row over the parts of the current row that it has finished.
-    The copies use TMA if the target has it.
+    computes while the other waits for its copy.
+
+    Otherwise, a persistent block processes many rows. Parts of the next row replace the parts of the current row that
+    are finished.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
@@ -231,7 +233,6 @@ def _room(target: Target, resident: int) -> int:
 
 
 def _branchless(expr: Expr) -> Expr:
-    """Replaces each tanh by a formula without branches, as in the Triton kernels."""
     expr = rebuild(expr, _branchless)
     return substitute(TANH, {"x": expr.args[0]}) if isinstance(expr, Call) and expr.function == "tanh" else expr
 
@@ -337,7 +338,6 @@ def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[s
 
 
 def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
-    """Returns the suffix of each target's variables."""
     return ("", *(f"_{name}" for name in op.further))
 
 

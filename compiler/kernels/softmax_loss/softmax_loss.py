@@ -121,7 +121,7 @@ class LossContext(NamedTuple):
         how: A description of the kernel's algorithm.
         functions: The name, docstring and return statement of each function of a logit.
         body: The template of the kernel's body.
-        wanted: The logit of the target after the line `bound`, as an expression.
+        wanted: The value `f` of the target, as an expression.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether a tile may have columns without logits.
@@ -309,7 +309,6 @@ def slope_of(op: SoftmaxLoss) -> str:
 
 
 def loss_function(site: Site) -> GeneratedFunction:
-    """Returns the description of the generated function."""
     op = loss_of(site)
     inputs = dict(zip(("logits", *op.targets, *op.weights), site.inputs, strict=True))
     outputs = dict(zip(op.output_labels or ("nats",), site.node.types, strict=True))
@@ -328,7 +327,6 @@ def tensors_of(site: Site) -> tuple[str, ...]:
 
 
 def loss_context(site: Site) -> Loss:
-    """Returns the template context for the loss that a site computes."""
     op = loss_of(site)
     learns = op.reduction == "mean"
     names = ("logits", *op.targets, *op.weights)

@@ -16,13 +16,15 @@ class CachedBase(ScoredBase):
     """The base class of attention over a cache of keys and values, for q [B, T, H, C] at `positions`.
 
     `names` lists the inputs: q, k, v, the positions, the inputs of the subclass, the scales of k and v, and the
-    additional inputs of `ScoreFields`. The rows of the input tokens are inputs if they are not yet in a ring buffer.
-    The base classes expect the inputs that `plain` returns: decoded values in the order of `leading`.
+    additional inputs of `ScoreFields`. A ring buffer does not contain the input tokens yet, so the rows of these tokens
+    are separate inputs. The base classes expect the inputs that `plain` returns: decoded values in the order of
+    `leading`.
 
     Attributes:
         values: The number of leading features of the key that form the value. If None, the values are an input.
         coded: Whether k and v are e4m3 codes, with scales f32 [..., G, 1].
-        ring: The sizes (first, window) of a ring buffer. It is read before the rows of the input tokens are written.
+        ring: The sizes (first, window) of a ring buffer. The ring buffer is read before the rows of the input tokens
+            are written.
     """
 
     everywhere: ClassVar[bool] = True
@@ -33,7 +35,6 @@ class CachedBase(ScoredBase):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the inputs, in order."""
         stored = ("k", "v") if self.values is None else ("k",)
         scales = tuple(f"{name}_scale" for name in stored) if self.coded else ()
         new = tuple(f"new_{name}" for name in (*stored, *scales)) if self.ring is not None else ()
@@ -137,7 +138,6 @@ class CachedBase(ScoredBase):
         return CODES
 
     def site_type(self, type: TensorType) -> TensorType:
-        """Replaces a dim of one token by T, as in programs with several tokens."""
         if type.shape[:2] == ("B", 1):
             return type.with_shape("B", "T", *type.shape[2:])
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
@@ -158,7 +158,7 @@ class CachedBase(ScoredBase):
         return list(given.values())
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns test values, by name, of the query positions and of all inputs that depend on them. `given` are
+        """Returns test values by name: the query positions, and all inputs that depend on these positions. `given` are
         random inputs."""
         raise TypeRuleError(f"{self.name} does not define `placed`, the query positions of random inputs")
 
@@ -199,7 +199,6 @@ class SdpaCached(CachedBase):
         return {"positions": torch.arange(begin, begin + queries, device=given["q"].device)}
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """A decoding step has one query per text."""
         return {**sizes, "T": 1}
 
 
@@ -227,8 +226,8 @@ def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor)
     tokens.
 
     Args:
-        ring: The sizes (first, window) of a ring buffer, whose rows precede those of the input tokens. None without
-            one.
+        ring: The sizes (first, window) of a ring buffer, whose rows precede those of the input tokens. None for other
+            caches.
         rows: The number S of keys.
         positions: The positions of the queries, i64[T].
     """

@@ -160,7 +160,6 @@ class SdpaPaged(CachedBase):
         return inputs[3].unsqueeze(1), torch.arange(inputs[1].shape[1], device=inputs[1].device)
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """A decoding step has one query per text."""
         texts, pages = sizes["B"], -(-sizes["S"] // 64)
         return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
 

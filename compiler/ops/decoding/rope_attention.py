@@ -31,7 +31,8 @@ class RopeAttention(CachedBase):
 
     @property
     def write(self) -> RopeWrite:
-        """The op that rotates the new queries and keys, and writes the new rows. It has the first inputs of this op."""
+        """The op that rotates the new queries and keys, and writes the new rows. The inputs of `write` are the first
+        inputs of this op."""
         return RopeWrite(self.neighbors, False, self.coded, self.ring, self.paged)
 
     @property

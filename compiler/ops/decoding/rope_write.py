@@ -63,7 +63,6 @@ class RopeWrite(Op):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the inputs, in order."""
         return "q", "k", "v", "cos", "sin", *self.stored, "positions", *(["table"] if self.paged else [])
 
     @property
@@ -89,7 +88,6 @@ class RopeWrite(Op):
         return type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes for tests of a site: one token per text for paged caches and ring buffers."""
         if self.paged:
             texts, pages = sizes["B"], -(-sizes["S"] // 64)
             return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
@@ -99,7 +97,6 @@ class RopeWrite(Op):
         return 1  # `belonging` replaces positions and page tables; the codes in a cache are not read
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns test inputs with positions at the end of the cache. Each text has separate pages."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -43,7 +43,6 @@ class RowLinear(Op):
 
     @property
     def norm(self) -> RmsNorm | None:
-        """The norm of the input, or None."""
         return None if self.eps is None else RmsNorm(self.eps, self.affine)
 
     @property
@@ -62,7 +61,7 @@ class RowLinear(Op):
         return f"linear of few rows{weights}{norm}"
 
     def each_weight(self, inputs: Sequence[TensorType]) -> Sequence[TensorType]:
-        """Returns the type of each weight. For packed weights, returns the type of the codes."""
+        """Returns the type of each weight. For packed weights, these are the types of the codes."""
         return inputs[self.first : self.arity : 1 + self.packed]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:

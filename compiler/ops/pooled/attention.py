@@ -102,7 +102,6 @@ class PooledBase(PoolFields):
         )
 
     def pool_fields(self) -> dict[str, object]:
-        """Returns the template fields of the pooling."""
         return {"pool": PoolContext(self.tokens, self.block, self.seed), "helper": POOLINGS[self.by].template}
 
     def pooled_keys(self, *inputs: Tensor) -> int:

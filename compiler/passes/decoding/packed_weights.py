@@ -59,7 +59,6 @@ class _Packing:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def graph(self, graph: Graph, at: str) -> Graph:
-        """Returns the graph with packed weights, for calls whose path begins with `at`."""
         params: dict[str, TensorType] = {}
         nodes = tuple(self._node(graph, node, at, params) for node in graph.nodes)
         read = {ref for node in nodes for ref in node.inputs}
@@ -67,7 +66,7 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Returns the node with packed weights if a kernel can read them. Adds the codes and scales to `params`."""
+        """Packs the weights of a node if a kernel can decode the codes. Adds the codes and scales to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}

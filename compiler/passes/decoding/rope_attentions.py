@@ -48,7 +48,7 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
 
 
 def _joined(programs: Programs, graph: Graph, write: Node, target: Target) -> Graph | str:
-    """Returns the graph with a combined node, or the reason why there is none."""
+    """Returns the graph with a combined node, or the reason why the nodes cannot be combined."""
     op = write.op
     assert isinstance(op, RopeWrite)
     queries, *cached = write.outputs

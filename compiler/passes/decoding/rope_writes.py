@@ -57,8 +57,6 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns a node that reads the angles of positions from a table. Returns `node` unchanged if it does not compute
-    the angles of token positions."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -120,7 +118,7 @@ def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
         row: The ref of the rows, [B, T, G, C].
         single: Whether the graph appends one token to each text. A ring buffer may then be written before attention
             reads it.
-        only: Whether the result is also None if other nodes read `row`.
+        only: Whether to return None if other nodes read `row`.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))
     if len(codes) > 1 or (codes and only and graph.uses(row) > 1):
@@ -150,8 +148,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
     """Returns the values that are written to a cache at the positions of the keys: the ref of each value, and the nodes
-    that write the value. Values are left out if they are rotated, or if only the keys or only the values are stored as
-    codes."""
+    that write the value. Rotated values are left out. If the cache stores only the keys as codes, or only the values,
+    the values are left out too."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

@@ -59,8 +59,8 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
-    """Yields the products that can have `reader` as their epilogue. They have the same input, the shape of `reader`,
-    and no other reader."""
+    """Yields the products that can have `reader` as their epilogue. All of them have the same input, the shape of
+    `reader`, and no reader besides `reader`."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):

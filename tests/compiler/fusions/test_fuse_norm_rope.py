@@ -235,7 +235,7 @@ def test_a_weight_of_two_parameters_is_refused() -> None:
     graph = b.build({"x": "a.rope"})
     with pytest.raises(Unfusable) as caught:
         build_group(graph, "a", graph.nodes)
-    reason = "takes a weight that is a function of one parameter; a.norm.weight is not one"
+    reason = "takes a weight that is a function of one parameter; a.norm.weight is not such a function"
     assert str(caught.value) == f"a.rope is a rope; norm_rope {reason}"
 
 
@@ -254,8 +254,8 @@ def test_a_product_may_be_written_either_way(parts: Any) -> None:
 
 BEFORE = "norm_rope takes only an rms_norm before the rope; a.norm is a pointwise"
 NUMBER = "norm_rope takes a gain of shape (4, 1), one number per head"
-BEHIND = "norm_rope takes only a product after the rope; a.gain is not one"
-AFTER = "norm_rope takes a norm with a weight only before the rope; a.gain is after it"
+BEHIND = "norm_rope takes only a product after the rope; a.gain is not a product"
+AFTER = "norm_rope takes a norm with a weight only before the rope; a.gain is after the rope"
 BAD = [
     (None, (RmsNorm(affine=True), ("rope", "w")), AFTER),
     (product("q * g", "x", "g"), None, BEFORE),

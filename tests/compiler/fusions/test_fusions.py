@@ -115,7 +115,7 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "loss read on": (
         loss_then_more,
         (),
-        "head.loss is a cross_entropy; softmax_loss takes head.loss as the last member; it is head.weighted",
+        "head.loss is a cross_entropy; softmax_loss takes head.loss as the last member, not head.weighted",
     ),
     "two losses": (two_losses, (), "head.loss is a cross_entropy; softmax_loss takes one cross_entropy, not 2"),
     "no linear layer": (
