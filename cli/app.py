@@ -30,7 +30,7 @@ class LazyGroup(click.RichGroup):
     """A group of commands. Each subcommand is the object `command` of a module. The module is imported when the
     subcommand runs.
 
-    A subcommand without an option `--format` gets one. It selects the format of errors and findings.
+    A subcommand without an option `--format` gets one. This option selects the format of errors and findings.
 
     Args:
         name: the name of the group.
@@ -59,7 +59,6 @@ class LazyGroup(click.RichGroup):
         return name, entry and self.loaded(entry), rest
 
     def loaded(self, entry: click.Command) -> click.Command:
-        """Imports and returns the command with the name of `entry`. If `entry` is a group, returns `entry`."""
         if isinstance(entry, click.Group):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
@@ -177,9 +176,6 @@ def pre_emptible() -> Iterator[None]:
 
 
 def _flushed(code: int) -> int:
-    """Flushes standard output. Returns `code`. If `code` is 0 and the flush fails, returns the exit code of that
-    failure.
-    """
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -207,7 +203,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command ran. It does not run if only its help is shown."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True
@@ -231,7 +226,6 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
 
 
 def _misused(error: click.ClickException, output: Output) -> None:
-    """Shows a usage error, such as an unknown option."""
     if output.form == "text":
         error.show()
         return

@@ -99,11 +99,11 @@ def command(
     to read the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps are
     measured with and without torch.compile.
 
-    A model that maps lines to lines has other parts. `table` times training and validation on one and on
+    The parts are different for a model that maps lines to lines. `table` times training and validation on one and on
     several GPUs, with and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8
     matrix products of the quantized model with torch._int_mm.
 
-    If SPEC is a report that --json wrote, its picture is drawn, and nothing is measured.
+    If SPEC is a report that --json wrote, the picture of this report is drawn, and nothing is measured.
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched
@@ -150,7 +150,6 @@ def command(
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """Reads a report that --json wrote. Raises SpeccError if the file is not a report of kernels or groups."""
     from specc.compiler.errors import SpeccError
 
     try:

@@ -21,8 +21,8 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     """List the changes of specs that stop old checkpoints and artifacts from loading.
 
     The command compares the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By
-    default, all specs in specs/ are compared with those in a git revision. A removed spec is a finding, and a new spec
-    is not. The exit code is 1 if there are findings.
+    default, all specs in specs/ are compared with the specs in a git revision. A removed spec is a finding, and a new
+    spec is not. The exit code is 1 if there are findings.
     """
     from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic
@@ -62,7 +62,6 @@ def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
 
 
 def _revision(against: str, folder: Path) -> str:
-    """Returns the commit of a git revision. Raises SpeccError if there is no such revision."""
     from specc.compiler.errors import SpeccError
 
     revision = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{against}^{{commit}}")
@@ -73,13 +72,11 @@ def _revision(against: str, folder: Path) -> str:
 
 
 def _text_at(against: str, path: Path) -> str | None:
-    """Returns the text of a spec in a git revision, or None if the revision does not have the spec."""
     shown = _git(path.parent, "show", f"{_revision(against, path.parent)}:./{path.name}")
     return shown.stdout.decode("utf-8", "replace") if shown.returncode == 0 else None
 
 
 def _specs_at(against: str, folder: Path) -> list[Path]:
-    """Returns the paths of the specs of `folder` in a git revision."""
     listed = _git(folder, "ls-tree", "-z", "--name-only", _revision(against, folder), "./")
     names = (name for name in listed.stdout.decode().split("\0") if name.endswith(".yaml"))
     return [folder / Path(name).name for name in names]

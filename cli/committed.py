@@ -73,7 +73,6 @@ def require_built_run(directory: Path) -> None:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a generated folder. None if the file does not exist; empty if it cannot be read."""
     from specc.compiler.generated_folder import MANIFEST
 
     try:

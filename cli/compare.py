@@ -142,10 +142,6 @@ def _texts(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> dict[str, str]:
-    """Returns one text per group, by group name. The first run of the group generates it.
-
-    All groups use the same random numbers.
-    """
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate
     from specc.runtime.open_model import open_model

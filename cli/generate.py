@@ -22,7 +22,6 @@ OF_LINES = ("beam",)
 
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
-    """Raises UsageError if one of the options `names` was given: they have no effect together with `beside`."""
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:
@@ -32,7 +31,6 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 
 
 def _utf8(prompt: str) -> bytes:
-    """Returns a command-line argument as bytes. Raises UsageError if they are not valid UTF-8."""
     text = os.fsencode(prompt)
     try:
         text.decode()

@@ -13,7 +13,6 @@ SPECS = Path("specs")
 
 
 def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
-    """Raises SpeccError if a path does not exist, before the command imports anything."""
     if path.exists() or ctx.resilient_parsing:
         return path
     from specc.compiler.errors import SpeccError

@@ -96,9 +96,9 @@ class Output:
     """The errors and findings of one command.
 
     A finding is a problem that the command was asked to look for. In the text format, errors go to stderr and findings
-    go to stdout. As GitHub annotations, both go to stdout. With a format in DOCUMENTS, stdout is one document with
-    both, and other results go to stderr. With `--json`, stdout is the JSON result, which includes the findings. If the
-    command fails, stdout is a JSON document of its errors.
+    go to stdout. As GitHub annotations, both go to stdout. With a format in DOCUMENTS, stdout is one document with all
+    errors and findings, and other results go to stderr. With `--json`, stdout is the JSON result, which includes the
+    findings. If a command with `--json` fails, stdout is a JSON document with the errors.
 
     Args:
         arguments: the command line. It may be invalid.
@@ -119,13 +119,12 @@ class Output:
 
     @contextmanager
     def results(self) -> Iterator[None]:
-        """A context manager in which results go to stderr if stdout is a document of errors and findings."""
         with redirect_stdout(sys.stderr if self.form in DOCUMENTS and not self._has_result else sys.stdout):
             yield
 
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
-        """Shows or collects a finding. `text` is the line to print in the text format. It is None if the result of
-        the command shows the finding.
+        """Shows or collects a finding. `text` is the line to print in the text format. `text` is None if the result of
+        the command already shows the finding.
         """
         if self.form == "text":
             if text is not None:
@@ -134,7 +133,6 @@ class Output:
             self._findings.append(finding)
 
     def fail(self, error: "Coded") -> None:
-        """Shows or collects an error."""
         from specc.compiler.errors import diagnostics_of, render
 
         if self.form == "text":
@@ -143,7 +141,6 @@ class Output:
             self._errors += diagnostics_of(error)
 
     def close(self, code: int, stream: TextIO | None = None) -> None:
-        """Writes the collected errors and findings at the end of a command."""
         shown = sorted([*self._errors, *self._findings], key=lambda finding: (finding.file, finding.mark))
         if self.form == "text" or self.delegated or (not shown and (self._has_result or code or not _leads())):
             return
@@ -178,7 +175,6 @@ def command_output() -> Output:
 
 
 def colored() -> bool:
-    """Returns whether errors are shown in color."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -47,9 +47,6 @@ def _by_state(files: tuple[tuple[str, str], ...]) -> dict[str, list[str]]:
 
 
 def _files_line(folder: Path, files: tuple[tuple[str, str], ...]) -> str:
-    """Returns a line about new, changed and removed files: their numbers and first names. `files` has pairs (state,
-    name).
-    """
     parts = []
     for state, names in _by_state(files).items():
         if names:

@@ -38,7 +38,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
     Args:
         gpus: the number of processes, or None.
-        spec: the spec to run. It determines the devices.
+        spec: the spec to run. The spec determines the devices.
         target: the target to run, or None for the default.
         world: the processes that already run this command, or None.
 
@@ -73,7 +73,6 @@ def end_with_parent() -> None:
 
 
 def joined_world() -> Any:
-    """Returns `specc.runtime.distributed.world.joined()`. Imports torch."""
     from specc.runtime.distributed.world import joined
 
     return joined()

@@ -57,10 +57,10 @@ def command(
 ) -> int:
     """Train a spec with many settings and seeds, and compare the results.
 
-    FILE names the spec and the seeds. It lists the settings, or states a grid of them. All specs are checked before the
-    first run starts. Each run is an ordinary run of `specc train` in the folder of the sweep. The same command
-    continues an interrupted sweep: finished runs are not repeated, and an interrupted run resumes from its last
-    checkpoint. A failed run does not stop the others; the exit code is then 4.
+    FILE names the spec and the seeds. FILE may also contain a list of settings, a grid of settings, or both. All specs
+    are checked before the first run starts. Each run is an ordinary run of `specc train` in the folder of the sweep.
+    The same command continues an interrupted sweep: finished runs are not repeated, and an interrupted run resumes from
+    its last checkpoint. A failed run does not stop the others; the exit code is then 4.
     """
     from specc.runtime.storage.run_directory import locked
     from specc.runtime.sweep.folder import SweepFolder, require_free_or_begun
@@ -111,7 +111,6 @@ def command(
 
 
 def _run(sweep_folder: "SweepFolder", slots: Any, tokenizers: tuple[Path, ...], until: float) -> "Outcome":
-    """Trains all runs that are not finished, then quantizes finished runs if the sweep requests it."""
     from specc.runtime.sweep.work import run_jobs
 
     sweep, threads = sweep_folder.sweep, sweep_folder.record.threads

@@ -169,9 +169,6 @@ def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
 
 
 def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
-    """Checks the inputs of a run without training, and prints what the run needs. If `target` is None, the last
-    target of the spec is used.
-    """
     from platformdirs import user_cache_path
 
     from specc.runtime.bench.dry_run import dry_run
@@ -207,7 +204,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that selects the kind of data named by `--data`.
+    """Returns the override that selects the kind of data that `--data` names.
 
     Returns no override if the spec already has this kind. Only generated data can be selected in this way.
     """

@@ -62,7 +62,7 @@ def build_model(
     """Builds the model of a spec with initial weights, in eval mode.
 
     The module runs the code that `specc build` generates. `load_state_dict` accepts other weights; `specc ir` prints
-    the parameter names. The module has the methods of the result of `load`, but no `translate`.
+    the parameter names. The module has all methods of a module from `load`, except `translate`.
 
     Args:
         spec: the spec file.

@@ -112,7 +112,6 @@ def _package(name: str, supported: tuple[str, str], missing: State, fix: str) ->
 
 
 def _cuda_of_torch() -> Check:
-    """Checks the CUDA version of the torch package, without importing torch."""
     package = importlib.util.find_spec("torch")
     folder = Path(package.origin).parent if package is not None and package.origin else None
     text = (folder / "version.py").read_text(encoding="utf-8") if folder and (folder / "version.py").exists() else ""
@@ -182,7 +181,6 @@ def _optional(name: str, purpose: str, extra: str) -> Check:
 
 
 def _caches() -> Iterator[Check]:
-    """Checks the folders from which code is loaded. Only their owner may write to them."""
     root, size = cache_root(), sum(entry.size for entry in entries())
     cache = cache_check("cache specc", root, "SPECC_CACHE_DIR")
     if cache.state == "ok" and root.exists():

@@ -40,7 +40,6 @@ class Detokenizer:
         return self._new(last=False)
 
     def finish(self) -> bytes:
-        """Returns the remaining bytes."""
         return self._new(last=True)
 
     def _new(self, last: bool) -> bytes:
@@ -210,10 +209,6 @@ def generate_many(
 def _sampled(
     opened: OpenedModel, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int], compiled: bool
 ) -> Iterator[list[int]]:
-    """Yields one sampled token id per seed at each step. All texts start with the same `tokens`.
-
-    Raises RunFailure if the logits are not finite or GPU memory is full.
-    """
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
     try:
         step = step_of(opened.loaded, len(seeds), compiled)
@@ -232,10 +227,6 @@ def _block(opened: OpenedModel) -> int:
 
 
 def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, say: Say | None) -> list[int]:
-    """Returns the tokens of the prompt, after the BOS token if the tokenizer has one.
-
-    If the prompt is longer than the context, only the last tokens are returned. Raises the same errors as `generate`.
-    """
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     tokenizer, window = opened.tokenizer, opened.spec.model.window

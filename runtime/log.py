@@ -54,7 +54,7 @@ Progress = Callable[[Step, float], None]
 
 
 class Follower(Protocol):
-    """A receiver of log records. It must not raise errors."""
+    """A receiver of log records. A follower must not raise errors."""
 
     def write(self, event: str, values: Mapping[str, Value]) -> None: ...
 
@@ -94,7 +94,6 @@ class RunLog:
             raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
-        """Writes a step, without fields that have no value or are not finite."""
         values = {name: value for name, value in asdict(step).items() if value is not None and math.isfinite(value)}
         self.write("step", **values, **({"memory_bytes": self._memory()} if self._memory else {}))
 
@@ -179,14 +178,10 @@ def unfailing(say: Say) -> Say:
 
 
 def _silence_broken_streams() -> None:
-    """Redirects standard streams that cannot be flushed to the null device.
-
-    Otherwise, Python would flush them again at exit, and fail.
-    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
+        except OSError:  # without a redirection, Python would flush the stream again at exit, and fail
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)

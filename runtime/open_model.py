@@ -78,22 +78,18 @@ class OpenedModel:
 
     @property
     def text_model(self) -> GeneratedText:
-        """The model, typed as a text model."""
         return text_model(self.loaded.model)
 
     @property
     def line_model(self) -> GeneratedLines:
-        """The model, typed as a model that maps lines to lines."""
         return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the spec. Raises the errors of `tokenizer_of`."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The character tokenizer. Raises DataError for a text model."""
         return characters_of(self.spec)
 
 
@@ -236,7 +232,7 @@ def realize_stored(
 ) -> Loaded:
     """Generates the module of a quantized model.
 
-    Matrix products are computed in int8 if the storage schemes of their weights allow it. All other parameters are
+    Matrix products are computed in int8 if the storage schemes of the weights allow int8. All other parameters are
     dequantized. If there is no int8 product, the stored arrays are retained for decoding steps.
 
     Args:

@@ -103,7 +103,6 @@ class RunFacts:
 
     @property
     def count(self) -> int:
-        """The number of parameters."""
         return sum(parameter.count for parameter in self.parameters)
 
     @property
@@ -113,12 +112,10 @@ class RunFacts:
 
     @property
     def start(self) -> Record:
-        """The log record of the last start of training."""
         return self.records.last("start")
 
     @property
     def machine(self) -> str:
-        """A description of the device on which the run last trained."""
         name, processes = self.records.last("machine").get("name"), self.start.get("processes")
         if not isinstance(name, str):
             device = self.start.get("device")
@@ -199,7 +196,6 @@ class RunFacts:
                     )
 
     def commands(self) -> Sequence[str]:
-        """Returns the commands that repeat the run from its `spec.json`."""
         lines = [
             f"specc train spec.json --data {_quoted(Path(self.run.data).name)} --target {self.run.target} --run RUN"
         ]

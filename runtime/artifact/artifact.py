@@ -1,8 +1,9 @@
 """Reads and writes artifacts (`.specc`). An artifact is one file with a spec and the arrays of every parameter.
 
 The file stores no code. The reader derives the names and shapes of all arrays from the spec. If there are int8
-products, the file also states names and shapes (table.py), and both must agree. The digest of a section is verified
-before decompression. The declared size limits the decompression of each section.
+products, the file also states names and shapes (table.py). They must equal the derived names and shapes. The digest of
+a section is verified before decompression. Decompression of a section fails if it exceeds the raw size that the header
+declares.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change bet
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """The size of all sections of one kind: compressed bytes, raw bytes, and the number of sections (`pieces`)."""
+    """The total size in bytes of all sections of one kind. `pieces` is the number of these sections."""
 
     kind: str
     compressed: int
@@ -142,8 +143,7 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: maps the bytes of the spec to the pair (interface digest, layout), as the local compiler derives
-            them.
+        layout_of: maps the bytes of the spec to the interface digest and the layout that follow from the spec.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
         judge: is called with the text of the table of arrays before any array is decompressed. The text is empty if
             there is no table. May raise IntegrityError to reject the file.
@@ -209,8 +209,7 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A context manager that yields the open file and its size. If the block raises an IntegrityError, the path is
-    added to the message.
+    """Yields the open file and its size. Adds the path to the message of an IntegrityError from the `with` block.
 
     The file is not memory-mapped. If a mapped file were truncated, reading it would kill the process instead of raising
     an error.
@@ -244,7 +243,6 @@ def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[H
 
 
 def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes]]:
-    """Yields the kind, the items per row and the bytes of each section."""
     digests = b"" if contents.trained_on is None else contents.trained_on.packed()
     yield Kind.SPEC, 1, contents.spec
     yield from ((kind, 1, raw) for kind, raw in ((Kind.TABLE, contents.table), (Kind.DATA_DIGESTS, digests)) if raw)
@@ -270,10 +268,6 @@ def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) 
 
 
 def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
-    """Returns a pair (stream, number of rows) for every array section.
-
-    Raises IntegrityError if the kinds or the raw sizes of the sections differ from the layout.
-    """
     if header.version == 1:
         plan = list(_plan_1(layout))
     else:
@@ -287,7 +281,6 @@ def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
 
 
 def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
-    """Yields the pairs of `_plan` for format version 1: one stream per kind, cut into pieces of CHUNK_BYTES."""
     for kind in Kind:
         members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)
         items, step = sum(layout[i][1].bytes for i in members) // ITEM_BYTES[kind], CHUNK_BYTES // ITEM_BYTES[kind]
@@ -296,7 +289,6 @@ def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
-    """Raises RunFailure if the names, dtypes or shapes of `tensors` differ from `layout`."""
     expected = {(name, stored.suffix): stored for name, stored in layout}
     if len(expected) != len(layout):
         raise RunFailure("the layout names an array twice")

@@ -21,7 +21,7 @@ class Deployment:
         schemes: the quantization scheme of each parameter.
         shapes: the shape of each parameter.
         interface: the digest of parameter names, shapes and storage, 32 bytes.
-        code: the SHA-256 of the generated code of all targets. It does not depend on the machine.
+        code: the SHA-256 of the generated code of all targets. The digest does not depend on the machine.
     """
 
     schemes: Mapping[str, Scheme]
@@ -47,12 +47,11 @@ class Deployment:
 
     @property
     def layout(self) -> Layout:
-        """The arrays of an artifact, in file order."""
         return layout(self.schemes, self.shapes)
 
     @property
     def integer(self) -> bool:
-        """Whether there are int8 products. If so, the file has a table of arrays."""
+        """Whether the model has int8 products."""
         return any(scheme.integer for scheme in self.schemes.values())
 
 

@@ -45,14 +45,13 @@ def require_products(
 def require_product(source: Source, table: Table, extent: tuple[int, int]) -> None:
     """Checks the arrays of one product with N outputs and K inputs; `extent` is (N, K).
 
-    Raises IntegrityError if an array is missing, or has another dtype, shape or memory order.
+    Raises IntegrityError if an array is missing, or has a wrong dtype, shape or memory order.
     """
     if problem := next(_mismatches(source, table, *extent), None):
         raise IntegrityError(f"{source.node}: {problem}", AGAIN)
 
 
 def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
-    """Yields the differences between the stored arrays and the arrays that a product needs."""
     arrays = [(source.weight, suffix) for suffix in ("codes", "scale", "input_scale")]
     arrays += [(source.bias, suffix) for suffix in ("codes", "scale") if source.bias]
     yield from (f"{', '.join(array)} is not in the file" for array in arrays if array not in table)
@@ -85,13 +84,13 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
     """Returns the constants of int8 programs by name, on the CPU.
 
-    For each product with a weight [N, K] (both padded as the kernel requires):
+    For each product with a weight [N, K], where N and K are padded as the kernel requires:
 
     - `WEIGHT_codes`, i8 [N, K], padded with zeros.
     - `WEIGHT_offset`, i32 [N]: the bias, or zeros without a bias.
     - `WEIGHT_scale`, f32 [N], padded with ones: the factor of the i32 sums.
-    - `WEIGHT_zeros`, i32 [N]: zeros, only for 16-bit inputs. Such an input has two int8 codes, and the product of the
-      second code has this offset.
+    - `WEIGHT_zeros`, i32 [N]: zeros, only for 16-bit inputs. A 16-bit input is two int8 codes. The offset above belongs
+      to the product of the first code. These zeros are the offset of the product of the second code.
 
     For each input, `LEADER_inverse`, f32 [K] without padding: the inverse of the input scale. The leader is the first
     weight that reads the input.
@@ -106,7 +105,9 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         require_product(source, table, (n, k))
         if weight["input_scale"].tobytes() != leader["input_scale"].tobytes():
             difference = _first_difference(weight["input_scale"], leader["input_scale"])
-            message = f"{source.weight} and {source.leader} share an input, but scale it by {difference}"
+            message = (
+                f"{source.weight} and {source.leader} share an input, but have different input scales: {difference}"
+            )
             raise IntegrityError(f"{source.node}: {message}", AGAIN)
         codes = torch.zeros(padded(n), padded(k), dtype=torch.int8)
         codes[:n, :k] = torch.from_numpy(weight["codes"].copy())

@@ -20,7 +20,6 @@ class QuantizedModel:
     tensors: Mapping[str, Mapping[str, Array]]
 
     def layout(self) -> Layout:
-        """Returns the layout of the arrays, in the order of `schemes`."""
         return layout(self.schemes, self.shapes)
 
 
@@ -36,7 +35,7 @@ def quantize_tensors(
         params: the parameters to quantize, by name.
         schemes: the scheme of each parameter, by the same names.
         hessians: X^T X [columns, columns], for parameters whose scheme needs a Hessian.
-        seen: calibration statistics by parameter name. They replace the Hessian of the same parameter.
+        seen: calibration statistics by parameter name. These statistics replace the Hessian of the parameter.
 
     Returns:
         The stored arrays, with their schemes and shapes.

@@ -9,8 +9,8 @@ Layout of version 2, little-endian:
     12      4     number of sections, n
     16      32    interface digest
     48      32    code digest
-    80      44 n  per section: kind (1), transform (1), 0 (2), compressed size (4), raw size (4), SHA-256 of its
-        compressed bytes
+    80      44 n  per section: kind (1 byte), transform (1), zero (2), compressed size (4), raw size (4), SHA-256
+        of the compressed bytes (32)
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
@@ -21,8 +21,8 @@ The sections are, in this order:
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
 - the streams (streams.py), each cut between rows into sections of at most 512 KiB.
 
-Each stream section has the transform with the smallest measured size. Only the table of arrays stores names, dtypes and
-shapes. Because streams are cut, all cores compress in parallel, and no section is large.
+Each stream section has the transform with the smallest measured compressed size. Only the table of arrays stores names,
+dtypes and shapes. Streams are cut so that all cores can compress in parallel, and so that no section is large.
 
 Version 1 is still read, but no longer written. Version 1 has no codec and no transforms. The arrays of each kind are
 joined in layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
@@ -82,7 +82,6 @@ class Header:
         return sum(section.kind in TEXTS for section in self.sections)
 
     def of(self, kind: Kind) -> tuple[Section, ...]:
-        """Returns the sections of one kind, in the order of the file."""
         return tuple(section for section in self.sections if section.kind == kind)
 
     @property
@@ -92,7 +91,6 @@ class Header:
 
     @property
     def size(self) -> int:
-        """The size of the header in bytes."""
         return _PREFIX.size + _ENTRY.size * len(self.sections) + DIGEST_BYTES
 
     @property
@@ -101,7 +99,6 @@ class Header:
         return self.size + sum(section.compressed for section in self.sections)
 
     def pack(self) -> bytes:
-        """Returns the bytes of the header."""
         prefix = _PREFIX.pack(MAGIC, VERSION, self.codec, len(self.sections), self.interface, self.code)
         entries = (_ENTRY.pack(s.kind, s.transform, 0, s.compressed, s.raw, s.digest) for s in self.sections)
         body = prefix + b"".join(entries)
@@ -180,7 +177,7 @@ def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> 
         The raw bytes of the section.
 
     Raises:
-        IntegrityError: the section is damaged, is not a valid stream, or has another raw size than declared.
+        IntegrityError: the section is damaged, is not a valid stream, or does not have the declared raw size.
         EnvironmentFailure: `codec` is brotli, and brotli is not installed.
     """
     compressed = read_verified_bytes(file, section, label)

@@ -1,8 +1,7 @@
 """Reversible transforms of the rows of a section, for better compression.
 
-A stream is the concatenation of arrays with equal item size and row length. The cuts of streams into sections follow
-from the layout (`specc.compiler.quant.artifact_sections`). The file therefore states only the transform of each
-section.
+A stream is the concatenation of arrays with equal item size and row length. The layout determines where streams are cut
+into sections (`specc.compiler.quant.artifact_sections`). The file therefore states only the transform of each section.
 """
 
 from enum import IntFlag
@@ -25,11 +24,11 @@ _STRIDE = 2  # the stride of SHUFFLED for codes of one byte
 
 
 class Transform(IntFlag):
-    """Transforms of the matrix of a section. Combined flags apply in the order below.
+    """Transforms of the matrix of a section. Combined flags apply in the order ORDERED, TRANSPOSED, SHUFFLED.
 
     PLAIN: rows in their stored order. ORDERED: first the original index of every row (u16), then the rows, sorted by
     mean magnitude. TRANSPOSED: column by column. SHUFFLED: all first bytes of the items, then all second bytes, and so
-    on. For codes of one byte, bytes with even index, then bytes with odd index.
+    on. If an item has one byte: all bytes with an even index, then all bytes with an odd index.
     """
 
     PLAIN = 0
@@ -104,7 +103,7 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 
 
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
-    """Returns the transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
+    """Returns the allowed transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
 
     The sample is a submatrix: the larger dimension is halved until the sample is small enough.
 
@@ -115,7 +114,7 @@ def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform
         codec: the compression of the artifact.
 
     Returns:
-        The best of the allowed transforms.
+        The transform.
     """
     matrix = _matrix(data, stream)
     options: tuple[Transform, ...] = _OF_CODES if stream.kind == Kind.CODES else _OF_ITEMS

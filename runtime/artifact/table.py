@@ -103,7 +103,7 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
 def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> None:
     """Checks a table against a layout.
 
-    Raises IntegrityError, with the name of the array, if an array is missing or unexpected, has another dtype or shape,
+    Raises IntegrityError, with the name of the array, if an array is missing or unexpected, has a wrong dtype or shape,
     or is not stored in row-major order.
     """
     expected = {(name, stored.suffix): stored for name, stored in layout}
@@ -122,7 +122,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
 
 
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:
-    """Checks the values of arrays against their table.
+    """Checks arrays against the checksums in the table of arrays.
 
     Raises IntegrityError, with the name of the array, if a checksum differs.
     """

@@ -37,10 +37,10 @@ class Ceilings:
     Attributes:
         dtype: the dtype of the GEMM.
         gemm_size: N of the GEMM.
-        gemm: the time in which the library multiplies two N x N matrices.
-        copy_bytes: the bytes that `copy` and `read` process.
-        copy: the time of a copy in device memory, which reads and writes `copy_bytes` bytes.
-        read: the time of a sum, which only reads `copy_bytes` bytes.
+        gemm: the time of a library call that multiplies two N x N matrices.
+        copy_bytes: the size in bytes of the tensor that is copied or summed.
+        copy: the time of copying the tensor in device memory.
+        read: the time of summing the tensor.
     """
 
     dtype: str
@@ -60,17 +60,15 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The rate at which memory is read: the larger of the rates of sum and copy, because additions may limit the
-        sum on a CPU.
+        """The rate of reading memory: the rate of `read` or of `copy`, whichever is larger. On a CPU, the additions may
+        make the sum slower than the copy.
         """
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
     def floor_ms(self, work: Work) -> float:
-        """Returns the approximate minimum time of the work, in ms."""
         return 1e3 * max(self._seconds(work))
 
     def bound(self, work: Work) -> Literal["FLOPs", "bytes"]:
-        """Returns whether arithmetic or memory traffic determines the minimum time."""
         flops, memory = self._seconds(work)
         return "FLOPs" if flops > memory else "bytes"
 

@@ -27,13 +27,11 @@ class Compiler:
         self.seconds = max(self.seconds, time.perf_counter() - self._began)
 
     def ready(self, choice: Choice) -> None:
-        """Waits until the files of one kernel are compiled. Raises the same errors as `compile_only`."""
         for name in choice.rendered.files:
             if name in self._waiting:
                 self._waiting[name].result()
 
     def all(self) -> None:
-        """Waits until all files are compiled. Raises the same errors as `compile_only`."""
         for future in self._waiting.values():
             future.result()
 

@@ -52,7 +52,7 @@ class DecodeRow:
         ms: the time of a pass over all lines.
         spread: the difference between the times of two passes, divided by the smaller time.
         building: the seconds from the spec to the module on its device, including kernel compilation.
-        first: the seconds by which the untimed first pass exceeds the others.
+        first: the extra seconds of the untimed first pass, which compiles and captures graphs.
         exact: the number of lines that equal their target.
         agreeing: the share of lines for which the decoder with a cache returns the same text. None for the decoder with
             a cache.
@@ -100,7 +100,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights of the decoders: f32 parameters by name. For an artifact, also its spec and its stored arrays."""
+    """The weights of the decoders. `floats` are the f32 parameters by name. `stored` is None without an artifact."""
 
     floats: Mapping[str, Tensor]
     stored: QuantizedModel | None
@@ -171,10 +171,6 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields a dtype, and a function that builds the model in this dtype, for each dtype that the target supports.
-
-    The dtype of the spec comes first, and int8 comes last.
-    """
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
@@ -196,7 +192,7 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns a spec for each dtype that the target supports. The key is the dtype. The unchanged spec comes first."""
+    """Returns copies of the spec for all dtypes that the target supports, by dtype. The unchanged spec comes first."""
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})
@@ -206,7 +202,6 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
 
 
 def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: dict[str, str]) -> Iterator[DecodeRow]:
-    """Yields a row for each decoder of one loaded model."""
     spec, match, epoch, device = loaded.spec, setup.spec.eval, opened.epoch, setup.device
     assert epoch is not None and isinstance(match, ExactMatchSpec)
     tokenizer = characters_of(spec)

@@ -74,10 +74,10 @@ class TextRow:
         context: the number of tokens of a completed text.
         tokens: the number of timed tokens of each text.
         token: the time of a step, which decodes one token for each text.
-        first: the seconds by which the untimed pass exceeds a timed pass.
+        first: the extra seconds of the untimed pass.
         floor_ms: the minimum time of a step at the peak rates.
-        error: the largest difference to the logits of the contiguous cache, divided by the largest logit. None for the
-            contiguous cache.
+        error: the largest difference from the logits of the contiguous cache, divided by the largest logit. None for
+            the contiguous cache.
     """
 
     decoder: str
@@ -121,7 +121,6 @@ class _Cell:
     ceilings: Ceilings
 
     def floor_ms(self, programs: Programs) -> float:
-        """Returns the minimum time of a decoding step of `programs`, in ms."""
         flops, moved = decode_cost(programs, self.batch, self.context - self.tokens // 2)
         return self.ceilings.floor_ms(Work(flops, moved, 0))
 
@@ -131,8 +130,8 @@ class _Decoder:
     """A decoder. `logits` and `passes` create new caches and graphs for each batch size and text length.
 
     Attributes:
-        logits: maps tokens, i64 [rows, T], to the logits after them. The last token is decoded, and all others are
-            prefilled.
+        logits: maps tokens, i64 [rows, T], to the logits after the last token. This token is decoded, and all earlier
+            tokens are prefilled.
         passes: maps the number of texts, and the number of tokens of a completed text, to the function to time.
         programs: the programs whose parameters and cache a step reads.
         most: the largest number of texts for which a step runs these programs; None for no limit.
@@ -195,9 +194,6 @@ def measure(
 
 
 def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Verified | None, bool]:
-    """Returns the f32 parameters by name, the artifact that contains the parameters or None, and whether the parameters
-    are trained.
-    """
     if path is None:
         loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
         initialize(loaded, setup.spec.train.seed)
@@ -277,7 +273,7 @@ def _ours(
         loaded: the model.
         device: the device of the model.
         programs: the programs whose parameters and cache a step reads.
-        step_of_rows: maps a number of texts to the function that decodes one token of each.
+        step_of_rows: maps a number of texts to the function that decodes one token of each text.
     """
     model: Any = loaded.model
 
@@ -296,7 +292,6 @@ def _ours(
 
 
 def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
-    """Decodes `count` tokens after the first token, as `specc generate` does. Returns the ms per token."""
     unread = torch.zeros(
         count + 1, len(prompts), dtype=torch.float64, device=prompts.device
     )  # greedy decoding uses no random numbers
@@ -313,10 +308,6 @@ def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> f
 
 
 def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> Any:
-    """Returns the Transformers model with these weights.
-
-    Raises RuntimeFailure if Transformers is not installed or does not have the model.
-    """
     if find_spec("transformers") is None:
         raise RunFailure("is not installed: pip install transformers")
     folder = setup.folder / "transformers"
@@ -398,7 +389,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             error = None if wanted is None else _difference(logits, wanted)
             wanted = logits if wanted is None else wanted
             if error is not None and not error <= cell.tolerance:
-                message = f"{place}: logits differ from those of the {CONTIGUOUS} by {error:.1%} of the largest"
+                message = f"{place}: logits differ from those of the {CONTIGUOUS} by {error:.1%} of the largest logit"
                 if name in OWN:
                     raise RunFailure(message, "this is a bug in specc: report it with the spec")
                 missing[place] = message
@@ -415,7 +406,6 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
 
 
 def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
-    """Yields the extra seconds of the untimed pass, then the ms per token of each timed pass."""
     decode = decoder.passes(cell.batch, cell.context)
     began = time.perf_counter()
     decode(ids, cell.tokens)
@@ -428,10 +418,6 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference between `logits` and `others`, divided by the largest magnitude in `others`.
-
-    Extra rows and columns of `others` are ignored.
-    """
     width = min(logits.shape[-1], others.shape[-1])
     exact = others[: len(logits), :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

@@ -39,7 +39,7 @@ class DryRun:
     Attributes:
         summary: the lines of `specc plan` for the target.
         parts: the estimated bytes of each kind of tensor, at the peak of a step on the target.
-        measured: whether `bytes` was measured on a GPU earlier and stored in the lock file. Otherwise, it is an
+        measured: whether `bytes` was measured on a GPU earlier and stored in the lock file. Otherwise, `bytes` is an
             estimate.
         bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
@@ -64,7 +64,6 @@ class DryRun:
     estimate: int
 
     def lines(self) -> list[str]:
-        """Returns the result as text."""
         how = "measured, from the lock" if self.measured else "forecast:"
         rows = [*self.summary, f"memory       {how} {self.bytes / 1e6:,.1f} MB on the target"]
         rows += [f"  {name:<24} {bytes / 1e6:>12,.1f} MB" for name, bytes in self.parts.items()]
@@ -82,7 +81,7 @@ def dry_run(
 
     Args:
         spec: the spec.
-        target: the target that the run would train on. This machine need not have it.
+        target: the target that the run would train on. This machine need not be able to run this target.
         data: the data of the run. The data are opened, and tokenized if they are text. None to skip the data.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
@@ -150,7 +149,6 @@ def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
 
 
 def _peak(trace: Path) -> int:
-    """Returns the peak memory of all CPU tensors in bytes. The trace must contain memory events."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     changes = sorted((event["ts"], int(event["args"]["Bytes"])) for event in events if event["name"] == "[memory]")
     return max(accumulate(size for _, size in changes))

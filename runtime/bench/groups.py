@@ -51,7 +51,7 @@ class Members:
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """Returns the nodes that a fused group replaces. They are nodes of the unfused graph.
+    """Returns the nodes of the unfused graph that a fused group replaces.
 
     Args:
         spec: the spec, with its fusion points.
@@ -81,7 +81,7 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
     """Raises RunFailure if `at` selects nothing, before anything is measured.
 
-    This applies only if all `parts` are `kernels` or `groups`.
+    Nothing is checked if `parts` is empty, or has an entry other than `kernels` and `groups`.
     """
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
@@ -104,7 +104,7 @@ def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, 
         plan: the plan.
         module: the generated model.py with fusion points.
         plain: the generated model.py without fusion points.
-        at: a substring of paths. Only groups whose path contains it are measured.
+        at: only groups whose path contains this text are measured.
 
     Raises:
         RunFailure: if values or gradients of a group are wrong.
@@ -141,14 +141,12 @@ def _rows(
 
 
 def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum work of a graph. Each output tensor counts once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
     return Work(sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), written)
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns `inputs`, where the tensors at the indices `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 
@@ -164,16 +162,13 @@ class Pass:
     gradient: Tensor
 
     def forward(self) -> Tensor:
-        """Runs the forward pass, including the saving of tensors for the backward pass. Returns the result."""
         result: Tensor = self.call(*self.inputs)
         return result
 
     def both(self) -> tuple[Tensor, ...]:
-        """Runs both passes, and returns the gradients of all leaves."""
         return torch.autograd.grad(self.forward(), [self.inputs[i] for i in self.leaves], self.gradient)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Returns the result of the forward pass, then the gradients."""
         return self.forward().detach(), *self.both()
 
 

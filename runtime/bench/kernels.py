@@ -21,7 +21,7 @@ from specc.runtime.verify.random_inputs import Operands, sizes_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table: a node or group, and the time of each implementation (variant) of it.
+    """One row of a table: the times of all implementations (variants) of a node or a group.
 
     Attributes:
         name: the path of the node or group.
@@ -29,7 +29,7 @@ class Row:
         work: the minimum work of one call.
         times: the time of each variant.
         language: the language of the kernel. None for a group.
-        tile: the tile sizes of the kernel. None if it has no tile, or for a group.
+        tile: the tile sizes of the kernel. None for a kernel without tiles, and for a group.
         accuracy: the errors of the kernel or group. None if the library computes the node.
         failed: the reason for each variant that torch.compile could not compile.
     """
@@ -49,7 +49,7 @@ class Row:
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """Returns the time of generated code divided by the time of a variant. None if one of them was not measured."""
+        """Returns the time of generated code divided by the time of a variant; None without both measurements."""
         if GENERATED not in self.times or variant not in self.times:
             return None
         return self.times[GENERATED].ms / self.times[variant].ms
@@ -65,7 +65,7 @@ def kernel_rows(
         plan: the plan.
         module: the generated model.py.
         ready: waits until the kernel of a choice is compiled.
-        at: a substring of paths. Only kernels whose path contains it are measured.
+        at: only kernels whose path contains this text are measured.
 
     Raises:
         RunFailure: if a kernel returns wrong values.
@@ -117,7 +117,6 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """Returns the errors of one call, on a sample of the rows. Raises RunFailure if the errors exceed the tolerance."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):

@@ -1,9 +1,9 @@
 """Measures the optimizer update as the trainer runs it, the update by each optimizer of the spec, and updates by
 Torch's AdamW.
 
-Consecutive updates are timed together. The time is divided by their number. Work that only some updates do is thus
-averaged. Torch's AdamW updates all parameters in f32, in three forms: fused, with multi-tensor kernels, and in a loop
-over the parameters.
+Consecutive updates are timed together. The time is divided by the number of updates. Work that only some updates do is
+thus averaged. Torch's AdamW updates all parameters in f32, in three forms: fused, with multi-tensor kernels, and in a
+loop over the parameters.
 """
 
 import time
@@ -69,7 +69,6 @@ class Updates:
     step: Measured
 
     def of_step(self, row: UpdateRow) -> float:
-        """Returns the time of an update as a share of the training step."""
         return row.update.ms / self.step.ms
 
     def over_fused(self, row: UpdateRow) -> float:
@@ -109,10 +108,6 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
-    """Measures the update of the trainer, with the gradients of the last step.
-
-    This update also writes the averaged weights, and the copies of the weights in the compute dtype.
-    """
     masters, average = trainer.masters, trainer.average
     # The f32 master weights. If there are none, the bf16 parameters.
     read = sum(weight.nbytes for weight in masters.model_parameters.values())
@@ -132,7 +127,6 @@ def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
 
 
 def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> Iterator[UpdateRow]:
-    """Yields a row per entry of `train.optimizers` if there are several entries, then the rows of Torch's AdamW."""
     specs = setup.spec.train.optimizers
     owner = owners(specs, {name: tuple(value.shape) for name, value in values.items()})
     for i, spec in enumerate(specs if len(specs) > 1 else ()):
@@ -170,7 +164,6 @@ def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Paramet
 
 
 def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None]:
-    """Returns a function that performs the update with a given step number. On a GPU, it replays CUDA graphs."""
     functions: dict[tuple[str, ...], Callable[[], None]] = {}
 
     def update(step: int) -> None:
@@ -186,9 +179,6 @@ def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None
 
 
 def _work(masters: Mapping[str, nn.Parameter], state: Iterable[Tensor]) -> Work:
-    """Returns the minimum work of an update: weights, gradients and state are read once, weights and state are written
-    once.
-    """
     weights, stored = (sum(tensor.nbytes for tensor in tensors) for tensors in (masters.values(), state))
     return Work(0, 3 * weights + 2 * stored, weights + stored)
 
@@ -207,10 +197,6 @@ def _row(
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:
-    """Times updates in two passes. Returns the ms per update of each sample, for each pass.
-
-    A warm-up captures CUDA graphs.
-    """
     step = 0
 
     def sample() -> float:

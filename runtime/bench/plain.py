@@ -65,10 +65,6 @@ def plain_site(site: Site) -> Function:
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
-    """Returns the function from the first suitable Torch kernel; None if there is none.
-
-    With `elsewhere`, only kernels that also run on other targets are considered.
-    """
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]

@@ -80,7 +80,7 @@ def product_rows(
         plan: the plan of the int8 programs of an artifact.
         module: the generated model.py of the plan.
         ready: waits until the kernel of a choice is compiled.
-        at: a substring of paths. Only kernels whose path contains it are measured.
+        at: only kernels whose path contains this text are measured.
 
     Raises:
         RunFailure: if a kernel returns wrong values.
@@ -135,7 +135,6 @@ def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
 
 
 def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
-    """Raises RunFailure if the values differ by more than rounding. An int8 result may differ by 1."""
     tolerance = 1.0
     if expected.dtype != torch.int8:
         tolerance = (1e-4 if expected.dtype == torch.float32 else 1e-2) * max(1.0, float(expected.abs().max()))
@@ -145,7 +144,6 @@ def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
-    """Times the calls. On a GPU, a CUDA graph of `CALLS` calls is replayed."""
     if device.type != "cuda":
         return alternate(calls, device, IN_CACHE)
     graphs = {name: captured(partial(_repeat, call))[0] for name, call in calls.items()}

@@ -1,4 +1,4 @@
-"""The profile of a training step. It classifies the kernels in a trace by name, and computes the idle time."""
+"""Profiles a training step: classifies the kernels in a trace by name, and computes the idle time."""
 
 import ast
 import json
@@ -53,7 +53,7 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """Returns the names of the kernels of a plan in a trace, except CUTLASS kernels.
+    """Returns the names by which a trace lists the kernels of a plan, except CUTLASS kernels.
 
     These are the functions with `@triton.jit` or `__global__` in the kernel files.
     """
@@ -98,7 +98,6 @@ class Profile:
 
     @property
     def classes(self) -> Mapping[str, Mapping[str, float]]:
-        """The ms and the calls per step of each class that has kernels."""
         kinds = {kind: [kernel for kernel in self.kernels if kernel.kind == kind] for kind in ORDER}
         totals = {k: {"ms": sum(x.ms for x in v), "calls": sum(x.calls for x in v)} for k, v in kinds.items()}
         return {kind: total for kind, total in totals.items() if total["ms"]}
@@ -160,7 +159,6 @@ def _correlation(event: Mapping[str, Any]) -> object:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -94,7 +94,6 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Joins the words into lines of at most WIDTH columns."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > WIDTH:
@@ -231,7 +230,6 @@ def data(report: Report) -> dict[str, Any]:
 
 
 def _data(value: Any) -> Any:
-    """Returns a value as JSON data. A dataclass becomes an object with its fields and properties."""
     if is_dataclass(value):
         properties = (name for name, member in vars(type(value)).items() if isinstance(member, property))
         names = (*(field.name for field in fields(value)), *properties)

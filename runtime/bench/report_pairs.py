@@ -45,7 +45,6 @@ def _rate(value: float) -> str:
 
 
 def decode_lines(decoding: Decoding) -> list[str]:
-    """Returns the decoding table as lines, one per decoder."""
     first = next(iter(decoding.rows), None)
     count = first.lines if first is not None else 0
     heads = ("lines/s", "±", "seconds", "of uncached", "build s", "first s", "exact", "agree")

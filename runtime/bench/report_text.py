@@ -7,7 +7,6 @@ NONE = "-"
 
 
 def update_lines(updates: Updates) -> list[str]:
-    """Returns the table of updates as lines."""
     heads = ("tensors", "numbers", "ms", "±", "of step", "of fused", "floor ms", "of it")
     lines = [f"{'optimizer':<36}" + "".join(f"{head:>10}" for head in heads)]
     for row in updates.rows:
@@ -33,7 +32,6 @@ def update_lines(updates: Updates) -> list[str]:
 
 
 def decode_lines(decoding: TextDecoding) -> list[str]:
-    """Returns the decoding table as lines, one per decoder, batch and context."""
     heads = ("batch", "context", "tokens/s", "ms/token", "±", "floor ms", "of it", "first s", "error")
     lines = [f"{f'decode, {decoding.dtype}':<30}" + "".join(f"{head:>10}" for head in heads)]
     for row in decoding.rows:

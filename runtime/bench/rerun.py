@@ -97,6 +97,5 @@ class Rerun:
         return going if going <= 0.75 * now else now
 
     def _logits(self, start: int, state: State) -> Tensor:
-        """Returns the logits after the first `start` + 1 tokens of the state, f32 [B, V]."""
         logits: Tensor = self._model.logits(state[TOKENS][0][:, : start + 1], *state["encoder"])
         return logits[:, -1]

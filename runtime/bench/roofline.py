@@ -1,4 +1,4 @@
-"""The roofline picture: the performance of each kernel, and the two measured peak rates. It needs matplotlib.
+"""The roofline picture: the performance of each kernel, and the two measured peak rates. Drawing needs matplotlib.
 
 The picture is drawn from the JSON data of a report, so that measurements do not require matplotlib.
 """
@@ -61,9 +61,6 @@ def _time(row: Row) -> float:
 
 
 def _position(row: Row, variant: str | None = None) -> tuple[float, float]:
-    """Returns operations per byte, and tera-operations per second of a variant. None selects the variant in the
-    plan.
-    """
     ms = _time(row) if variant is None else row["times"][variant]["ms"]
     return row["flops"] / row["bytes"], row["flops"] / (1e-3 * ms) / TERA
 
@@ -92,9 +89,6 @@ def _ceilings(axes: "Axes", ceilings: Mapping[str, Any], rows: Sequence[Row]) ->
 
 
 def _points(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draws generated kernels, groups and library products as filled marks, and the best times of torch.compile as open
-    marks.
-    """
     kinds = (
         ("generated kernel", KERNEL_COLOR, "o", [row for row in rows if GENERATED in row["times"] and row["language"]]),
         ("fused group", GROUP_COLOR, "D", [row for row in rows if not row["language"]]),
@@ -115,9 +109,6 @@ def _points(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> None:
-    """Draws a column of labels next to the marks, in the order of the marks. Labels that would overlap are moved
-    apart.
-    """
     to_pixels, box = axes.transData, axes.bbox
     column, top = (
         box.x0 + (SHARE + 0.02) * box.width,
@@ -139,7 +130,6 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> N
 
 
 def _label(row: Row) -> str:
-    """Returns the name, the time, the share of the peak rate, and the ratio to the best time of torch.compile."""
     label = f"{row['name']}\n{_time(row):.3g} ms, {row['share_of_floor']:.0%} of the roof"
     ratios = ((variant, row["ratio"][variant]) for variant in (MAX_AUTOTUNE, COMPILE))
     best = next(((variant, ratio) for variant, ratio in ratios if ratio is not None), None)

@@ -92,14 +92,14 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
 
 
 def release(device: torch.device) -> None:
-    """Returns cached GPU memory, after collecting unreachable objects."""
+    """Collects unreachable objects, and frees the cached GPU memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def cold_caches(device: torch.device) -> AbstractContextManager[None]:
-    """Returns a context manager with empty compile caches of Inductor and Triton, as on a new machine."""
+    """Returns a context manager in which the compile caches of Inductor and Triton are empty, as on a new machine."""
     if device.type != "cuda":
         return nullcontext()
     from torch._inductor.utils import fresh_cache
@@ -108,7 +108,6 @@ def cold_caches(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], stack: ExitStack) -> Build:
-    """Trains one build: warm-up steps, timed groups of steps, and a profiled step."""
     spec, device, gpu = setup.spec, setup.device, setup.device.type == "cuda"
     window = spec.model.window
     before = 0

@@ -47,7 +47,7 @@ class BenchOptions:
         parts: the entries of PARTS to run; if empty, all parts that apply to the spec.
         steps: the number of training steps.
         command: the command line that the report repeats.
-        at: a substring of paths. Only the kernels, groups and int8 products whose path contains it are measured.
+        at: only kernels, groups and int8 products whose path contains this text are measured.
         weights: a run or an artifact whose weights are used for decoding.
         batches: the batch sizes of text decoding; empty for the default sizes.
         contexts: the lengths of completed texts in tokens; empty for the default lengths.
@@ -93,7 +93,6 @@ class Report:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The size of each symbolic dimension."""
         return sizes_of(self.options.spec)
 
 
@@ -115,10 +114,9 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs in every process except the first, which runs `bench`.
+    """Runs the part of a benchmark that needs every process: the training table. Rank 0 calls `bench` instead.
 
-    Takes part in the measurement of the training table, if the options request the table. Raises the same errors as
-    `bench`.
+    Does nothing if the options do not request the table. Raises the same errors as `bench`.
     """
     built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
@@ -175,7 +173,6 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
 
 
 def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, world: World) -> None:
-    """Measures the parts in order, and stores them in the report."""
     options, plan, folder = report.options, built.plans[setup.target], setup.folder
     if {"kernels", "groups", "step"} & set(parts):
         fused = instantiate(setup.spec, setup.target, folder / "fused", lock=setup.lock)
@@ -214,7 +211,6 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
 
 
 def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
-    """Collects the rows, and reports each row as soon as it is measured."""
     collected = []
     for row in rows:
         ratios = ((row.ratio(name), name) for name in AGAINST)
@@ -225,5 +221,4 @@ def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...
 
 
 def source_of(loaded: Loaded) -> ModuleType:
-    """Returns the generated module `model.py` of a loaded model."""
     return sys.modules[type(loaded.model).__module__]

@@ -5,8 +5,9 @@ A rate is total work divided by total time. Terms of the table:
 
 - A training step is one update on `train.batch` samples of all processes together. On a GPU, the step is compiled and
   captured as a CUDA graph.
-- A validation step decodes `train.batch` held-out lines greedily, from text to text, and compares each with its target.
-  The ratio of validation steps to training steps is the ratio of `eval.lines` to the lines of an epoch.
+- A validation step decodes `train.batch` held-out lines greedily, from source text to target text, and compares the
+  result with the target lines. The ratio of validation steps to training steps is the ratio of `eval.lines` to the
+  lines of an epoch.
 - The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding.
 - `overall` is the work of all training and validation steps, divided by their seconds.
 - `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and
@@ -159,7 +160,6 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 
 
 def _why_alone(device: torch.device) -> str:
-    """Returns why the table has no row for several processes."""
     if device.type != "cuda":
         return "one process ran on the CPU: --gpus 2 measures two"
     count = torch.cuda.device_count()
@@ -167,7 +167,6 @@ def _why_alone(device: torch.device) -> str:
 
 
 def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
-    """Yields two rows for the processes of `world`: with and without a cache. Training is measured once for both."""
     spec, say = setup.spec, setup.say
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     say(f"table, {processes}: compiles, then trains {steps} steps")
@@ -210,7 +209,6 @@ def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
 
 
 def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
-    """Returns a trainer after its warm-up. The warm-up compiles the step, and captures it as a CUDA graph on a GPU."""
     window, programs = loaded.spec.model.window, loaded.programs
     model = TrainableModel(loaded.model, programs.params, window, "bench", derived=programs.derived_weights)
     trainer = Trainer(model, loaded.spec.train, supply.feed, world, world.device.type == "cuda")
@@ -253,7 +251,7 @@ class _Scored:
     def time(self, decoder: Translator) -> tuple[Totals, int]:
         """Decodes the lines. Returns the totals, and the number of exact matches over all processes.
 
-        The time is the time of the slowest process.
+        The seconds of the totals are the time of the slowest process.
         """
         each = len(self.sources) // self.totals.steps
         self.world.wait()

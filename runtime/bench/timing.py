@@ -29,7 +29,6 @@ class Measured:
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> "Measured":
-        """Computes median and spread from the samples of two passes, in ms."""
         a, b = sorted((median(first), median(second)))
         return cls(median((*first, *second)), b / a - 1)
 
@@ -60,7 +59,6 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
 
 def _prepare(call: Call, device: torch.device) -> tuple[int, float]:
-    """Warms up a call. Returns the number of samples per pass, and the host seconds to enqueue a call."""
     fewest, most = SAMPLES[device.type]
     began = time.perf_counter()
     call()
@@ -77,13 +75,11 @@ def _prepare(call: Call, device: torch.device) -> tuple[int, float]:
 
 
 def wait(device: torch.device) -> None:
-    """Waits until the device has finished all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list[float]:
-    """Returns the ms of each of `count` calls on the device."""
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]

@@ -57,7 +57,6 @@ class Trace:
     entries: tuple[Kernel, ...]
 
     def lines(self, top: int) -> list[str]:
-        """Returns a table of the first `top` entries, and a line about the file."""
         rows = [f"{'ms/step':>10} {'share':>6} {'calls':>8}  {'class':<13}  name"]
         for entry in self.entries[:top]:
             share = f"{entry.ms / self.ms:.1%}" if self.ms else "-"
@@ -84,7 +83,7 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    Torch's profiler records the trace. It does not need permission to read GPU hardware counters.
+    Torch's profiler records the trace. The profiler needs no permission to read GPU hardware counters.
 
     Args:
         spec: the spec.
@@ -146,7 +145,6 @@ def record_trace(
 
 
 def _packed(data: dict[str, Any], limit: int) -> tuple[bytes, bool]:
-    """Returns a gzipped trace, and whether it has all events. Raises RunFailure if the file exceeds `limit` bytes."""
     events = data["traceEvents"]
     for whole in (True, False):
         shown = events if whole else [event for event in events if event.get("cat") not in HOST]

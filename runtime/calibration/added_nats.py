@@ -1,5 +1,5 @@
-"""Estimates, to second order, how much errors of parameters increase the loss. Bit allocation minimizes the sum of
-these increases.
+"""Estimates to second order by how many nats the loss increases if a parameter has an error. Bit allocation minimizes
+the sum of these increases.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ def added_nats(
     Fisher). A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2
     estimates sum_n (d . g_n)^2.
 
-    The first-order term E[d . g] is omitted, because it is 0 at a minimum.
+    The first-order term E[d . g] is omitted, because the gradient is 0 at a minimum of the loss.
 
     Args:
         model: the model, generated without fusions, on `device`.

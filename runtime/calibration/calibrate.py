@@ -76,7 +76,6 @@ class Capture(fx.Interpreter):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the weights of linear layers, in the order of first use."""
         products = (product for node in self.graph.nodes if (product := _product(node)) is not None)
         return tuple(dict.fromkeys(product.weight for product in products))
 
@@ -95,9 +94,6 @@ class Capture(fx.Interpreter):
 
 
 def _product(node: fx.Node) -> Product | None:
-    """Returns the matrix product that a node computes; None for other nodes, and for weights that are not
-    parameters.
-    """
     grouped = getattr(node.target, "__name__", "") == GROUPED_LINEAR
     operands = _of(node.target if grouped else F.linear, node)  # type: ignore[arg-type]
     if operands is None:
@@ -107,10 +103,6 @@ def _product(node: fx.Node) -> Product | None:
 
 
 def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
-    """Returns the parameter that is the second argument of a call of `function`, and the node of the first argument.
-
-    Returns None for other nodes, and if the second argument is not a parameter.
-    """
     if node.op != "call_function" or node.target is not function:
         return None
     value, weight = node.args[0], node.args[1]

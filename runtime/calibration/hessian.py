@@ -52,7 +52,6 @@ class Hessians:
         self._rows[name] += rows.shape[0]
 
     def _add(self, total: Tensor, rows: Tensor) -> None:
-        """Adds rows [N, features] to a sum [features, features]."""
         for start in range(0, rows.shape[0], CHUNK_ROWS):
             exact = rows[start : start + CHUNK_ROWS].to(self._dtype)
             if total.device == exact.device:
@@ -67,7 +66,7 @@ class Hessians:
         `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
         Hessian is the sum over the calls.
 
-        Raises QuantizeError if a name has no rows, or a sum that is not finite.
+        Raises QuantizeError if a name has no rows, or if its sum is not finite.
         """
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
@@ -89,5 +88,7 @@ def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the trace of each Hessian, not divided by the size. Promotion to more bits starts with the largest."""
+    """Returns the trace of each Hessian, not divided by the size. The parameter with the largest trace is the first to
+    get more bits.
+    """
     return {name: float(hessian.diagonal(dim1=-2, dim2=-1).double().sum()) for name, hessian in hessians.items()}

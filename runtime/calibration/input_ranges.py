@@ -1,4 +1,4 @@
-"""The inputs of int8 products: measures their ranges per feature, and computes scales for them."""
+"""Measures the ranges of the inputs of int8 products per feature, and computes scales for these inputs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 

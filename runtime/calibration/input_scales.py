@@ -19,8 +19,8 @@ class InputScales:
     Args:
         model: the model in training, on its device.
         leaders: the leader of each weight, by weight name.
-        measure: maps weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only rank 0 calls it, so
-            that all ranks have the same scales.
+        measure: maps weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only rank 0 calls this
+            function, so that all ranks have the same scales.
         world: the ranks of the run.
 
     Attributes:
@@ -43,8 +43,6 @@ class InputScales:
         self._write(self._scale)
 
     def measure(self, weights: Mapping[str, Tensor]) -> None:
-        """Measures the scales on rank 0, and sets them on all ranks. `weights` are f32 by parameter name."""
-
         def scales() -> dict[str, Tensor]:
             with torch.no_grad():
                 return {leader: scale.cpu() for leader, scale in self._measure(weights).items()}
@@ -52,18 +50,16 @@ class InputScales:
         self._write(self._world.first(scales))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the scales for a checkpoint. They are 1 before `measure`."""
         return {f"{SLOT}/{leader}": scale for leader, scale in self._scale.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Sets the scales from a result of `state`."""
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
         """Returns factors f32 [K] for each weight [N, K]: the scales of the input features, divided by the largest
         scale.
 
-        The deployed int8 model rounds the weight multiplied by these factors.
+        The deployed int8 model multiplies the weight by these factors, then rounds.
         """
         return {weight: self._share[leader] for weight, leader in self._leader.items()}
 

@@ -108,7 +108,6 @@ class _Terms:
         self._reads: dict[str, Tensor] = {}
 
     def add(self, name: str, left: Tensor, right: Tensor) -> None:
-        """Adds the terms of `left` [..., N] and `right` [..., K]."""
         squares, right = left.detach().flatten(0, -2).double().square(), right.flatten(0, -2).double()
         self._columns.add(name, right * squares.sum(1, keepdim=True).sqrt())
         rows = (squares * right.square().sum(1, keepdim=True)).sum(0)
@@ -128,7 +127,6 @@ class _Terms:
         reads += places.bincount(minlength=rows)
 
     def per_token(self, tokens: int) -> Mapping[str, Use]:
-        """Returns the uses by name, averaged over `tokens`."""
         uses = {}
         for name, columns in self._columns.per_token(tokens).items():
             rows = self._rows[name]

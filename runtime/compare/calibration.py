@@ -93,7 +93,6 @@ class Tally:
         self._nats -= float(exact.gather(-1, targets[counts][:, None]).sum())
 
     def result(self) -> Calibration:
-        """Returns the calibration of all predictions so far."""
         tokens = int(self._sums[:, 0].sum())
         bins = tuple(
             Bin(i / BINS, (i + 1) / BINS, int(n), total / n if n else 0.0, right / n if n else 0.0)
@@ -149,10 +148,6 @@ def calibration_of(
 
 
 def _add(decoder: Any, batch: Batch, first: int, tally: Tally, device: torch.device) -> None:
-    """Adds the targets of a batch of windows.
-
-    The first `first` tokens of each window are prefilled. The others are decoded one at a time.
-    """
     ids, targets, new = (torch.from_numpy(array.copy()).to(device) for array in (batch.ids, batch.targets, batch.new))
     logits = decoder.prefill(ids[:, :first])
     for place in range(first - 1, ids.shape[1]):

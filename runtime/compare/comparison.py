@@ -80,7 +80,6 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Returns the comparison as JSON data."""
         return {
             "metric": asdict(self.metric),
             "groups": [asdict(group) for group in self.groups],
@@ -152,10 +151,6 @@ def _require_equal_metric(groups: Sequence[Group]) -> None:
 
 
 def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> tuple[Metric, bool]:
-    """Returns the metric that can be compared, and whether nats per token can be compared too.
-
-    Raises CompareError if the runs were scored on different data.
-    """
     first = members[0]
     other = next((member for member in members if not _same_data(first, member)), None)
     if other is None:
@@ -183,7 +178,6 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
 
 
 def _same_data(first: Member, other: Member) -> bool:
-    """Returns whether the logs show that two runs were scored on the same tokens."""
     same = (
         _digest(first) == _digest(other)
         if None not in (_digest(first), _digest(other))
@@ -202,7 +196,6 @@ def _tokenizer(member: Member) -> str:
 
 
 def _scored_bytes(member: Member) -> int:
-    """Returns the number of bytes over which the validation in bits per byte was computed."""
     final: Mapping[str, Any] = member.history.final or {}
     size: float = final["nats"] * final["tokens"] / math.log(2) / final["bpb"]
     return round(size)

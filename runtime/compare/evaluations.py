@@ -55,7 +55,6 @@ class EvaluationResult:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of the measures, in the order of the first group."""
         return tuple(dict.fromkeys(name for measures in self.groups.values() for name in measures))
 
 
@@ -115,7 +114,6 @@ def _measures(results: Sequence[Mapping[str, Any]]) -> dict[str, MeasureResult]:
 
 
 def evaluation_lines(evaluations: Sequence[EvaluationResult]) -> Iterator[str]:
-    """Yields a table for each evaluation: a row per group, a column per measure."""
     for evaluation in evaluations:
         rows = [["group", "n", *evaluation.measures]]
         for name, measures in evaluation.groups.items():

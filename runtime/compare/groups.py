@@ -41,7 +41,6 @@ class Member:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The results of `specc eval` in the run directory."""
         return recorded_evaluations(self.run.directory)
 
     @property
@@ -105,10 +104,6 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories for an argument, each with a label.
-
-    A group without a name gets the label of its first run, if no other group has this name.
-    """
     for part in [word] if Path(word).exists() else word.split(","):
         plain = Path(part).exists()
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
@@ -120,10 +115,6 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the run at a path, or the started runs of the sweep at a path.
-
-    If `named` is False, other paths are skipped.
-    """
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

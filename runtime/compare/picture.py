@@ -72,7 +72,6 @@ def comparison_picture(
 
 
 def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) -> None:
-    """Draws the mean training loss of the runs of a group, the range over the runs, and the validations."""
     steps = min(len(member.history.steps) for member in group.members)
     width = max(1, round(steps / POINTS))
     whole = steps - steps % width
@@ -117,7 +116,6 @@ def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) ->
 
 
 def _limits(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the limits of the loss axis. The limits ignore the losses of the first steps."""
     losses: list[float] = []
     for group in groups:
         for member in group.members:

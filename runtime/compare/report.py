@@ -77,7 +77,6 @@ def _meaning() -> str:
 
 
 def probability(p: float) -> str:
-    """Returns a probability with three significant digits."""
     return f"{p:.3g}" if p >= 1e-4 else f"{p:.2e}"
 
 

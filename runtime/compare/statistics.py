@@ -94,7 +94,6 @@ def t_quantile(p: float, df: float) -> float:
 
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the point between `low` and `high` at which `below` changes from true to false, by bisection."""
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if below(middle) else (low, middle)
     return high

@@ -19,7 +19,8 @@ def saved_position(
 
     Args:
         state: the saved state.
-        identity: the entries that determine the order of the data. The state must contain them with equal values.
+        identity: the entries that determine the order of the data. The state must contain these entries with equal
+            values.
         places: the names of the entries that make up the position.
         hint: the hint of the error that is raised if `identity` differs.
 

@@ -35,7 +35,6 @@ def _key(logit):
 
 @triton.jit
 def _logit(key):
-    """Inverts `_key` for a key in i64."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -171,11 +170,6 @@ def choose_token_kernel(
 
 
 def _counts(logits: Tensor, room: int) -> Tensor:
-    """Returns counters of finished programs on the device of the logits, i32 [room // 2]. `room` is the number of
-    programs.
-
-    The first call for a device creates the counters.
-    """
     if logits.device not in COUNTS:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("choose_token must run once before it is captured in a CUDA graph")

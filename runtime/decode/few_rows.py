@@ -23,7 +23,8 @@ RECOMPILED = 64  # the number of shapes of caches and rows for which one functio
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    For at most 64 rows on a GPU, the function uses kernels for few rows. Otherwise it is the result of `library_step`.
+    For at most 64 rows on a GPU, the function uses kernels for few rows. Otherwise, the function is the result of
+    `library_step`.
 
     Args:
         loaded: the model.
@@ -63,9 +64,6 @@ def few_row_model(loaded: Loaded) -> Any:
 
 
 def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:
-    """Returns the value of the buffer `name`: the codes or the scales of a weight. Codes are packed to the width of
-    `like`.
-    """
     weight, _, suffix = name.rpartition("_")
     assert loaded.stored is not None
     array = torch.from_numpy(loaded.stored[weight][suffix].copy()).to(loaded.model.get_parameter(weight).device)

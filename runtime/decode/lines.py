@@ -162,7 +162,6 @@ class _Search:
 
     @property
     def best(self) -> Tensor:
-        """The most probable line of each source, i64 [rows, window]."""
         return self.lines[:, 0]
 
     @property
@@ -192,12 +191,10 @@ class _Search:
         return _Search(self.index, self.limits, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
 
     def beams_of(self, sources: Tensor) -> Tensor:
-        """Returns the rows of the decoder state for the given sources."""
         beam = self.scores.shape[1]
         return (sources[:, None] * beam + torch.arange(beam, device=sources.device)).flatten()
 
     def only(self, sources: Tensor) -> "_Search":
-        """Returns the search restricted to the given sources."""
         last = self.last[self.beams_of(sources)]
         index, limits, lines = self.index[sources], self.limits[sources], self.lines[sources]
         return _Search(index, limits, lines, self.scores[sources], self.ended[sources], last)
@@ -208,7 +205,6 @@ def _select(state: State, rows: Tensor) -> State:
 
 
 def _follow(state: State, rows: Tensor) -> None:
-    """Replaces row i of every tensor of a state by row `rows[i]`, in place."""
     for tensors in state.values():
         for tensor in tensors:
             tensor.copy_(tensor.index_select(0, rows))

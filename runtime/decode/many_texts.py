@@ -63,7 +63,7 @@ def sample_texts(
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
         count: the maximum number of tokens to sample for a text.
         batch: the number of texts at once.
-        last: a token that ends a text; it is also yielded.
+        last: a token that ends a text. This token is also yielded.
         block: the maximum number of tokens per block, at most BLOCK.
 
     Yields:

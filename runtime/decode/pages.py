@@ -34,7 +34,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a text model with other settings of the cache."""
+    """Returns the spec of a text model with these settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -53,8 +53,8 @@ def page_of(spec: Spec) -> int:
 class _Text:
     """A text in the pages.
 
-    `pieces` are the tokens since the first token in the pages, as i64 tensors on the device. `length` is the number of
-    tokens in the pages. The last token is not in the pages yet.
+    `pieces` are all tokens from the first token in the pages on, as i64 tensors on the device. `length` is the number
+    of tokens in the pages. The last token is not in the pages yet.
     """
 
     pages: list[int]
@@ -103,15 +103,12 @@ class PagedDecoder:
 
     @property
     def preparing(self) -> float:
-        """The seconds spent in uncaptured steps and in capturing CUDA graphs."""
         return sum(rows.replayed.preparing for rows in self._rows.values())
 
     def pages_of(self, most: int) -> int:
-        """Returns the number of pages for a text of at most `most` tokens."""
         return -(-min(most, self._window) // self._page)
 
     def fits(self, most: int) -> bool:
-        """Returns whether a text of at most `most` tokens can be added now."""
         return self.pages_of(most) <= len(self._free)
 
     def join(self, key: int, tokens: Sequence[int], most: int) -> None:
@@ -132,7 +129,6 @@ class PagedDecoder:
         self._texts[key] = _Text(pages, [self._sent(torch.tensor(tokens))])
 
     def leave(self, key: int) -> None:
-        """Removes a text. Its pages can be used again immediately."""
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
@@ -140,7 +136,7 @@ class PagedDecoder:
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
-        """Returns the number of tokens after which the first of the texts is full."""
+        """Returns how many tokens can be appended until one of the texts is full."""
         return min(self._window - self._texts[key].length for key in keys)
 
     @torch.no_grad()
@@ -302,10 +298,6 @@ class PagedTexts(Decoder):
 
 
 class _RowsOfPages:
-    """Makes a model with a paged cache look like a model with one cache row per text. The last element of the cache
-    contains the page table.
-    """
-
     def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:
         self._model, self._pages, self._step = model, pages, step
 

@@ -50,7 +50,7 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
 
-        The result is on the device of `logits`. It is NaN in rows whose largest logit is not finite.
+        The result is on the device of `logits`. The result is NaN in rows whose largest logit is not finite.
         """
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:

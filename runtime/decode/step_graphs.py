@@ -119,7 +119,6 @@ class _Graph:
         self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state))
 
     def filled(self, state: State) -> State:
-        """Copies the values of `state` into the state of the graph. Returns the state of the graph."""
         for place, tensors in state.items():
             for target, source in zip(self.state[place], tensors, strict=True):
                 target.copy_(source)

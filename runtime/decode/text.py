@@ -40,9 +40,9 @@ class CachedModel(Protocol):
 class Decoder:
     """Computes next-token logits for a batch of growing texts of equal length, from a KV cache in the model's dtype.
 
-    A step reads only the first positions of the cache. Their number is rounded up to one of a few fixed lengths. On a
-    GPU, there is one CUDA graph per length. When the cache is full, the last `window // 2` tokens are prefilled again
-    as the start of a text. The model then attends to between `window // 2` and `window` tokens.
+    A step reads only the first positions of the cache. The number of these positions is rounded up to one of a few
+    fixed lengths. On a GPU, there is one CUDA graph per length. When the cache is full, the last `window // 2` tokens
+    are prefilled again as the start of a text. The model then attends to between `window // 2` and `window` tokens.
 
     `write` runs entirely on the device: a sampled token becomes the next input without the host.
 
@@ -141,9 +141,6 @@ class Decoder:
         return torch.cat(written, 1)
 
     def _slide(self) -> Tensor:
-        """Restarts each text: prefills its last `window // 2` tokens and its next token at position 0. Returns the
-        logits.
-        """
         return self.prefill(self._tokens[:, self._window - self._window // 2 :].clamp(min=0))
 
     def _choose(self, logits: Tensor, sampling: Sampling, vocab: int) -> None:
@@ -151,9 +148,6 @@ class Decoder:
         self._counters.add_(1)
 
     def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
-        """Appends the next token to each text, and samples the token after it. Reads `positions` positions of the
-        cache.
-        """
         key = positions, sampling, vocab
         if key not in self._sampled:
             cache = self._up_to(positions)
@@ -191,7 +185,6 @@ class Replayed:
 
     @property
     def replays(self) -> bool:
-        """Whether the graph was captured."""
         return self._calls > WARM_UP
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -228,7 +221,6 @@ class Step:
 
     @property
     def replays(self) -> bool:
-        """Whether the graph was captured."""
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads, and waits for their end for at most LEAVE seconds.
+        """Ends both threads. Waits until they have ended, but at most LEAVE seconds.
 
         Call `stop` before the process exits. If Python exits while a thread calls the store, the process aborts.
         """
@@ -55,9 +55,6 @@ class Heartbeat:
             thread.join(LEAVE)
 
     def _report(self) -> None:
-        """Increments the count. Ends this process if the watched process has stopped counting, or if another process
-        reported a hang.
-        """
         try:
             store, before, changed = self._connect(), 0, time.monotonic()
             while True:

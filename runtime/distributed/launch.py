@@ -175,7 +175,6 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
-    """Parses arguments with the parser of torchrun. Raises LaunchError with the message of the parser."""
     from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()
@@ -209,7 +208,6 @@ def parent_environment() -> dict[str, str]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Reserves a port on which rank 0 can listen. No other program gets the port while the block runs."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))

@@ -31,7 +31,6 @@ class Stopped(Exception):
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
-        """Returns the error with which the command should end."""
         if self._number == signal.SIGINT:
             return Interrupted("interrupted", hint)
         return Preempted(f"pre-empted by {self}", hint)

@@ -70,7 +70,6 @@ class World:
 
     @classmethod
     def alone(cls) -> "World":
-        """Returns a world with only this process. Every call returns immediately."""
         return cls()
 
     def on(self, device: torch.device) -> "World":
@@ -124,11 +123,9 @@ class World:
             return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
 
     def totals(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the sums of small float64 arrays over all ranks, on the host."""
         return self._reduced(torch.from_numpy(values.copy()), dist.ReduceOp.SUM).numpy()
 
     def most(self, *values: float) -> tuple[float, ...]:
-        """Returns the maximum of each value over all ranks, on the host."""
         return tuple(self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist())
 
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -150,7 +147,6 @@ class World:
         return result
 
     def wait(self) -> None:
-        """Waits until all ranks have called this function."""
         self.most(0.0)
 
     @contextmanager
@@ -171,7 +167,6 @@ class World:
             self._store.set(name, "done")
 
     def require_same(self, what: str, facts: Mapping[str, object]) -> None:
-        """Raises RunFailure on each rank whose facts differ from the facts of rank 0."""
         if self.size == 1:
             return
         expected = self.first(lambda: dict(facts))
@@ -183,8 +178,8 @@ class World:
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`.
 
-        Only the process that fails first shows its error. The others end because of that failure, or with the same
-        error. The launcher reports a killed process, because it knows the signal.
+        Only the process that fails first shows its error. The other processes end because of that failure, or with the
+        same error. The launcher reports a killed process, because it knows the signal.
         """
         if self._store is None:
             return True
@@ -230,7 +225,6 @@ class Waiting:
     _work: Any = None  # None if there is no call to wait for
 
     def wait(self) -> None:
-        """Waits for the call. On a GPU, the current stream waits instead of the host."""
         if self._work is not None:
             with _peers():
                 self._work.wait()
@@ -245,7 +239,7 @@ def joined() -> Iterator[World]:
 
     Raises:
         EnvironmentFailure: if a variable of torchrun is missing, or is not an integer.
-        SystemExit: with the exit code of the error, on ranks that do not show it.
+        SystemExit: with the exit code of the error, on ranks that do not show the error.
     """
     world = _join()
     codes: list[int] = []

@@ -32,7 +32,8 @@ class SetScore:
         score: the score of the lines that were decoded.
         overlap: the overlap of these lines with the fixed training set; None if unknown.
         held_out: whether these lines are the validation split of the training file.
-        untried: the number of lines that were not decoded. This happens if no earlier line was an exact match.
+        untried: the number of lines that were not decoded. Decoding stops early if no line was an exact match
+            (`EvaluateOptions.hopeless`).
     """
 
     name: str
@@ -55,15 +56,12 @@ class ExactMatches:
     sets: tuple[SetScore, ...]
 
     def report(self) -> list[str]:
-        """Returns one human-readable line per set."""
         return [str(score) for score in self.sets]
 
     def measures(self) -> dict[str, float | None]:
-        """Returns the metric of each set by name."""
         return {f"exact_match {entry.name}": entry.score.exact_match for entry in self.sets}
 
     def facts(self) -> list[dict[str, float | str | None]]:
-        """Returns the scores as fields for JSON output."""
         return [
             {
                 "name": entry.name,
@@ -139,10 +137,6 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` selects.
-
-    By default, these are the data of the run or, without a run, the task of the spec.
-    """
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name
@@ -180,7 +174,6 @@ def _trained_on_task(opened: OpenedModel) -> bool:
 
 
 def _is_training_file(opened: OpenedModel, file: LineFile) -> bool:
-    """Returns whether the model was trained on this file, possibly under another path."""
     if opened.trained_on is not None:
         return opened.trained_on == file.digests
     try:

@@ -34,7 +34,7 @@ class EvaluateOptions:
         max_tokens: the maximum number of tokens to score, from the start of the split. For lines, target tokens count.
         cache: the folder of tokenized text.
         compiled: whether to use torch.compile on a GPU.
-        window: window length in tokens. It may exceed the context, unless the model has learned positions.
+        window: window length in tokens. The window may exceed the context, unless the model has learned positions.
         adapt: the method of test-time adaptation, as a `kind` or a YAML mapping. With None, the model does not adapt,
             even if the spec has `eval.adapt`.
         hopeless: for lines, a number. The scoring of a set stops if none of its first `hopeless` lines is an exact

@@ -90,7 +90,7 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 class Adapted:
     """The result of a model that adapted to the text.
 
-    This result is not a score of the model, so `facts` reports it under a separate key.
+    This result is not a score of the model, so `facts` reports the result under a separate key.
 
     Attributes:
         how: the settings of the adaptation.
@@ -109,9 +109,6 @@ class Adapted:
         return "adapted" if self.how.causal else "non_causal"
 
     def report(self) -> list[str]:
-        """Returns human-readable lines. The last line states whether each token was predicted from earlier tokens
-        only.
-        """
         kind, counted = self.how.kind, self.counted.report()
         if self.how.causal:
             about = f"causal: {kind} predicts each token from {self.how.sees}"
@@ -121,7 +118,6 @@ class Adapted:
         return [named, *counted, f"{about}; without --adapt, eval scores the model"]
 
     def facts(self) -> dict[str, object]:
-        """Returns the result as fields for JSON output."""
         method = {
             "method": self.how.kind,
             "causal": self.how.causal,
@@ -195,15 +191,14 @@ def evaluate_adapted(
 
 
 def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """Returns torch.compile if the model is on a GPU and the options allow it, otherwise the identity."""
+    """Returns torch.compile if the model is on a GPU and the options allow compilation. Otherwise, returns the
+    identity.
+    """
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """A context manager that opens the text to score. Raises EvaluateError if no data is named, and RunFailure if the
-    text differs between processes.
-    """
     data = options.data or opened.data
     if data is None:
         raise EvaluateError(f"{opened.path} does not state its training data", "name the data with --data PATH")

@@ -34,7 +34,8 @@ class ExportRequest:
     def file(self, run: Run, suffix: str) -> Path:
         """Returns the path of the output file. The default is the name of the spec plus `suffix`, in the run directory.
 
-        Raises ExportError if the file exists and `force` is False, if it is a folder, or if its folder does not exist.
+        Raises ExportError if the file exists and `force` is False, if the path is a folder, or if the parent folder
+        does not exist.
         """
         out = self.out if self.out is not None else run.directory / f"{run.spec.name}{suffix}"
         if out.is_dir() or not out.parent.is_dir():

@@ -292,7 +292,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context manager that hides torch's deprecation warnings about itself, and notes about optional packages."""
+    """A context manager that hides deprecation warnings from within torch, and notes about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -47,9 +47,8 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
 
 
 def _sorted_metadata(data: bytes) -> bytes:
-    """Sorts the metadata in the bytes of a file. The library writes them in varying order."""
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
+    header = json.loads(data[8 : 8 + size])  # the library writes the metadata in varying order
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()

@@ -55,7 +55,6 @@ class SizeResult:
 
     @property
     def over(self) -> bool:
-        """Whether there is a budget and the file exceeds it."""
         return self.budget is not None and self.total > self.budget
 
 

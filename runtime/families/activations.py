@@ -43,7 +43,7 @@ def activation(config: Config, key: str, default: str, gated: bool) -> str:
 
 
 def name_of(expression: str, gated: bool) -> str | None:
-    """Returns the name of an activation in config.json; None if it has no name there."""
+    """Returns the name of an activation in config.json; None if config.json has no name for this activation."""
     try:
         parsed = parse(expression, OPERANDS)
     except ExprError:

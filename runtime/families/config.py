@@ -59,13 +59,11 @@ class Config:
         self.read: set[str] = set()
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
-        """Returns an error with the path and the value of a field, the problem and a remedy."""
         path = f"{self.section}.{key}" if self.section else key
         value = f": {shown(self.fields[key])}" if key in self.fields else ""
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Returns a field; `default` if the field is absent."""
         self.read.add(key)
         return self.fields.get(key, default)
 
@@ -75,7 +73,6 @@ class Config:
         return None if key in self.fields else default
 
     def stated(self, key: str) -> bool:
-        """Returns whether a field is present and not null."""
         return self.value(key) is not None
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
@@ -113,7 +110,7 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns true or false. `default` replaces a field that is absent or null."""
+        """Returns a boolean field. `default` replaces a field that is absent or null."""
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -148,7 +145,6 @@ class Config:
             raise self.error(key, "is not supported", needed)
 
     def inner(self, key: str) -> "Config | None":
-        """Returns a section; None if the section is absent or null."""
         value = self.value(key)
         if value is None:
             return None
@@ -157,7 +153,6 @@ class Config:
         return Config(value, self.place, f"{self.section}.{key}" if self.section else key)
 
     def unread(self) -> list[str]:
-        """Returns the fields that were not read."""
         return sorted(key for key in self.fields if key not in self.read)
 
     def finish(self, needed: str) -> None:

@@ -31,11 +31,10 @@ from specc.runtime.families.sections import (
 from specc.runtime.families.tensors import TensorMapping, joint_heads, joint_rows, same
 
 SELF = f"{LAYER}.self_attn"
-NO_GROUPS = "groups of experts need a router of groups, which specc lacks"
+NO_GROUPS = "specc does not support routers that select groups of experts"
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     latent = _latent(config)
     number = config.whole("n_routed_experts", 64, most=32768)
@@ -83,7 +82,6 @@ def _latent(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     latent, experts = layer_of(model, Latent), first_moe(model)
     kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in range(model.blocks.count)]
     dense = [i for i, kind in enumerate(kinds) if Moe not in kind]
@@ -109,7 +107,6 @@ def config(model: Decoder) -> Data:
 
 
 def _scale(latent: Latent, size: int) -> Data:
-    """Returns the field `mscale_all_dim` of `rope_parameters`. It determines the scale of attention scores."""
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}
@@ -123,7 +120,6 @@ def _scale(latent: Latent, size: int) -> Data:
 
 
 def table(config: Config) -> Sequence[TensorMapping]:
-    """Returns the tensor mappings of a model with this config."""
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values, heads = config.whole("v_head_dim", 128), config.whole("num_attention_heads")
     whole = "q_lora_rank" in config.fields and not config.stated("q_lora_rank")

@@ -37,7 +37,6 @@ BASES = {LOCAL: (1e4, "rope_local_base_freq"), FULL: (1e6, "rope_theta")}
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     every = config.whole("sliding_window_pattern", 6)
@@ -70,7 +69,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     fields = sizes(model) | heads(model) | feed_forward(model, key="hidden_activation")
     layers = [layer_of(model, Attention, i) for i in range(model.blocks.count)]
     windows = [window_of(layer.mask) for layer in layers]
@@ -87,7 +85,6 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns n if the scale of the layer is 1/sqrt(n), otherwise the head size."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

@@ -14,7 +14,6 @@ H = "transformer.h.{i}"
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     dim, heads = config.whole("n_embd", 768), config.whole("n_head", 12)
     eps = config.number("layer_norm_epsilon", 1e-5)
     if dim % heads:
@@ -43,7 +42,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     layer = layer_of(model, Attention)
     inner = feed_forward(model, key="activation_function", gated=False)
     return {

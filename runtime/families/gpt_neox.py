@@ -27,7 +27,6 @@ NEOX = "gpt_neox.layers.{i}"
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     size = dim // heads
@@ -44,7 +43,6 @@ def model(config: Config) -> Data:
 
 
 def _share(config: Config) -> float:
-    """Returns the share of rotated channels in a head."""
     share = config.number("rotary_pct", 0.25)
     share = config.number("partial_rotary_factor", share)
     parameters = config.inner("rope_parameters")
@@ -52,7 +50,6 @@ def _share(config: Config) -> float:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     layer = layer_of(model, Attention)
     size = layer.size(model.dim)
     dims = (layer.rope.dims if layer.rope is not None else None) or size
@@ -70,7 +67,6 @@ def config(model: Decoder) -> Data:
 
 
 def table(config: Config) -> Sequence[TensorMapping]:
-    """Returns the tensor mappings of a model with this config."""
     heads = config.whole("num_attention_heads")
     size = config.whole("hidden_size") // heads
     matrices = [

@@ -24,7 +24,6 @@ from specc.runtime.families.sections import (
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     layers = [
         attention(config, rope(config), **bias(config, "attention_bias")),
@@ -34,7 +33,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     biases = {"attention_bias": bool(layer_of(model, Attention).bias), "mlp_bias": bool(layer_of(model, Mlp).bias)}
     return sizes(model) | heads(model) | feed_forward(model) | {"rms_norm_eps": eps_of(model.norm), **biases}
 

@@ -23,13 +23,11 @@ from specc.runtime.families.sections import (
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     layers = [attention(config, rope(config), kv_heads=8, **window(config, 4096)), mlp(config)]
     return decoder(config, norm("rms", config.number("rms_norm_eps", 1e-6), weight="w"), layers, tied=False)
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     masked = {"sliding_window": window_of(layer_of(model, Attention).mask), "rms_norm_eps": eps_of(model.norm)}
     return sizes(model) | heads(model) | feed_forward(model) | masked
 

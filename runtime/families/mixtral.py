@@ -29,7 +29,6 @@ from specc.runtime.families.tensors import experts, same
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     count = config.whole("num_local_experts", config.whole("num_experts", 8), most=32768)
     config.whole("num_experts_per_tok", 2, most=count)
     experts = moe(config, count, config.whole("intermediate_size"), {"normalize": True})
@@ -38,7 +37,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     experts = first_moe(model)
     fields = sizes(model) | heads(model) | feed_forward(model, Moe) | {"rms_norm_eps": eps_of(model.norm)}
     fields["sliding_window"] = window_of(layer_of(model, Attention).mask)

@@ -27,7 +27,6 @@ from specc.runtime.families.tensors import same
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     eps = config.number("rms_norm_eps", 1e-6)
     normed = {"qk_norm": qk_norm(eps, after_rope=True), **bias(config, "attention_bias")}
     layers = [attention(config, rope(config, turn="backward"), **normed), mlp(config, "relu2", gated=False)]
@@ -39,7 +38,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     fields = sizes(model) | heads(model) | feed_forward(model, gated=False) | {"rms_norm_eps": eps_of(model.norm)}
     more = {"attention_bias": bool(layer_of(model, Attention).bias)}
     return fields | more | {"final_logit_softcapping": softcap_of(model)}

@@ -33,7 +33,6 @@ AFTER = (
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     eps = config.number("rms_norm_eps", 1e-5)
     normed = {"qk_norm": qk_norm(eps, weight="w", over="all"), **bias(config, "attention_bias")}
     layers = [attention(config, rope(config), **normed), mlp(config)]
@@ -41,7 +40,6 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     more = {"rms_norm_eps": eps_of(model.norm), "attention_bias": bool(layer_of(model, Attention).bias)}
     return sizes(model) | heads(model) | feed_forward(model) | more
 

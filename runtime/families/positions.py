@@ -73,7 +73,6 @@ def _blend(parameters: Config, kind: str) -> Data:
 
 
 def _magnitude(parameters: Config) -> float | str | None:
-    """Returns the magnitude for YaRN; None for the default of the spec."""
     if parameters.stated("attention_factor"):
         parameters.value("mscale"), parameters.value("mscale_all_dim")
         return parameters.number("attention_factor")

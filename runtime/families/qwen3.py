@@ -29,7 +29,6 @@ WINDOW = 4096  # the default number of tokens with use_sliding_window
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     windowed = _windowed(config, count)
     masked = window(config, WINDOW)
@@ -65,7 +64,6 @@ def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str]
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     fields = sizes(model) | heads(model) | feed_forward(model) | {"rms_norm_eps": eps_of(model.norm)}
     layers = [layer_of(model, Attention, i) for i in range(model.blocks.count)]
     windows = [window_of(layer.mask) for layer in layers]

@@ -33,7 +33,6 @@ from specc.runtime.families.tensors import experts, same
 
 
 def model(config: Config) -> Data:
-    """Converts a config to the section `model` of a spec."""
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     number = config.whole("num_local_experts", config.whole("num_experts", 128), most=32768)
     router = {"normalize": True} if config.flag("norm_topk_prob", False) else {}
@@ -58,7 +57,6 @@ def _dense(config: Config, count: int) -> list[int]:
 
 
 def config(model: Decoder) -> Data:
-    """Converts a model to the fields of a config."""
     experts, every = first_moe(model), range(model.blocks.count)
     kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in every]
     dense = [i for i in every if Moe not in kinds[i]]

@@ -21,12 +21,10 @@ EPS = {"rms": 1e-6, "layer": 1e-5}  # these values are the defaults of a spec
 
 
 def norm(kind: str, eps: float, **more: Any) -> Data:
-    """Returns a section `norm` of a spec."""
     return {"kind": kind, **more, **({"eps": eps} if eps != EPS[kind] else {})}
 
 
 def qk_norm(eps: float, **more: Any) -> Data:
-    """Returns a section `qk_norm` of a spec."""
     return {**more, **({"eps": eps} if eps != EPS["rms"] else {})}
 
 
@@ -131,7 +129,6 @@ def window_of(mask: Any) -> int | None:
 
 
 def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
-    """Returns the first layer of a kind in a block. Raises NotOfFamily if there is none."""
     for layer in model.blocks.every[index].layers:
         if isinstance(layer, kind):
             return layer
@@ -139,7 +136,6 @@ def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
 
 
 def eps_of(norm: Norm | None) -> float:
-    """Returns the epsilon of a norm. Raises NotOfFamily if there is no norm."""
     if norm is None:
         raise NotOfFamily("the model lacks a norm that every model of the family has")
     return float(getattr(norm, "eps", EPS["rms"]))
@@ -223,7 +219,6 @@ def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) ->
 
 
 def first_moe(model: Decoder) -> Moe:
-    """Returns the first layer with experts. Raises NotOfFamily if there is none."""
     for _, _, layer in model.blocks.all_layers:
         if isinstance(layer, Moe):
             return layer

@@ -30,11 +30,9 @@ class TensorMapping:
     dims: int | None = None
 
     def named(self, rename: Callable[[str], str]) -> "TensorMapping":
-        """Returns the mapping with `rename` applied to the names of parameters and tensors."""
         return replace(self, parameters=tuple(map(rename, self.parameters)), tensors=tuple(map(rename, self.tensors)))
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors, given the shapes of the parameters."""
         joined = self.join([torch.empty(shapes[name], device="meta") for name in self.parameters])
         return {name: tuple(tensor.shape) for name, tensor in zip(self.tensors, joined, strict=True)}
 
@@ -58,8 +56,8 @@ def transposed(parameter: str, tensor: str) -> TensorMapping:
 
 
 def joint_columns(parameters: Sequence[str], tensor: str) -> TensorMapping:
-    """Returns the mapping for equally shaped matrices that the file joins as [inputs, all outputs], or for their
-    biases.
+    """Returns the mapping for matrices of equal shape, or for their biases. The file joins them into one tensor
+    [inputs, all outputs] or [all outputs].
     """
 
     def split(tensors: Tensors) -> Tensors:

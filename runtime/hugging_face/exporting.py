@@ -145,7 +145,6 @@ def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor]
 
 
 def _require_free(out: Path, force: bool) -> None:
-    """Raises ExportFolderError if `out` exists. With `force`, an earlier export may be replaced."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:
@@ -161,10 +160,6 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether the imported config still describes the model.
-
-    The spec of the run may have changed since the import.
-    """
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -172,10 +167,6 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the fields of config.json for the model of a run.
-
-    Fields that do not change what the model computes are taken from `carried`, the imported config.
-    """
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
@@ -217,15 +208,6 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
 def _write_weights(
     folder: Path, rows: Sequence[TensorMapping], weights: Mapping[str, Tensor], dtypes: Mapping[str, str], shard: int
 ) -> None:
-    """Writes tensors, in one file or in several files with an index.
-
-    Args:
-        folder: the folder.
-        rows: the mappings from parameters to tensors.
-        weights: the parameters, f32 by name.
-        dtypes: the dtype of each tensor.
-        shard: the maximum size of a file in bytes.
-    """
     files: list[list[Entry]] = [[]]
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for row in rows:
@@ -254,14 +236,12 @@ def _write_weights(
 
 
 def joined(row: TensorMapping, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a mapping by name, computed from the parameters."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 
 def _compare(
     folder: Path, rows: Sequence[TensorMapping], weights: Mapping[str, Tensor], dtypes: Mapping[str, str]
 ) -> None:
-    """Raises IntegrityError unless the tensors that are read back equal the written tensors."""
     stored = open_folder(folder).tensors
     for row in rows:
         for name, tensor in joined(row, weights).items():

@@ -50,7 +50,7 @@ class Stored:
     Attributes:
         file: the file.
         dtype: the dtype as the header spells it, such as `BF16`.
-        shape: the dims.
+        shape: the shape of the tensor.
         start: the offset of the first byte in the file.
         size: the number of bytes.
     """
@@ -88,7 +88,6 @@ class Folder:
 
     @property
     def carried(self) -> list[Path]:
-        """The files of the model other than weights."""
         return [path for name in CARRIED if (path := self.path / name).is_file()]
 
 
@@ -166,7 +165,6 @@ def _inside(path: Path, name: str) -> str:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """Returns the tensors of a file. Raises IntegrityError unless they fill the file exactly, without overlap."""
     again = "copy the file again"
 
     def damaged(what: str) -> IntegrityError:

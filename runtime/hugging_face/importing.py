@@ -192,7 +192,6 @@ def matched_rows(
 
 
 def _is_tied(folder: Folder, name: str, rows: Sequence[TensorMapping]) -> bool:
-    """Returns whether a tensor is a second copy of the embedding table. Some programs write one if the head is tied."""
     table = next(row.tensors[0] for row in rows if row.parameters[0] == "embed.token")
     head, stored = folder.tensors[name], folder.tensors[table]
     same = (head.dtype, head.shape) == (stored.dtype, stored.shape) and name.rpartition(".")[2] == "weight"

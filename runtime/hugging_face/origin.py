@@ -38,7 +38,6 @@ class Origin:
 
     @classmethod
     def from_dtypes(cls, dtypes: Mapping[str, str]) -> "Origin":
-        """Returns an `Origin` with the given dtypes."""
         usual = Counter(dtypes.values()).most_common(1)[0][0]
         return cls(usual, {name: dtype for name, dtype in dtypes.items() if dtype != usual})
 
@@ -60,10 +59,8 @@ class Origin:
         return cls(record.dtype, record.others)
 
     def dtype_of(self, name: str) -> str:
-        """Returns the dtype of a tensor."""
         return self.others.get(name, self.dtype)
 
     def write(self, run: Run) -> None:
-        """Writes the dtypes into the run. Raises EnvironmentFailure if the file cannot be written."""
         record = _Record(format=1, dtype=self.dtype, others=dict(self.others))
         write_atomically(run.files / ORIGIN, [record.model_dump_json(indent=1).encode()])

@@ -48,10 +48,6 @@ def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
 
 
 def _has_lines(value: Any) -> bool:
-    """Returns whether the items of a list are written on separate lines.
-
-    They are if the list has several mappings, or a mapping with the key `where`.
-    """
     mappings = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return len(mappings) > 1 or any("where" in item for item in mappings)
 

@@ -1,6 +1,6 @@
 """Finds the family and the config for the model of a spec.
 
-If there is none, reports the first difference to the closest family.
+If no family fits, the error states the first difference from the closest family.
 """
 
 import json
@@ -68,9 +68,6 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the config of the model in a family. If the model does not fit, returns the differences, the most
-    important first.
-    """
     try:
         config = family.config(model)
         said = decoder_of(family, config)
@@ -89,7 +86,6 @@ def decoder_of(family: Family, config: Mapping[str, Any]) -> Decoder:
 
 
 def same_programs(model: Decoder, other: Decoder) -> bool:
-    """Returns whether two models compute the same functions."""
     if _sizes(model) != _sizes(other):
         return False
     return _facts(_function_of(model).lower("model")) == _facts(_function_of(other).lower("model"))

@@ -45,7 +45,6 @@ def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment
 
 
 def _unquantized(name: str, model: Data, tokenizer: str) -> Data:
-    """Returns the data of a spec without quantization, with all targets and fusion points."""
     data: Data = {"spec_version": 2, "name": name, "targets": list(TARGETS[0]), "model": model}
     return data | {"fuse": list(fusion_points(model)), "train": training(model, tokenizer)}
 
@@ -59,7 +58,6 @@ def _checked(data: Data) -> Spec:
 
 
 def _buildable(data: Data) -> Data:
-    """Returns the data without the targets and fusion points that do not apply to the model."""
     every: list[Data] = list(data["fuse"])
     lists = (every, *(every[:i] + every[i + 1 :] for i in range(len(every))), [])
     for targets in TARGETS:

@@ -30,7 +30,7 @@ class Head:
         induction: the score "prefix matching" of Olsson et al. (2022, "In-context Learning and Induction Heads").
             Random tokens are repeated once. The score is the mean attention to the token after the first occurrence of
             the query token. None if not measured.
-        content: the mean total variation distance of the attention at equal positions in two texts. It is 0 if the
+        content: the mean total variation distance between the attention in two texts at equal positions. It is 0 if the
             attention depends only on positions.
     """
 
@@ -62,7 +62,6 @@ class _Sums:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Adds values of the score `name`, [B, H, N]."""
         total = values.double().sum((0, 2)).cpu()
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.counts[name] = self.counts.get(name, 0) + values.shape[0] * values.shape[2]
@@ -126,7 +125,6 @@ class HeadPatterns:
         return weights
 
     def heads(self) -> tuple[Head, ...]:
-        """Returns all heads, in the order of the program."""
         heads = []
         for layer, sums in self._layers.items():
             previous, first = sums.mean("previous"), sums.mean("first")

@@ -96,7 +96,6 @@ class Inspection:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the results as fields for JSON output."""
         facts = asdict(self)
         facts["heads"] = [asdict(head) | {"type": head.type} for head in self.heads]
         facts["norms"] = [asdict(norm) | {"growth": norm.growth} for norm in self.norms]
@@ -155,7 +154,6 @@ class _Work:
 
     @cached_property
     def programs(self) -> Programs:
-        """The programs without fusions."""
         return lower(self.run.spec.at_rest, self.opened.loaded.target.name)
 
     @cached_property
@@ -223,7 +221,6 @@ class _Work:
             reference.run(self.programs, "score", inputs, self.on_device, observe)
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields batches of two rows, by input name: text of the validation split, or lines of the training data."""
         spec, options = self.run.spec, self.options
         if not self.is_text:
             data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)
@@ -257,7 +254,6 @@ class _Work:
         return loads_by_kind
 
     def _repeated(self, heads: HeadPatterns) -> None:
-        """Measures induction on random tokens and their repetition."""
         spec = self.run.spec
         length = min(self.options.window, spec.model.window) // 2
         if length < 2:

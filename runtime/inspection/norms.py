@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-Nodes whose names begin with the same index, such as `blocks.3`, are a block if one of them is a matrix product with
-weights. The stream after a block has the width of the model, and nodes outside of the block read it. If several values
-of the block fulfill this, the last value is the stream.
+All nodes whose names begin with the same index, such as `blocks.3`, are a block if one of them is a matrix product with
+weights. The stream after a block is the last value of the block that has the width of the model and that nodes outside
+of the block read.
 """
 
 import re
@@ -109,7 +109,6 @@ class ResidualNorms:
             sums[2] += float((value - before).double().square().sum())
 
     def blocks(self) -> Iterator[BlockNorm]:
-        """Yields the sizes at each block, in the order of the program."""
         for block, (before, after, change, count) in self._sums.items():
             known = before > 0.0
             yield BlockNorm(

@@ -26,7 +26,6 @@ _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
 def require() -> None:
-    """Raises EnvironmentFailure if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise EnvironmentFailure("pictures need matplotlib", "pip install 'specc[bench]'")
 
@@ -36,7 +35,7 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
 
     Args:
         result: the results.
-        folder: the folder to write to. It is created.
+        folder: the folder to write to. The folder is created if it does not exist.
 
     Raises:
         EnvironmentFailure: matplotlib is missing, or a file cannot be written.
@@ -89,7 +88,6 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _by_block(axes: "Axes", label: str, rows: Sequence[tuple[str, float]]) -> None:
-    """For each name from `role_of`, draws a line over the blocks. Names without a block are marks at the left."""
     from matplotlib.ticker import MaxNLocator
 
     roles: dict[str, list[tuple[int, float]]] = {}
@@ -129,7 +127,6 @@ def _ranks(result: Inspection) -> "Figure":
 
 
 def _heads(result: Inspection) -> "Figure":
-    """Draws one map per score. Layers are rows, and heads are columns."""
     scores = ("previous", "first", "induction", "content")
     titles = ("previous token", "first token", "induction", "content")
     layers = list(dict.fromkeys(head.layer for head in result.heads))
@@ -175,7 +172,6 @@ def _units(result: Inspection) -> "Figure":
 
 
 def _experts(result: Inspection) -> "Figure":
-    """Draws a map of loads. Columns are experts. Rows are pairs of layer and kind of document."""
     count = max(len(row.loads) for row in result.experts)
     height = max(3.2, 1.6 + 0.32 * len(result.experts))
     figure = _figure(max(6.0, 2.5 + 0.4 * min(count, 40)), height, f"{result.name}: experts, step {result.step:,}")
@@ -216,7 +212,6 @@ def _norms(result: Inspection) -> "Figure":
 
 
 def _sensitivity(result: Inspection) -> "Figure":
-    """Draws the measured loss increases in two plots: over the blocks, and against the estimates."""
     figure = _figure(
         12, 5, f"{result.name}: increase in bits per byte if one matrix is quantized, step {result.step:,}"
     )

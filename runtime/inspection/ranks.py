@@ -34,7 +34,6 @@ class RankUse:
 
     @property
     def full(self) -> int:
-        """The largest possible rank."""
         return min(self.shape)
 
 

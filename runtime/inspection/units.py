@@ -1,8 +1,8 @@
 """Dead units: inner features that are zero, or nearly zero, at every token.
 
-The features of a pointwise node are units if two conditions hold. Its inputs are outputs of matrix products, and its
-output is multiplied by a weight. Examples are the activation of an MLP, with or without a gate, and the activation of
-experts.
+The features of a pointwise node are units if the inputs of the node are outputs of matrix products, and if the output
+of the node is multiplied by a weight. Examples are the activation of an MLP, with or without a gate, and the activation
+of experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ class Units:
         units: the number of units.
         tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose largest magnitude is at most 1 % of the median. The median is over the largest
-            magnitudes of all units. Dead units are included.
+        weak: the number of units whose largest magnitude is at most 1 % of the median of the largest magnitudes of all
+            units. This number includes the dead units.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -100,12 +100,10 @@ class UnitActivity:
 
 
 def is_product(node: Node) -> bool:
-    """Returns whether a node multiplies rows by a weight."""
     return isinstance(node.op, Product | GroupedLinear)
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +120,6 @@ def _first(value: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node depends only on matrix products, parameters and constants."""
     if not isinstance(node.op, Pointwise):
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]

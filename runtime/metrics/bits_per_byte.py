@@ -59,13 +59,11 @@ class BitsPerByte:
         return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"
 
     def summary(self) -> str:
-        """Returns each metric with its name. `bpb_pieces` is included only if it differs from `bpb`."""
         bpb = "" if self.bpb is None else f"{self.bpb:.4f} bpb"
         pieces = "" if self.bpb == self.bpb_pieces else f"{self.bpb_pieces:.4f} bpb_pieces"
         return ", ".join(filter(None, (bpb, pieces)))
 
     def report(self) -> list[str]:
-        """Returns human-readable lines: loss, metrics, byte counts, and whether the model was trained on the text."""
         bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
         nats = f"{self.nats / self.tokens:.4f} nats per token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
         trained = {
@@ -76,16 +74,13 @@ class BitsPerByte:
         return [f"{self.tokens:,} tokens: {nats}", self.audit(), f"data: {trained[self.held_out]}"]
 
     def measures(self) -> dict[str, float | None]:
-        """Returns the metrics by name."""
         pieces = {} if self.bpb == self.bpb_pieces else {"bpb_pieces": self.bpb_pieces}
         return {"bpb": self.bpb, **pieces, "nats_per_token": self.nats / self.tokens}
 
     def facts(self) -> dict[str, float | None]:
-        """Returns the attributes as fields for JSON output."""
         return asdict(self)
 
     def audit(self) -> str:
-        """Returns a line that compares document bytes and piece bytes."""
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"
         if self.document_bytes is None:
             return f"{pieces}; document bytes unknown (token shards, or only a part was scored)"
@@ -163,7 +158,6 @@ class Account:
 
     @property
     def tokens(self) -> int:
-        """The number of targets added so far."""
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
@@ -172,11 +166,9 @@ class Account:
         return self.windows.before(first), self.windows.before(end)
 
     def read(self, number: int) -> Batch:
-        """Returns a batch by index. Every batch has the same number of rows."""
         return read_batch(self._stream, self.windows, number, self._batches[number], self._rows, self._unscored)
 
     def tokens_at(self, start: int, count: int) -> Ids:
-        """Returns tokens of the stream, i64 [count]."""
         return self._stream.read(start, count).astype(np.int64)
 
     def add(self, batch: Batch, scores: "Tensor") -> None:

@@ -42,7 +42,6 @@ class ExactMatch:
         return self.matching / self.tokens
 
     def record(self) -> dict[str, float]:
-        """Returns fields for the log of a run. `nats` is the mean per token."""
         shares = {"exact_match": self.exact_match, "token_accuracy": self.token_accuracy}
         return {"nats": self.nats / self.tokens, "tokens": self.tokens, "lines": self.lines, **shares}
 

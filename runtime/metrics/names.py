@@ -22,7 +22,6 @@ class Metric:
     digits: int = 4
 
     def value(self, values: Mapping[str, Any] | None) -> float | None:
-        """Returns the metric of a validation in a log; None if the validation has no such metric."""
         value = (values or {}).get(self.name)
         return None if value is None else float(value)
 

@@ -32,11 +32,9 @@ class Share:
             raise ValueError("sharing the work among processes needs `reduce`")
 
     def of(self, count: int) -> range:
-        """Returns the range of the items 0 .. `count` - 1 that this process measures."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def total(self, sums: Sums) -> Sums:
-        """Returns the sum of `sums` over all processes."""
         return sums if self.reduce is None else self.reduce(sums)
 
 

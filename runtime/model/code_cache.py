@@ -46,12 +46,10 @@ def use_private_caches() -> None:
 
 
 def code_files(directory: Path) -> list[Path]:
-    """Returns the code files of a generated folder, sorted by name."""
     return sorted([*directory.glob("*.py"), *directory.glob("*.cu")])
 
 
 def content_digest(directory: Path) -> str:
-    """Returns the SHA-256 (hex) of the names and contents of the code files in a generated folder."""
     content = hashlib.sha256()
     for path in code_files(directory):
         data = path.read_bytes()

@@ -55,7 +55,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the work once. Raises ValueError if the shapes differ from those during the capture."""
+        """Runs the work once. Raises ValueError if the shapes differ from the shapes during the capture."""
         if self._calls < WARM_UP:
             self._calls += 1
             self._work(*tensors)

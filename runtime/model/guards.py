@@ -134,7 +134,6 @@ def _require(
 
 
 def _require_rows(state: Any, name: str, rows: int) -> None:
-    """Raises ValueError unless `state` has the structure of a result of `encode` or `new_cache`, and `rows` rows."""
     groups = list(state.values()) if isinstance(state, dict) else state
     if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
         raise ValueError("the state must be a result of encode or new_cache")

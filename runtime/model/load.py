@@ -59,13 +59,13 @@ class Loaded:
 def instantiate(
     spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
 ) -> Loaded:
-    """Generates the code of `spec` and creates its module. Its f32 parameters have no values yet.
+    """Generates the code of `spec` and creates its module. The f32 parameters of the module have no values yet.
 
     Args:
         spec: the spec.
         target: the target to generate for.
         directory: the folder to which the code is written.
-        fuse: whether to apply fusion points. Without them, plain ops compute the same function.
+        fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
         lock: the kernels that were fastest in measurements.
         deployed: whether to generate the module with int8 products for artifacts. The spec must have int8 products.
 
@@ -151,7 +151,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 
 def _keep_sources(package: str) -> None:
-    """Keeps the source lines of a package for tracebacks, because its files may be deleted while it is in use."""
+    # Tracebacks read source lines, but the files may be deleted while the package is in use.
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
         if file is not None and Path(file).is_file():  # lines of a deleted folder were stored when it was imported

@@ -13,7 +13,8 @@ State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors 
 class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary].
 
-    The methods `features` and `nats` are the two parts of `score`. They exist only if the spec has `eval.adapt`.
+    The methods `features` and `nats` are the two parts of `score`. These two methods exist only if the spec has
+    `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -29,10 +30,10 @@ class GeneratedText(Protocol):
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
 
     def features(self, ids: Tensor) -> Tensor:
-        """Returns the hidden states that the output head reads, [B, T, D]."""
+        """Returns the hidden states that the output head reads, [B, T, features]."""
 
     def nats(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of each target in nats, f32 [B, T]. `x` [B, T, D] is a result of `features`."""
+        """Returns the loss of each target in nats, f32 [B, T]. `x` is a result of the method `features`."""
 
 
 class GeneratedPages(Protocol):

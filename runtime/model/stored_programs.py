@@ -40,8 +40,8 @@ class StoredPrograms:
     """Compiles programs of generated models, and stores them in the cache.
 
     Args:
-        facts: facts about the run, such as batch sizes. They become part of the cache key, so runs with other sizes
-            have other entries.
+        facts: facts about the run, such as batch sizes. These facts become part of the cache key, so runs with
+            different sizes have different entries.
     """
 
     def __init__(self, facts: Sequence[object] = ()) -> None:
@@ -120,7 +120,7 @@ class StoredProgram:
     def _entry(self, arguments: Sequence[Tensor]) -> str:
         """Returns the name of the cache entry.
 
-        It is a digest of all facts that affect the compiled program, except those that guards check.
+        The name is a digest of all facts that affect the compiled program, except the facts that guards check.
         """
         import torch._functorch.config
         import torch._inductor.config

@@ -1,4 +1,4 @@
-"""The average of the weights over a run. At the end, it replaces the weights."""
+"""The average of the weights over a run. At the end of the run, the average replaces the weights."""
 
 from collections.abc import Callable, Mapping
 
@@ -52,8 +52,8 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns a mapping with the number of samples of an `swa`, without a copy. Returns an empty mapping for an
-        `ema`.
+        """Returns the state for a checkpoint: the number of samples of an `swa`, not as a copy. The state of an `ema`
+        is empty.
         """
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 

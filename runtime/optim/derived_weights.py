@@ -75,7 +75,6 @@ class _Matrix(nn.Module):
         return value
 
     def hold(self, leaf: Tensor) -> None:
-        """Replaces the computation of the matrix in the block: the method now returns `leaf`."""
         setattr(self.block, f"derived_{self._method}", leaf)
 
 

@@ -16,7 +16,7 @@ class FakeQuantized:
         parameters: the parameters of the model, by name.
         schemes: the storage scheme of each parameter, by name. Parameters that are stored as floats are not changed.
         input_shares: factors of the input features, f32 [K] for a weight [N, K], by name. The weight is multiplied by
-            these factors before rounding, and divided by them after rounding.
+            these factors before rounding, and divided by the same factors after rounding.
 
     Attributes:
         schemes: the given schemes.

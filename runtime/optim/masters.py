@@ -34,9 +34,9 @@ class Masters:
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters in banks. Each process sums only a part of their gradients.
         copied: the f32 parameters that nevertheless have a separate master.
-        unclipped: the parameters whose gradients are neither clipped nor part of the norm. They must not be in
-            `sharded`.
-        in_bf16: whether the bf16 parameters of the model are the masters. They must not be in `copied`.
+        unclipped: the parameters whose gradients are neither clipped nor part of the norm. These parameters must not be
+            in `sharded`.
+        in_bf16: whether the bf16 parameters of the model are the masters. These parameters must not be in `copied`.
         derived: the matrices that the model computes from parameters.
 
     Attributes:
@@ -46,7 +46,8 @@ class Masters:
         quantized: the fake quantization. None if the model computes with unquantized weights.
         loss: the sum of the losses, f32 []. It is the last element of `sums`.
         sums: one buffer for all gradients and the loss, f32 [N].
-        common: the part of `sums` after the gradients of `sharded`. One collective call sums it over the processes.
+        common: the part of `sums` after the gradients of `sharded`. One collective call sums this part over the
+            processes.
 
     Raises:
         ValueError: if the parameters of the model do not have the names in `dtypes`.
@@ -129,7 +130,7 @@ class Masters:
             input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` now launches other kernels than before.
+            Whether `refresh` now launches different kernels than before.
 
         Raises:
             ValueError: if a parameter to be rounded is the same tensor as its master.
@@ -156,8 +157,8 @@ class Masters:
         unclipped: Collection[str],
         read_once: Collection[str],
     ) -> None:
-        """Allocates one f32 buffer for all gradients and the loss. Sharded gradients come first, and unclipped
-        gradients last.
+        """Allocates one f32 buffer for all gradients and the loss. The buffer has three parts: sharded gradients, then
+        other gradients, then unclipped gradients.
 
         Within each part, gradients of one compute dtype are adjacent. The parameters `read_once` are read only by
         derived weights. Their gradients are computed once per step, and form separate groups.
@@ -189,12 +190,10 @@ class Masters:
         self.attach()
 
     def attach(self) -> None:
-        """Sets `.grad` of each master, from which optimizers read gradients."""
         for master, gradient in zip(self.tensors.values(), self.gradients, strict=True):
             master.grad = gradient
 
     def clear(self) -> None:
-        """Begins a step: sets all gradients and the loss to 0."""
         self.sums.zero_()
         for param in self.model_parameters.values():
             param.grad = None  # otherwise, autograd would accumulate into the gradient, with one kernel per parameter
@@ -202,7 +201,6 @@ class Masters:
             group.clear()
 
     def collect(self) -> None:
-        """Adds the gradients of the last backward pass to the f32 gradients."""
         for group in (*self._groups, *self._derived_groups):
             group.collect()
 
@@ -270,9 +268,6 @@ class Masters:
 
     @property
     def _computed_with(self) -> Mapping[str, Tensor]:
-        """The parameters from which derived weights are computed. They are quantized if the model uses quantized
-        weights.
-        """
         names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
         return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 
@@ -285,7 +280,6 @@ class Masters:
 
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context manager in which the model runs with `weights`."""
         before = {name: param.detach().clone() for name, param in self.model_parameters.items()}
         try:
             self._write(weights)
@@ -330,7 +324,6 @@ class _Group:
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each parameter with the sum of its gradients."""
         return zip(self._params, self.totals, strict=True)
 
     def clear(self) -> None:

@@ -66,7 +66,6 @@ class MatrixRule(UpdateRule[S]):
         """
 
     def factor(self, rows: int, columns: int) -> float:
-        """Returns the factor of the learning rate for matrices of this shape."""
         return 1.0
 
     def exact_in_bf16(self, direction: Tensor) -> bool:

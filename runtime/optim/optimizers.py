@@ -1,4 +1,4 @@
-"""All optimizers of one model. They share one update and one state."""
+"""All optimizers of one model, with one common update and one common state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,8 +44,8 @@ class Optimizers:
     """The optimizers of one model.
 
     `set` writes all numbers that change from step to step to the device, such as learning rates. `update` launches the
-    same kernels for the same `work`. It can therefore be captured in one CUDA graph per `work`, unless `waits` returns
-    True.
+    same kernels for the same `work`. `update` can therefore be captured in one CUDA graph per `work`, unless `waits`
+    returns True.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
@@ -72,7 +72,6 @@ class Optimizers:
 
     @property
     def banks(self) -> list[Bank]:
-        """The banks of the sharded parameters."""
         return [bank for rule in self._rules for bank in rule.banks]
 
     def set(self, now: Moment) -> None:
@@ -82,11 +81,9 @@ class Optimizers:
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
 
     def work(self, step: int) -> Work:
-        """Returns the kind of work that each optimizer does in step number `step`, counted from 0."""
         return tuple(rule.work(step) for rule in self._rules)
 
     def waits(self, work: Work) -> bool:
-        """Returns whether the host waits for the GPU during this work. A CUDA graph cannot contain such work."""
         return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
 
     def update(self, work: Work) -> None:

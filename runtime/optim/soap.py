@@ -40,22 +40,18 @@ class _Side:
         return _Side(self.rows, self.gram[local], self.basis[local])
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Transforms `x` to the basis. With `back`, transforms `x` from the basis."""
         basis = self.basis.mT if self.rows != back else self.basis
         return basis @ x if self.rows else x @ basis
 
     def add(self, gradient: Tensor, share: float) -> None:
-        """Adds the products of a gradient to the running mean `gram`. `share` is their weight."""
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. Without a small added term, the eigenvectors in the null space would depend on
-        rounding.
-        """
         gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
         null = vectors * (values.unsqueeze(-2) < NULL * largest)
+        # Without the following term, the eigenvectors in the null space would depend on rounding.
         projector, size = null @ null.mT, gram.shape[-1]
         axes = torch.arange(1, size + 1, dtype=gram.dtype, device=gram.device).unsqueeze(-1) / size
         _, vectors = torch.linalg.eigh(gram - largest * (projector @ (axes * projector)))

@@ -48,7 +48,6 @@ class UpdateRule(ABC, Generic[S]):
         self._sums = self.new_slot() if spec.every > 1 else []
 
     def new_slot(self) -> list[Tensor]:
-        """Returns new optimizer state of zeros: one tensor per parameter."""
         return [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
@@ -56,11 +55,9 @@ class UpdateRule(ABC, Generic[S]):
         return list(slot)
 
     def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns state tensors by parameter name."""
         return dict(zip(self.parameters, slot, strict=True))
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients on this process. Raises ValueError if a parameter has none."""
         gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
         if len(gradients) < len(self.tensors):
             raise ValueError("an update needs the gradient of every parameter")
@@ -108,7 +105,6 @@ class UpdateRule(ABC, Generic[S]):
             self.update(work, (lr, *others))
 
     def decay(self, share: Tensor) -> None:
-        """Moves all parameters toward zero by a share of their values."""
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
@@ -131,5 +127,4 @@ class UpdateRule(ABC, Generic[S]):
         """
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns `state` and the sums of gradients between updates."""
         return {**self.state(), **({"gradient_sum": self.by_name(self._sums)} if self._sums else {})}

@@ -70,7 +70,7 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """Returns `base` with other bits, so that the loss increases least within `budget` bytes.
+    """Returns `base` with changed numbers of bits, so that the loss increases least within `budget` bytes.
 
     Bits are chosen for parameters that match `allocate.match`, if their scheme supports several numbers of bits.
 
@@ -80,7 +80,7 @@ def allocate_bits(
         base: the scheme of each parameter before allocation.
         costs: returns the increase of the loss, in nats per token, for each parameter and each of its schemes.
         estimate: returns the estimated bytes of a parameter with a scheme.
-        exact: returns the bytes of the whole artifact. It decides whether an allocation fits, and corrects the
+        exact: returns the bytes of the whole artifact. This size decides whether an allocation fits, and corrects the
             estimates.
         say: is called with a message for each allocation that is measured.
         reserved: the bytes that are reserved for the code of a submission, for messages.

@@ -21,7 +21,8 @@ Measure = Callable[[QuantizedModel], int]
 def choose_bits(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int = 0
 ) -> Allocation:
-    """Returns `base` with other bits and low-rank corrections, as `quant.promote`, `allocate` and `correct` request.
+    """Returns `base` with changed numbers of bits and with low-rank corrections, as `quant.promote`, `allocate` and
+    `correct` request.
 
     First, bits are chosen. Then the parameters with the largest errors get corrections. Finally, bits are chosen again,
     because corrections use a part of the budget.

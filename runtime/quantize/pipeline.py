@@ -85,7 +85,7 @@ class QuantizeResult:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The options of `quantize`. If an option is None, the run or the machine determines its value.
+    """The options of `quantize`. If an option is None, the run or the machine determines the value.
 
     Attributes:
         data: a source for `specc.runtime.data.windows.stream.open_stream`. Calibration uses the training split, unless
@@ -316,7 +316,6 @@ def _write(
 
 
 def _clear(staging: Path) -> None:
-    """Removes everything except the lock from the staging folder."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)

@@ -17,7 +17,7 @@ def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> Qu
 
     Args:
         size: the size of the artifact in bytes.
-        when: the state of this size, such as "before any promotion".
+        when: the stage at which the artifact has this size, such as "before any promotion".
         budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         reserved: the bytes that are reserved for the code of a submission.
         hint: the setting to change.
@@ -50,9 +50,9 @@ def promote(
             `budget_bytes`.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
-        estimate: returns a quick estimate of the bytes of an allocation. It determines how many promotions are measured
-            first.
-        exact: returns the bytes of the compressed artifact. It decides whether an allocation fits.
+        estimate: returns a quick estimate of the bytes of an allocation. This estimate determines how many promotions
+            are measured first.
+        exact: returns the bytes of the compressed artifact. This size decides whether an allocation fits.
         say: is called with a message for each promotion that is undone to fit into the budget.
         reserved: the bytes that are reserved for the code of a submission, for messages.
 
@@ -96,10 +96,6 @@ def promote(
 
 
 def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float]) -> dict[str, Scheme]:
-    """Returns the candidates with their promoted schemes, by descending trace.
-
-    Raises QuantizeError if the pattern matches no parameter.
-    """
     names = [name for name in base if matches(promotion.match, name)]
     if not names:
         raise QuantizeError(

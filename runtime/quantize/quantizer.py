@@ -1,4 +1,4 @@
-"""`Quantizer`: a cache of quantized parameters. The search for a bit allocation reads it."""
+"""`Quantizer`: a cache of quantized parameters. The search for a bit allocation reads this cache."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ class Statistics:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
         uses: how the model uses each parameter that does not belong to exactly one matrix product, such as an embedding
             table.
-        rises: maps errors of parameters to the estimated increase of the loss, in nats per token. None if it is not
-            needed.
+        rises: maps errors of parameters to the estimated increase of the loss, in nats per token. None if no estimate
+            is needed.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Quantizer:
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
         """Returns the model, with every parameter quantized by its scheme.
 
-        Raises QuantizeError, with the name of the parameter, if a scheme cannot store it.
+        Raises QuantizeError, with the name of the parameter, if a scheme cannot store the parameter.
         """
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._stored:
@@ -109,11 +109,6 @@ class Quantizer:
         return self._stored[name, scheme]
 
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """Returns the input scale of a weight; None if the weight has no int8 product.
-
-        The first weight that reads an input is the leader of all weights that read it. They share one scale: the scale
-        from training if there is one, otherwise a scale for the measured range.
-        """
         if name not in self.inputs.ranges:
             return None
         leader = self._leader_of[name]
@@ -125,18 +120,13 @@ class Quantizer:
         return self._input_scales[leader, scheme]
 
     def _trained_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """Returns the scale with which training rounded the input of a weight, f32 [1] or [K]; None if there was none.
-
-        A run stores one scale per feature. They are all equal if the scheme has a single scale per input.
-        """
         trained = self.inputs.trained.get(self._leader_of[name]) if name in self._leader_of else None
         if trained is None or not scheme.integer:
             return None
         (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
-        return trained[:size]
+        return trained[:size]  # a run stores one scale per feature; all are equal if the scheme has a single scale
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
-        """Returns a parameter minus its quantized value."""
         stored = self.model({name: scheme}).tensors[name]
         weight = self.weights[name]
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
@@ -159,11 +149,9 @@ class Quantizer:
         return rises
 
     def rise(self, name: str, scheme: Scheme) -> float | None:
-        """Returns the estimated increase of the loss for a parameter with a scheme; None if it was not estimated."""
         return self._rises.get((name, scheme))
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:
-        """Returns the estimated compressed size of the arrays in bytes."""
         self.model(schemes)
         return sum(self._sizes[item] for item in schemes.items())
 

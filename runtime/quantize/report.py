@@ -59,8 +59,8 @@ class InputRow:
         scale: the largest scale of any feature.
         spread: the largest scale divided by the smallest.
         bits: 8, or 16 if a second int8 code refines the first.
-        reach: the largest magnitude, divided by the largest magnitude that the scale can represent. Larger values are
-            clipped.
+        reach: the largest magnitude, divided by the largest magnitude that the scale can represent. If `reach` is above
+            1, values are clipped.
         clipped: the share of values that clipping changes by more than half a scale.
         error: the root mean square of the expected error of rounding and clipping, divided by `rms`.
     """
@@ -201,8 +201,8 @@ def solution_line(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as aligned text of at most 100 columns, with a header and a total.
 
-    If there are more than 40 rows, parameters whose names differ only in numbers share a line. The line shows their
-    largest error, and their sums of nats and bytes.
+    If there are more than 40 rows, parameters whose names differ only in numbers share a line. The line shows the
+    largest error of these parameters, and their total nats and bytes.
     """
     roles: dict[str, list[Row]] = {}
     for row in rows:
@@ -237,7 +237,6 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _shortened(name: str, room: int) -> str:
-    """Returns a name in at most `room` characters. Replaces the middle by `…`, because the ends distinguish names."""
     if len(name) <= room:
         return name
     end = (room - 1) // 2

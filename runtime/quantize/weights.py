@@ -1,6 +1,7 @@
 """Quantizes the weights of a trained model: calibrates, chooses bits, quantizes.
 
-`specc quantize` calls `quantize_weights` for a run. The program of a submission calls it after training.
+`specc quantize` calls `quantize_weights` for a run. The program of a submission calls `quantize_weights` after
+training.
 """
 
 import time
@@ -129,8 +130,6 @@ def quantize_weights(
 def _statistics(
     model: TrainedModel, quant: QuantSpec, base: Mapping[str, Scheme], text: WrittenText | None, progress: Progress
 ) -> Statistics:
-    """Measures the unfused model on `text`, or on the training text if `text` is None."""
-
     def windows() -> Windows:
         return model.windows() if text is None else text.windows(quant.calibrate.batch)
 

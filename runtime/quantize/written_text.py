@@ -1,4 +1,6 @@
-"""Calibration text that the model generates. It resembles the training text, and needs no data."""
+"""Calibration text that the model generates. The generated text resembles the training text. Calibration then needs no
+data.
+"""
 
 import time
 from collections.abc import Callable, Iterator

@@ -153,13 +153,11 @@ class _Axis:
 
     @property
     def step(self) -> float:
-        """The distance between two adjacent ticks of a linear axis: 1, 2 or 5 times a power of ten."""
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
     def rounded(self) -> "_Axis":
-        """Returns the axis with ends at ticks. A logarithmic axis gets a margin instead."""
         if self.logarithmic:
             return replace(self, low=self.low / 1.2, high=self.high * 1.2)
         low, high = math.floor(self.low / self.step + 1e-9), math.ceil(self.high / self.step - 1e-9)
@@ -171,7 +169,6 @@ class _Axis:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def labels(self) -> Sequence[tuple[float, str]]:
-        """Returns the value and the label of each tick."""
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             steps = (1, 2, 5) if len(decades) < 5 else (1,)
@@ -225,7 +222,6 @@ def _svg(title: str, width: float, height: float, parts: Sequence[Markup]) -> Ma
 
 
 def _f(template: str, *values: object) -> Markup:
-    """Fills a template. Values are escaped, and floats get one decimal."""
     return Markup(template).format(*_texts(values))
 
 

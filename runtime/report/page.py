@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as text. The columns from index `numbers` on are numeric. `left_out` rows are omitted."""
+    """A table as text. The columns from index `numbers` on are numeric. `left_out` is the number of omitted rows."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]

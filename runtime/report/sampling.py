@@ -41,8 +41,8 @@ class SampleOptions:
 
 
 def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
-    """Returns the stored samples of a run. Generates and stores new samples if there are none, or if they do not fit
-    the step or the options.
+    """Returns the stored samples of a run. Generates and stores new samples if there are no stored samples, or if the
+    stored samples do not fit the step or the options.
 
     Args:
         run: the run.
@@ -65,7 +65,6 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
 
 
 def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
-    """Returns whether stored samples have these options. Without `options.prompts`, any source lines fit."""
     shown = [(sample.prompt, sample.seed) for sample in stored.samples]
     if lines:
         return shown == [(prompt, None) for prompt in options.prompts] or not options.prompts

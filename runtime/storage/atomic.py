@@ -42,7 +42,6 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
 
 
 def write_all(descriptor: int, part: bytes) -> None:
-    """Writes all bytes of `part` to an open file."""
     view = memoryview(part)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -90,7 +89,6 @@ def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _sweep(path: Path) -> None:
-    """Removes the temporary files for `path` that no process has locked."""
     prefix = f".{path.name}."
     for entry in sorted(os.listdir(path.parent)):
         if not (entry.startswith(prefix) and entry.endswith(".tmp") and len(entry) == len(prefix) + 12):

@@ -1,7 +1,7 @@
 """Checkpoints: directories of safetensors and JSON files. Each directory is written completely or not at all.
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
-rng.safetensors, state.json and COMMIT (see committed.py). If the run averages its weights, it also contains
+rng.safetensors, state.json and COMMIT (see committed.py). If the run averages its weights, the directory also contains
 ema.safetensors. Tensors are stored by parameter name. If a run starts from existing weights,
 `checkpoints/step_00000000/` contains only model.safetensors, state.json and COMMIT.
 """
@@ -128,7 +128,7 @@ def save_weights(folder: Path, model: Iterable[bytes], spec_digest: str) -> Path
 
     Args:
         folder: the folder of the checkpoints of the run.
-        model: the content of model.safetensors, in parts. It has f32 tensors by parameter name.
+        model: the content of model.safetensors, in parts. The tensors are f32, by parameter name.
         spec_digest: the SHA-256 (hex) of the spec.
 
     Raises:
@@ -167,7 +167,7 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def fault(path: Path) -> str | None:
-    """Returns why the checkpoint cannot be used, or None if it is valid."""
+    """Returns why the checkpoint cannot be used, or None if the checkpoint is valid."""
     try:
         load(path)
     except IntegrityError as error:
@@ -176,7 +176,9 @@ def fault(path: Path) -> str | None:
 
 
 def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint. Raises IntegrityError if it is incomplete or was changed after writing."""
+    """Reads and verifies a checkpoint. Raises IntegrityError if the checkpoint is incomplete or was changed after
+    writing.
+    """
     files = Committed.open(path)
     state = read_state(path)
     if state.step == 0 and files.members.keys() == {STATE, MODEL}:
@@ -191,7 +193,7 @@ def load(path: Path) -> Snapshot:
 
 
 def read_state(path: Path) -> State:
-    """Reads the state.json of a checkpoint. Raises IntegrityError if it is missing or was changed after writing."""
+    """Reads the state.json of a checkpoint. Raises IntegrityError if the file is missing, or changed after writing."""
     try:
         state = State.model_validate_json(Committed.open(path).read(STATE))
     except ValidationError as error:
@@ -272,7 +274,6 @@ def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
 
 
 def _outdated(folder: Path, keep: int) -> list[Path]:
-    """Returns the checkpoints that are older than the `keep` newest complete checkpoints."""
     steps = all_in(folder)
     complete = [path for path in steps if _is_complete(path)]
     return [path for path in steps if len(complete) >= keep and steps.index(path) < steps.index(complete[-keep])]

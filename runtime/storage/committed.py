@@ -64,7 +64,9 @@ class Committed:
         return cls(path, commit.members)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of one file. Raises IntegrityError if it differs from the file that was written."""
+        """Returns the content of one file. Raises IntegrityError if the content differs from the content that was
+        written.
+        """
         member, path = self.members.get(name), self.path / name
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
@@ -108,7 +110,7 @@ def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a directory. It is first renamed, so that its old name never refers to a partial directory."""
+    """Removes a directory. The directory is first renamed, so that its old name never refers to a partial directory."""
     aside = _aside(path)
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)

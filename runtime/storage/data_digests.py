@@ -18,7 +18,6 @@ class DataDigests(StrictModel):
     val: Sha256
 
     def packed(self) -> bytes:
-        """Returns 64 bytes: the digest of the training split, then the digest of the validation split."""
         return bytes.fromhex(self.train + self.val)
 
     @classmethod

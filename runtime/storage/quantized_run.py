@@ -46,7 +46,7 @@ def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
     """Returns `path` if it is an artifact, or the artifact of the run at `path`.
 
     Raises RunDirectoryError if `path` does not exist, is a spec, or is a folder but not a run. Raises RunFailure if the
-    run is not quantized, and IntegrityError if it is damaged.
+    run is not quantized, and IntegrityError if the run is damaged.
     """
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)

@@ -56,7 +56,6 @@ class Records:
         ]
 
     def last(self, event: str, **fields: object) -> Record:
-        """Returns the last record that `of` returns for these arguments; an empty record if there is none."""
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:

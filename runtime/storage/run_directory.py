@@ -86,8 +86,8 @@ class Run:
         overrides: the values of `--set`. `spec` already contains them.
         lock: the kernels that were fastest in measurements.
         data_digests: the digests of the training data at the start of the run. None for runs of old versions.
-        trained_digest: the spec digest in the checkpoints, if `spec` has another digest. This happens for a spec of
-            an old version, and after a change of `quant`.
+        trained_digest: the spec digest in the checkpoints; None if it equals the digest of `spec`. The digests differ
+            for a spec of an old version, and after a change of `quant`.
         start: the weights from which the run started; None for random weights.
     """
 
@@ -136,7 +136,6 @@ class Run:
 
     @property
     def spec_digest(self) -> str:
-        """The SHA-256 (hex) of the spec, as in the checkpoints."""
         return self.trained_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def logged_loss(self, step: int) -> float | None:
@@ -150,7 +149,8 @@ class Run:
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the directory, with copies of `files`, and returns the run.
 
-        Raises RunDirectoryError if the directory is not empty, and EnvironmentFailure if it cannot be written.
+        Raises RunDirectoryError if the directory is not empty, and EnvironmentFailure if the directory cannot be
+        written.
         """
         require_free(self.directory)
         try:
@@ -170,7 +170,9 @@ class Run:
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
-        """Reads a run directory. Raises RunDirectoryError if it is not a run, and IntegrityError if it is damaged."""
+        """Reads a run directory. Raises RunDirectoryError if the directory is not a run, and IntegrityError if the run
+        is damaged.
+        """
         if not is_run(directory):
             if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
                 raise RunDirectoryError(f"{directory}: is a part of a run", f"name the run, {whole}")
@@ -201,7 +203,7 @@ class Run:
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
-        """Returns the run with other settings in the `quant` section of its spec.
+        """Returns the run with `overrides` applied to the section `quant` of its spec.
 
         Raises:
             SpecError: if the resulting spec cannot be built for the target of the run.
@@ -217,7 +219,6 @@ class Run:
         return replace(self, spec=spec, trained_digest=self.spec_digest)
 
     def require_same(self, spec: Spec, target: str) -> None:
-        """Raises RunDirectoryError, with the differences, unless the run has this spec and target."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
         changed = [f"{path}: {old} in the run, {new} now" for path, old, new in differences(here, there)]
         changed += [f"the target: {self.target} in the run, {target} now"] if target != self.target else []
@@ -226,12 +227,14 @@ class Run:
             raise RunDirectoryError(f"{self.directory} has other settings: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:
-        """Raises RunDirectoryError if the digests differ from those at the start of the run."""
+        """Raises RunDirectoryError if the digests differ from the digests at the start of the run."""
         known = self.data_digests
         if known is None or known == digests:
             return
         split = "training" if known.train != digests.train else "validation"
-        message = f"{self.directory}: the {split} split of {self.data} is not the one that the run began with"
+        message = (
+            f"{self.directory}: the {split} split of {self.data} is not the {split} split with which the run began"
+        )
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
@@ -255,13 +258,13 @@ def lasting(data: str) -> str:
 def is_run(directory: Path) -> bool:
     """Returns whether this directory is a run, valid or damaged.
 
-    The folder `quantized` of a run also has a spec.json, but is not a run. It differs from a run by a COMMIT file.
+    The folder `quantized` of a run also has a spec.json, but is not a run. Unlike a run, this folder has a COMMIT file.
     """
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
 def require_free(directory: Path) -> None:
-    """Raises RunDirectoryError if the directory has files, except those of an interrupted start."""
+    """Raises RunDirectoryError if the directory has files, except files of an interrupted start."""
     left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
@@ -305,9 +308,7 @@ def default_run(name: str, root: Path = Path("runs")) -> Path:
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """Considers the directories `runs/NAME-NNN` in which training began. Returns the one with the highest number, or
-    None if there is none.
-    """
+    """Returns the directory `runs/NAME-NNN` with the highest number in which training began; None if there is none."""
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 

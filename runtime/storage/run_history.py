@@ -72,7 +72,6 @@ class RunHistory:
 
     @property
     def final(self) -> Mapping[str, Any] | None:
-        """The validation of the final weights; None if the run is not complete."""
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:
@@ -83,12 +82,10 @@ class RunHistory:
 
     @property
     def seconds(self) -> float:
-        """The seconds of training."""
         return float(self.end["seconds"]) if self.end is not None else self.steps[-1].seconds if self.steps else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The tokens per second of training; None before the first step."""
         return self.steps[-1].tokens / self.seconds if self.steps and self.seconds else None
 
     def _add(self, event: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
         count = 1
         for dim in self.shape:
             count *= dim
@@ -34,7 +33,7 @@ def stream(
 
     Args:
         entries: the tensors, in the order of the file.
-        read: returns the tensor with a given name. It is called once for each entry, in order.
+        read: returns the tensor with a given name. This function is called once for each entry, in order.
         metadata: texts in the header.
 
     Raises:

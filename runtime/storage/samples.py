@@ -42,7 +42,7 @@ def record_samples(run: Path, samples: Samples) -> None:
 
 
 def recorded_samples(run: Path) -> Samples | None:
-    """Returns the samples of a run; None if it has none. Raises IntegrityError if the file is damaged."""
+    """Returns the samples of a run; None if the run has none. Raises IntegrityError if the file is damaged."""
     try:
         return Samples.model_validate_json((run / FILE).read_bytes())
     except FileNotFoundError:

@@ -60,7 +60,8 @@ class _Facts:
     Attributes:
         spec, quant: the settings.
         base: the storage scheme of each parameter, as the rules of the spec state.
-        reused: the parameters that several products read. Calibration measures them separately for each product.
+        reused: the parameters that several products read. Calibration measures these parameters separately for each
+            product.
         experts: whether the model has experts.
         gpu: whether a target is a GPU.
     """
@@ -74,12 +75,10 @@ class _Facts:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model generates its own calibration text."""
         return self.quant.calibrate.source == "self"
 
     @property
     def corrects(self) -> bool:
-        """Whether a matrix has a low-rank correction, by a rule or by the choice of bits."""
         ranks = (getattr(scheme, "correction_rank", 0) for scheme in self.base.values())
         return self.quant.correct is not None or any(ranks)
 
@@ -197,7 +196,6 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 
 
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
-    """Returns a sort key that puts similar files side by side, for better compression."""
     path = PurePosixPath(file[0])
     return path.stem == JOINED, path.suffix, len(path.parts) > 1, path.name, file[0]
 
@@ -284,7 +282,6 @@ def _plan(
 
 
 def _without_rules(spec: Spec) -> str:
-    """Returns the canonical text of a spec without `quant.rules`. The program contains the rules in another form."""
     data = json.loads(canonical(spec))
     data["quant"]["rules"] = []
     return json.dumps(data, sort_keys=True, separators=(",", ":"))

@@ -20,7 +20,7 @@ class SubmissionSize:
         code: the size of the code file.
         weights: the size of the weights file.
         budget: the limit of code and weights together.
-        others: the names of other files in the folder. They are not counted.
+        others: the names of other files in the folder. These files are not counted.
     """
 
     path: Path
@@ -38,14 +38,12 @@ class SubmissionSize:
         return self.total > self.budget
 
     def report(self) -> list[str]:
-        """Returns the sizes as lines of text."""
         lines = [f"code    {self.code:>12,} bytes {CODE}", f"weights {self.weights:>12,} bytes {WEIGHTS}"]
         lines += [f"not counted: {', '.join(self.others)}"] if self.others else []
         verdict = f"{'OVER by' if self.over else 'within, by'} {abs(self.budget - self.total):,}"
         return [*lines, f"{self.path}: {self.total:,} bytes of {self.budget:,}: {verdict}"]
 
     def facts(self) -> dict[str, object]:
-        """Returns the sizes as a dict for JSON output."""
         counts = {"code": self.code, "weights": self.weights, "total": self.total}
         return {"path": str(self.path), **counts, "budget": self.budget, "over": self.over, "others": [*self.others]}
 

@@ -2,7 +2,8 @@
 
 `python train_gpt.py [train]` runs all stages. `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts the
 program on several GPUs. The trained weights are saved until they are quantized. If quantization fails, `python
-train_gpt.py quantize WEIGHTS` continues with them. The data are token shards in the folder `--data`, or in DATA_PATH.
+train_gpt.py quantize WEIGHTS` continues with the saved weights. The data are token shards in the folder `--data`, or in
+DATA_PATH.
 """
 
 import argparse
@@ -123,7 +124,6 @@ class TrainedFile:
         return self.weights.with_name(f"{self.weights.name}.trained")
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns None, because a submission trains from the first step and has no log."""
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
@@ -160,13 +160,14 @@ class TrainedFile:
 
 
 def _show(step: Step, done: float) -> None:
-    """Prints the first ten steps, and every hundredth step."""
     if step.step % 100 == 0 or step.step <= 10:
         _print(f"step {step.step}: loss {step.loss:.4f}, {step.seconds:.1f} s")
 
 
 def _train_and_quantize(world: World, target: str, options: Any) -> None:
-    """Trains the model if the command is not `quantize`. Then quantizes it on rank 0, and writes `options.weights`."""
+    """Trains the model if the command is not `quantize`. Then quantizes the model on rank 0, and writes
+    `options.weights`.
+    """
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
         raise RunFailure(f"{out} is not the path of a file", "name a file in a folder that exists")

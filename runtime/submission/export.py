@@ -119,9 +119,6 @@ def export_submission(
 
 @contextmanager
 def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
-    """A context manager that removes `file`, `folder` and its parents if the block raises. What existed before
-    remains.
-    """
     fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
     try:
         yield

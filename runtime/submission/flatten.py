@@ -12,8 +12,8 @@ Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for t
 class Part(Protocol):
     """A module.
 
-    `imports` are the symbols that it imports, by name in the module. `bound` are the names that statements
-    other than imports define. `statements` are the statements that are needed.
+    `imports` are the symbols that the module imports, by the names that the module uses. `bound` are all other names
+    that the module defines. `statements` are the statements that are needed.
     """
 
     @property
@@ -120,7 +120,6 @@ class _Joiner:
         return _Lookups(modules, self.name, late).visit(statement)  # type: ignore[no-any-return]
 
     def import_lines(self) -> Iterator[ast.stmt]:
-        """Yields the imports of other packages."""
         yield from (ast.Import([ast.alias(name)]) for name in sorted(self._dotted))
         lines: dict[str, list[ast.alias]] = {}
         for (source, symbol), name in sorted(self.names.items(), key=lambda item: (item[0][0], item[0][1] or "")):
@@ -132,7 +131,6 @@ class _Joiner:
         )
 
     def name(self, symbol: Symbol) -> str:
-        """Returns the name of a symbol in the joined module."""
         if symbol not in self.names:
             wanted = symbol[1] or symbol[0].replace(".", "_")
             taken = {*self.names.values(), *self._local, *(name.partition(".")[0] for name in self._dotted)}
@@ -147,7 +145,7 @@ class _Joiner:
 class _Lookups(ast.NodeTransformer):
     """Replaces `module.name` by the name in the joined module, and removes imports inside functions.
 
-    Both apply only to modules of the package.
+    Only modules of the package are affected.
     """
 
     def __init__(self, modules: Mapping[int, str], name: Callable[[Symbol], str], late: Mapping[str, Symbol]) -> None:

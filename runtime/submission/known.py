@@ -23,19 +23,18 @@ SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
-    """Returns the update rule of an optimizer."""
     return plan.RULES[spec.kind]
 
 
 def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
-    """Returns the index of the optimizer for each parameter, as the compiler assigned them."""
+    """Returns, for each parameter, the index of its optimizer, which the compiler determined at export."""
     assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
     index = {name: i for name, i in assigned if i is not None}
     return {name: index[name] for name in shapes}
 
 
 def formula(most: float = 1.0) -> None:
-    """Returns None instead of a validator. The spec was validated when it was exported."""
+    """Returns None instead of a validator. The spec was validated at export."""
 
 
 def formula_at(text: str, t: float) -> float:

@@ -110,7 +110,9 @@ class CarriedModel:
 
 
 def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
-    """Returns the model in the form that `quantize_weights` accepts. It is calibrated on the training text `stream`."""
+    """Returns the model in the form that `quantize_weights` accepts. The model is calibrated on the training text
+    `stream`.
+    """
     seed, window = plan.TRAIN.seed, plan.WINDOW
     return TrainedModel(
         model,

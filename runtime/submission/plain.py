@@ -24,7 +24,6 @@ class PlainSize:
     plain: int
 
     def report(self) -> str:
-        """Returns the comparison as a line of text."""
         less, word = abs(1 - self.artifact / self.plain), "smaller" if self.artifact < self.plain else "LARGER"
         scheme = "one byte per value, torch.save, brotli-11 over all, no transforms"
         return f"plain scheme {self.plain:,} bytes ({scheme}); {self.path.name} {self.artifact:,}: {less:.2%} {word}"

@@ -61,7 +61,6 @@ class BaseModel:
 
     @classmethod
     def model_construct(cls) -> Self:
-        """Returns a record with default values."""
         return cls()
 
     def __init__(self, **values: Any) -> None:
@@ -100,5 +99,4 @@ class BaseModel:
         return type(self)(**{**dict(self), **update})
 
     def model_dump(self) -> dict[str, Any]:
-        """Returns the fields as a dict, without fields whose `exclude_if` is true."""
         return {name: value for name, value in self if not (name in self._left_out and self._left_out[name](value))}

@@ -21,7 +21,7 @@ def global_names(statement: ast.AST, aliases: Collection[str] = ()) -> Iterator[
 
     Args:
         statement: the statement.
-        aliases: names that imports inside functions define. They count as variables of the module.
+        aliases: names that imports inside functions define. These names count as variables of the module.
     """
     yield from _global_names(statement, frozenset(), frozenset(), aliases)
 
@@ -66,7 +66,6 @@ def local_names(statement: ast.AST) -> set[str]:
 
 
 def _locals(body: Iterable[ast.AST], aliases: Collection[str]) -> frozenset[str]:
-    """Returns the names that a function or class defines in its own scope."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, _Function | ast.ClassDef):
@@ -103,7 +102,7 @@ def shorten(
     """Renames variables of a module, and variables and parameters of its functions, in place.
 
     A function and the functions inside it share one mapping of names. Names of the module begin with capitals, so that
-    they differ from those of functions.
+    they differ from the names inside functions.
 
     Args:
         tree: the module.

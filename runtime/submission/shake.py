@@ -1,9 +1,10 @@
 """Tree shaking: extracts the statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. The search starts at the entry function. It follows each name to the statements that
-define the name, and each import to statements of other modules. All visited statements are included. A method of an
-included class is included if its name occurs in included code, as an attribute or a string. Special methods are always
-included. Docstrings and annotations are removed. Local variables and parameters get short names (see scopes.py).
+Modules are parsed, never executed. The search starts at the entry function. The search follows each name to the
+statements that define the name, and each import to statements of other modules. All visited statements are included. A
+method of an included class is included if its name occurs in included code, as an attribute or a string. Special
+methods are always included. Docstrings and annotations are removed. Local variables and parameters get short names (see
+scopes.py).
 """
 
 import ast
@@ -177,16 +178,12 @@ class Shaker:
                 self._queue.append((name, statement))
 
     def _offer(self, owner: str, method: ast.FunctionDef) -> None:
-        """Includes a method as soon as its name occurs in the included code."""
         if method.name in self._named:
             self._queue.append((owner, method))
         else:
             self._methods.setdefault(method.name, []).append((owner, method))
 
     def _name(self, node: ast.AST) -> None:
-        """Includes the methods whose name occurs in a node as an attribute or string. A string may be an argument of
-        `getattr`.
-        """
         if isinstance(node, ast.keyword) and node.arg is not None:
             self._keywords.add(node.arg)
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
@@ -251,12 +248,10 @@ class Shaker:
 
 
 def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
-    """Returns whether a statement is a method, but not a special method."""
     return isinstance(statement, ast.FunctionDef) and not (statement.name.startswith("__"))
 
 
 def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
-    """Returns a class without the statements whose ids are in `left_out`. Returns other statements unchanged."""
     if not isinstance(statement, ast.ClassDef):
         return statement
     body = [each for each in statement.body if id(each) not in left_out]

@@ -124,8 +124,8 @@ def _require(nodes: Sequence[str], operands: Sequence[Operand]) -> None:
 
 
 def _misfit(operands: Sequence[Operand]) -> str | None:
-    """Returns a message about the first tensor that does not fit, or is on another device than the first tensor;
-    otherwise None.
+    """Returns a message about the first operand with a wrong dtype, shape, layout, device or alignment; None if there
+    is none.
     """
     first = operands[0]
     for name, tensor, shape, dtype, state in operands:
@@ -142,10 +142,9 @@ def _misfit(operands: Sequence[Operand]) -> str | None:
         alignment = min(ALIGNMENT, QUAD * tensor.element_size()) if state else ALIGNMENT
         if not isinstance(tensor, FakeTensor) and tensor.data_ptr() % alignment:
             off = tensor.data_ptr() % alignment
-            return f"{name} is not aligned to {alignment} bytes: it starts {off} bytes after a multiple"
+            return f"{name} is not aligned to {alignment} bytes: it starts {off} bytes after a multiple of {alignment}"
     return None
 
 
 def _spaced(tensor: Tensor) -> bool:
-    """Returns whether the tensor is a matrix of contiguous rows whose stride is a multiple of `QUAD` elements."""
     return tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) % QUAD == 0

@@ -135,9 +135,6 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
 
 
 def _is_sound(compiled: Path) -> bool:
-    """Returns whether a compiled library ends with the digest of its content. Loaders of libraries ignore the
-    digest.
-    """
     try:
         content = compiled.read_bytes()
     except FileNotFoundError:

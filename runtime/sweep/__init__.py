@@ -1,3 +1,1 @@
-"""Sweeps: training runs of one spec with various settings, from one file. Makes a table and a picture of the
-results.
-"""
+"""Sweeps: training runs of one spec with various settings, from one file. A table and a picture show the results."""

@@ -51,7 +51,7 @@ class RecordedWork(StrictModel):
         """Describes how `other`, the new record of the same name, differs from this record. Returns None if the two are
         equal.
 
-        `other` is None if there is no such record.
+        `other` is None if the edited sweep file has no entry of this name.
         """
         if other is None:
             return "no entry has the settings and seed"
@@ -78,7 +78,8 @@ class SweepRecord(StrictModel):
     Attributes:
         format: the version of the format.
         data, target: as for `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. It never changes, because the order of sums depends on it.
+        threads: the number of CPU threads of each run. This number never changes, because the order of sums depends on
+            it.
         runs, quantizations: the runs and quantizations of the sweep.
     """
 
@@ -102,7 +103,6 @@ class SweepRecord(StrictModel):
 
     @classmethod
     def read(cls, directory: Path) -> "SweepRecord | None":
-        """Returns the record of a folder; None if there is none. Raises IntegrityError if the record is damaged."""
         try:
             return cls.model_validate_json((directory / RECORD).read_bytes())
         except FileNotFoundError:
@@ -127,7 +127,6 @@ class SweepRecord(StrictModel):
             yield f"{change} in {', '.join(names[:2])}{more}"
 
     def added(self, new: "SweepRecord") -> list[str]:
-        """Returns the names of the runs and quantizations that only `new` has."""
         known = {item.name for item in (*self.runs, *self.quantizations)}
         return [item.name for item in (*new.runs, *new.quantizations) if item.name not in known]
 
@@ -193,7 +192,6 @@ class SweepFolder:
         return cls(directory, sweep, new)
 
     def _begin(self, sweep: PlannedSweep) -> None:
-        """Writes the record, and copies the spec and its lock file."""
         try:
             for name in ("spec", "output"):
                 (self.directory / name).mkdir(exist_ok=True)
@@ -207,14 +205,12 @@ class SweepFolder:
 
     @property
     def spec(self) -> Path:
-        """The copy of the spec."""
         return self.directory / "spec" / f"{self.sweep.model}.yaml"
 
     def run(self, name: str) -> Path:
         return self.directory / name
 
     def output(self, name: str) -> Path:
-        """The file with the output of a run or quantization."""
         return self.directory / "output" / f"{name}.txt"
 
     def history(self, run: PlannedRun) -> RunHistory:
@@ -234,7 +230,6 @@ class SweepFolder:
         return self.history(run).complete
 
     def report(self, entry: PlannedQuantization) -> Path:
-        """The report of a quantization. The file exists after the quantization."""
         return self.run(entry.name) / "quantized" / "report.json"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
@@ -261,7 +256,6 @@ class SweepFolder:
             raise cannot_write(target, error) from error
 
     def write_results(self, results: object) -> None:
-        """Writes the results as JSON."""
         write_atomically(self.directory / RESULTS, [json.dumps(results, indent=1, allow_nan=False).encode()])
 
 

@@ -101,7 +101,6 @@ class PlannedSweep:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The names of the settings. The table compares all settings with the first."""
         return tuple(dict.fromkeys(run.setting for run in self.runs))
 
 
@@ -122,7 +121,6 @@ class _Override:
         return f"{FLAG} {self.text.partition('=')[0].strip()}" if "=" in self.text else FLAG
 
     def moved(self, problem: Diagnostic, sweep: Source) -> Diagnostic:
-        """Moves a diagnostic about this override to the position in the sweep file."""
         offset = problem.mark.column - 1
         if self.value is None:
             place = sweep.inside(self.path, offset)
@@ -186,16 +184,12 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
 
 def _spec_of(path: Path, file: SweepFile) -> Path:
-    """Returns the path of the spec. It is relative to the working directory, or else to the folder of the sweep
-    file.
-    """
     spec = Path(file.spec).expanduser()
     beside = path.parent / spec
     return beside if not spec.exists() and beside.exists() else spec
 
 
 def _settings(file: SweepFile) -> Iterator[_Setting]:
-    """Yields the settings: every entry of `settings` at every point of the grid."""
     shared = tuple(_Override(text, ("set", i)) for i, text in enumerate(file.set))
     keys, labels = list(file.grid), _labels(file.grid)
     entries = file.settings or (Setting(name=Path(file.spec).stem if not file.grid else "-"),)
@@ -213,7 +207,6 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
 
 
 def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Returns, for each dotted path, the shortest suffix that identifies it."""
     labels: dict[str, str] = {}
     for key in keys:
         parts = key.split(".")
@@ -224,7 +217,6 @@ def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Returns a value of a sweep file as YAML on one line."""
     if isinstance(value, str):
         try:
             bare = read_from(f"x={value}", "", 2).data == value
@@ -241,7 +233,6 @@ def _shown(value: Any) -> str:
 
 
 def _folders(names: Sequence[str]) -> dict[str, str]:
-    """Returns a readable and unique folder name for each name. Appends a digest to names that would be equal."""
     plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
     counts = Counter(folder.lower() for folder in plain.values())  # some file systems ignore case
     return {
@@ -316,9 +307,6 @@ class _Plan:
                     yield PlannedQuantization(name, entry.name, run.name, run.seed, tuple(entry.set))
 
     def _quantizes(self, spec: Spec, name: str, overrides: tuple[_Override, ...], number: int) -> bool:
-        """Checks the overrides of a quantization as `specc quantize` does, and records problems. Returns whether they
-        are valid.
-        """
         place = self._at(("quantize", number))
         if spec.quant is None:
             message = f"{quote(name)}: the spec has no section `quant`"
@@ -337,7 +325,6 @@ class _Plan:
         return True
 
     def finish(self) -> None:
-        """Raises SpecError if there are problems."""
         if not self._problems:
             return
         diagnostics = []
@@ -380,7 +367,6 @@ class _Plan:
         raise SpecError([Diagnostic("S104", message, hint, *self._at(("target",)))], self._texts)
 
     def _require_new(self, spec: Spec, setting: _Setting) -> None:
-        """Records a problem if an earlier setting has the same spec."""
         alike = digest_of(spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})}))
         first = self._known.get(alike)
         if first is None:

@@ -48,7 +48,7 @@ class SettingResult:
         seconds: the mean seconds of training.
         tokens_per_second: the mean tokens per second of training.
         bytes: the size of the largest artifact, or an estimate if no run is quantized; None without `quant`.
-        measured: whether `bytes` is the size of an artifact. Otherwise, it is an estimate.
+        measured: whether `bytes` is the size of an artifact. Otherwise, `bytes` is an estimate.
         unfinished: the reason for each run that is not finished.
     """
 
@@ -74,7 +74,7 @@ class QuantizedResult:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the mean change of the metric by quantization.
+        difference: the mean change of the metric that quantization causes.
         bytes: the size of the largest artifact.
         unfinished: the reason for each run that is not finished.
     """
@@ -96,7 +96,6 @@ class SweepResults:
     quantized: tuple[QuantizedResult, ...] = field(default=())
 
     def facts(self) -> dict[str, Any]:
-        """Returns the results as JSON data."""
         first = self.settings[0].setting if self.settings else None
         data = {"metric": asdict(self.metric), "compared_with": first}
         return {**data, "settings": [*map(asdict, self.settings)], "quantized": [*map(asdict, self.quantized)]}
@@ -196,10 +195,6 @@ def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list
 def _reader(
     runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
 ) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
-    """Returns a function that summarizes a measurement over all runs. If a run lacks the value, the result of this
-    function is None.
-    """
-
     def read(value: Callable[[RunHistory], Any]) -> Sample | None:
         values = [value(history) for history in _of(runs, histories)]
         return Sample.of(values) if values and None not in values else None

@@ -43,8 +43,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A GPU, or a part of a GPU or of the CPU. It runs one job at a time. `environment` has the variables that select
-    the GPU.
+    """A GPU, or a part of a GPU or of the CPU. A slot runs one job at a time. `environment` has the variables that
+    select the GPU.
     """
 
     name: str
@@ -125,10 +125,11 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
         say: is called with a message for each start and each end.
 
     Returns:
-        The names of the jobs that are done and of those that failed, and the number of jobs that were not started.
+        The names of the jobs that are done, the names of the jobs that failed, and the number of jobs that were not
+            started.
 
     Raises:
-        Preempted, Interrupted: after a signal. The signal was forwarded to the jobs, and they have saved and ended.
+        Preempted, Interrupted: after a signal. The signal was forwarded to the jobs, and the jobs have saved and ended.
     """
     waiting, free, running = deque(jobs), deque(slots), list[_Running]()
     outcome, received, sent = Outcome(), list[int](), 0

@@ -22,7 +22,6 @@ class UnknownTracker(RuntimeFailure):
 
 
 def tracker_names() -> tuple[str, ...]:
-    """Returns the names of all trackers."""
     return tuple(classes(trackers, Tracker))
 
 

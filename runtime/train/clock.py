@@ -13,7 +13,6 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """The seconds of training in this process."""
         return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @property

@@ -70,14 +70,13 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the magnitudes of the last H steps for a checkpoint, f32 [H, 3] by name. The tensors are not
+        """Returns the magnitudes of the last steps for a checkpoint, f32 [steps, 3] by name. The tensors are not
         copies.
         """
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], loss_scale: float) -> None:
-        """Restores a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self._write(loss_scale)

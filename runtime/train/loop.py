@@ -210,7 +210,6 @@ class Loop:
         trainer.clock.stop()
 
     def _log_start(self, phases: Mapping[str, float]) -> None:
-        """Logs the seconds of each phase of the start. A compiled run also prints all phases of at least 0.1 s."""
         self._log.write("start_up", step=self._trainer.step, **phases)
         parts = [f"{name.replace('_', ' ')} {part:.1f}" for name, part in phases.items() if part >= 0.1]
         if self._trainer.compiled:
@@ -219,8 +218,8 @@ class Loop:
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop begins with a validation.
 
-        It does after resuming at a step whose validation was interrupted, or reached `train.stop_at_loss`. In the
-        second case, the repeated validation ends the run.
+        This is so if the run resumes at a step whose validation is not in the log. It is also so if that validation
+        reached `train.stop_at_loss`; the repeated validation then ends the run.
         """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
@@ -238,7 +237,6 @@ class Loop:
         self._say(f"step {trainer.step:,}: the loss {loss:.4f} reached {limit:g} after {seconds:.2f} s of training")
 
     def _agree(self) -> None:
-        """Exchanges signals and elapsed times among all processes. Raises Stopped if any process received a signal."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
@@ -299,7 +297,6 @@ class Loop:
             self._progress(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Writes a checkpoint of the current step. Raises RunFailure if the last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()

@@ -33,7 +33,6 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The current factor, as a float on the host."""
         return float(self._value)
 
     @property
@@ -43,7 +42,6 @@ class LossScale:
 
     @property
     def skipped(self) -> int:
-        """The number of updates that were skipped so far."""
         return int(self._skipped)
 
     @torch.no_grad()
@@ -72,7 +70,6 @@ class LossScale:
         self.factor.fill_(value)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint, by name. The tensors are not copies."""
         if self._spec is None:
             return {}
         names = ("value", "finite", "skipped")
@@ -80,7 +77,6 @@ class LossScale:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restores a result of the method `state`. Unknown names are ignored."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         self.factor.fill_(self.value)

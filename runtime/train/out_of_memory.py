@@ -29,7 +29,7 @@ class Advice:
         spec: the spec of the run.
         target: the target of the run.
         lock: the kernels that were fastest in measurements.
-        processes: the processes that train together.
+        processes: the number of processes that train together.
         place: the position of `train` in the spec, as `file:line`; empty if the run has no file.
     """
 
@@ -43,7 +43,8 @@ class Advice:
         """Returns a hint with the smallest changes of the spec that fit in `capacity` bytes.
 
         A change reduces the rows per micro-batch, recomputes a part of the model in the backward pass, or both. The
-        unchanged run does not fit. If the estimate for it is below `capacity`, all estimates are scaled up.
+        unchanged run does not fit. If the estimate for the unchanged run is below `capacity`, all estimates are scaled
+        up.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -71,7 +72,6 @@ class Advice:
         return step_of(spec, pipeline.plan(spec, self.target, "", self.lock))
 
     def _fewer_rows(self, rows: int, recompute: tuple[str, ...] | None = None) -> Iterator[Change]:
-        """Yields changes that reduce a micro-batch to fewer than `rows` rows, the largest first."""
         train, window = self.spec.train, self.spec.model.window
         sizes = [size if train.batch is not None else size // window for _, size in values_of("", train.step_size)]
         for fewer in range(rows - 1, 0, -1):
@@ -83,7 +83,6 @@ class Advice:
                     return
 
     def _recomputed(self, rows: int) -> Iterator[Change]:
-        """Yields changes that recompute more parts in the backward pass than the spec."""
         parts = recomputable_parts(pipeline.lower(self.spec, self.target))
         for option in (*((part,) for part in parts), parts, (BLOCK,)):
             names = tuple(dict.fromkeys((*self.spec.train.recompute, *option))) if option != (BLOCK,) else option

@@ -62,7 +62,6 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
 
 
 def segment_at(segments: Sequence[RunSegment], done: float) -> int:
-    """Returns the index of the segment of the next update. `done` is the completed share of the run, 0 to 1."""
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
@@ -112,12 +111,10 @@ class UnusedParameters:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves the values and the optimizer state of the parameters."""
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             saved.copy_(tensor)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Reverts an update: copies the saved values and optimizer state back."""
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             tensor.copy_(saved)

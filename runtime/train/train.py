@@ -68,8 +68,8 @@ class TrainOptions:
         run: the run directory. None selects the next free `runs/NAME-NNN` for a new run, and the newest `runs/NAME-NNN`
             to resume.
         overrides: the values of `--set`, for run.json. `spec` already contains them.
-        resume: "auto" continues from the newest valid checkpoint. It starts from step 0 if there is no run, or if the
-            run ended before its first checkpoint.
+        resume: "auto" continues from the newest valid checkpoint. The run starts from step 0 if there is no run, or if
+            the run ended before its first checkpoint.
         stop_after_steps: the number of steps after which the run ends early, counted from step 0. Schedules do not
             change.
         max_seconds: the seconds after which the run ends early, counted in this process. Schedules do not change.
@@ -81,7 +81,8 @@ class TrainOptions:
             kernels.
         track: the names of trackers that receive the records of the log.
         place: the position of `train` in the spec, as `file:line`, for messages; empty if unknown.
-        began: the value of `time.monotonic` when the command began. With it, the log includes the time of imports.
+        began: the value of `time.monotonic` when the command began. With this value, the log includes the time of
+            imports.
     """
 
     spec: Spec
@@ -189,10 +190,6 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:
-    """Returns the weights to start from, with an absolute path.
-
-    Returns None if the run starts from random weights, or resumes from a checkpoint.
-    """
     start = run.spec.train.starts_from
     if start is None or (resumes and checkpoint.all_in(run.checkpoints)):
         return None
@@ -200,7 +197,6 @@ def _start(run: Run, resumes: bool) -> StartSpec | None:
 
 
 def _remove_unused(directory: Path, existed: bool) -> None:
-    """Removes the run directory if the run never began and the directory is new."""
     if not existed and not is_run(directory):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -215,7 +211,6 @@ def _prepare(
     start: StartSpec | None,
     times: StartTimes,
 ) -> tuple[Trainer, Validates, StartRecord | None]:
-    """Returns the trainer at step 0, the validation data, and the record of the initial weights."""
     spec, gpu = run.spec, world.device.type == "cuda"
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # rank 0 writes the generated code and starts to compile its kernels
@@ -259,11 +254,6 @@ def _prepare(
 
 
 def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenData, world: World) -> InputScales | None:
-    """Returns the input scales of int8 products, for training with fake quantization; None if there are no int8
-    products.
-
-    The scales are measured on the same rows as in `specc quantize`.
-    """
     assert run.spec.quant is not None
     calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)

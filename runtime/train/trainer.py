@@ -183,7 +183,6 @@ class Trainer:
 
     @property
     def micro_batches(self) -> int:
-        """The number of backward passes per step on this process in the current segment."""
         return self.segment.micro_batches
 
     @property
@@ -192,12 +191,10 @@ class Trainer:
 
     @property
     def segments_left(self) -> int:
-        """The number of segments after the current segment."""
         return len(self._segments) - 1 - self._index
 
     @property
     def fake_quantizes(self) -> bool:
-        """Whether the model currently computes with quantized weights."""
         return self.masters.quantized is not None
 
     @property
@@ -240,7 +237,6 @@ class Trainer:
         return steps
 
     def update(self, now: Moment) -> None:
-        """Updates the weights and their average from the gradients, with the settings at `now`."""
         self.optimizers.set(now)
         self._update_function(self.optimizers.work(now.step))()
         if self.average is not None:
@@ -359,7 +355,6 @@ class Trainer:
         }
 
     def require_same(self) -> None:
-        """Raises RunFailure on each rank whose weights differ from the weights of rank 0."""
         if self.world.size > 1:
             self.world.require_same("weight", self.masters.digests())
 
@@ -433,7 +428,6 @@ class Trainer:
         self._launched.clear()
 
     def _start(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the initial weights at step 0."""
         self.masters.restore(weights)
         self._fp8.begin(self._scale)
         if self.average is not None:
@@ -460,16 +454,12 @@ class Trainer:
         self.masters.attach()  # called again, because it sets Python attributes, which the replay of a graph does not
 
     def _set_weights(self, now: Moment) -> None:
-        """Writes the weights of the loss terms to the device, without waiting for the device."""
         terms = [term for term in self.train.losses if term.input]
         if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
             tensor = torch.tensor(weights)
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds the gradients and the loss of one micro-batch. The micro-batch is reshaped to rows of `tokens`
-        tokens.
-        """
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
@@ -478,15 +468,10 @@ class Trainer:
         self.masters.loss.add_(loss.detach())
 
     def _replayed(self, work: Callable[..., None], collective: bool = False, pool: Any = None) -> Callable[..., None]:
-        """Returns `work` as a CUDA graph if this run uses CUDA graphs, otherwise returns `work`.
-
-        With several processes, `collective` work is not captured.
-        """
         captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
         return Captured(work, pool) if captured else work
 
     def _steps_of_each_work(self) -> list[int]:
-        """Returns the next step that does each distinct kind of optimizer work."""
         left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
         first: dict[Work, int] = {}
         for step in range(self.step, self.step + left):
@@ -508,16 +493,12 @@ class Trainer:
             self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, now: Moment, index: int) -> None:
-        """Switches the model to quantized weights if the spec requires this. `index` is the index of the next
-        segment.
-        """
         if self._schemes is not None and self._is_quantized_at(now, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, now: Moment, index: int) -> bool:
-        """Returns whether the model computes with quantized weights at `now`, in segment `index`."""
         if any(
             segment.phase.rounds for segment in self._segments
         ):  # weights become quantized in the same step as the inputs in the programs
@@ -532,7 +513,6 @@ class Trainer:
                 self._finish_gradients = self._finish_functions()
 
     def _finish_functions(self) -> dict[int, Callable[[], None]]:
-        """Returns the functions that finish the gradients of a step, by number of micro-batches."""
         return {
             count: self._replayed(partial(self._mean_gradients, count), collective=True)
             for count in {segment.micro_batches for segment in self._segments}

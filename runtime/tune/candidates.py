@@ -33,12 +33,11 @@ class Candidate:
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """The name and text of the CUDA C++ file; None if there is no such file."""
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
 def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices of a plan whose kernels have generated files, one choice per file."""
+    """Returns the choices of a plan that have generated kernel files, one choice per file."""
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 

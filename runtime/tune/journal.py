@@ -28,8 +28,8 @@ def folder() -> Path:
 
 
 def key(candidate: Candidate) -> str:
-    """Returns the key of a result. It is a digest of the code of the candidate and of the tools: for CUDA C++, nvcc
-    with its flags, and CUTLASS. Raises EnvironmentFailure if the compiler is missing.
+    """Returns the key of a result. The key is a digest of the code of the candidate and of the tools. For CUDA C++, the
+    tools are nvcc with its flags, and CUTLASS. Raises EnvironmentFailure if the compiler is missing.
     """
     facts = [candidate.digest]
     if candidate.source is not None:
@@ -76,6 +76,5 @@ class Journal:
             file.write("\n" + json.dumps({"candidate": candidate, "result": result}))
 
     def forget(self) -> None:
-        """Discards all results."""
         self.results.clear()
         self._path.unlink(missing_ok=True)

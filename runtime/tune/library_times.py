@@ -39,7 +39,7 @@ def measure_rest(
         target: the name of the target that matches the device.
         path: the lock file, with the measured kernels.
         machine: this machine, as described in lock files.
-        only: a text. Only nodes whose path contains it are measured.
+        only: only nodes whose path contains this text are measured.
         device: the device to measure on.
         say: is called with messages about the progress.
 
@@ -115,8 +115,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the time per step in ms of each class of work outside of the nodes of a plan. The rest, such as idle
-    time, is a class.
+    """Returns the ms per step of the work that belongs to no node of a plan, by class of work. One class is the rest of
+    the step, such as idle time.
     """
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)

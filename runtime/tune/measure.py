@@ -73,9 +73,10 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate after compilation, with None if it can be called, otherwise with the failure.
+        """Yields each candidate after compilation, in a pair with None if the candidate can be called, otherwise with
+        the failure.
 
-        Candidates that differ only in constants of their Python file share a CUDA source. It is compiled once.
+        Candidates that differ only in constants of their Python file share a CUDA source. This source is compiled once.
         """
         by_source: dict[object, list[Candidate]] = {}
         for candidate in listed:
@@ -90,7 +91,6 @@ class Measurement:
         return loaded(self._place(candidate), self._rendered.module, self._rendered.function)
 
     def first_time(self, candidate: Candidate) -> float | str:
-        """Returns the time of a candidate in ms, or why it must not be used."""
         try:
             function = self._function(candidate)
             for judge in self._judges:
@@ -105,7 +105,6 @@ class Measurement:
             forget(self._place(candidate))
 
     def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
-        """Measures the candidates alternately, and returns the time of each in ms."""
         if not chosen:
             return {}
         calls = {str(i): partial(self._function(candidate), *self._inputs) for i, candidate in enumerate(chosen)}

@@ -15,7 +15,7 @@ def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
     """Applies `change` to the lock file at `path`. Writes and returns the result.
 
     Concurrent searches of one user wait for each other. Raises SpecError if the lock file is damaged, and
-    EnvironmentFailure if it cannot be written.
+    EnvironmentFailure if the lock file cannot be written.
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
     with FileLock(folder() / f"{name}.lock", mode=0o600):

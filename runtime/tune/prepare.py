@@ -59,7 +59,7 @@ def prepare(
     """Compiles the kernel in each folder. With `site`, also calls it once on few rows and once on many rows.
 
     A candidate that takes longer than DEADLINE is killed with its child processes. Compiled code is stored in the
-    caches of the compilers on disk. The caller loads it from there.
+    caches of the compilers on disk. The caller loads the compiled code from these caches.
 
     Args:
         folders: pairs (index, folder).
@@ -92,7 +92,6 @@ def prepare(
 
 
 def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, str]:
-    """Compiles one candidate in another process. Returns the kind of the result, and the reason of a failure."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_compile, args=(there, *arguments), daemon=True)
@@ -122,7 +121,6 @@ def _end(process: BaseProcess) -> None:
 
 
 def _end_with_parent() -> None:
-    """Kills this process and its child processes when the search process ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

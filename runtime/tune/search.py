@@ -47,7 +47,7 @@ class TuneOptions:
         target: the target to search for.
         lock: the content of the lock file.
         path: the lock file to write.
-        only: a text. Only nodes whose label contains it are searched.
+        only: only nodes whose label contains this text are searched.
         compile_only: whether to stop when all CUDA C++ is compiled. This needs no GPU.
         fresh: whether to measure again instead of reusing results.
         rest: whether to also measure work without tile sizes.
@@ -72,10 +72,10 @@ class NodeResult:
     Attributes:
         label: the path of the node.
         symbol: the name of the kernel file.
-        rows: the rows of each call; 0 if nothing was measured.
+        rows: the number of rows of each call; 0 if nothing was measured.
         floor_ms: the minimum time for the bytes and operations of the node on this machine.
         times: the times in ms of the usable candidates, the fastest first.
-        reasons: why each other candidate must not be used.
+        reasons: the reason for each candidate that must not be used.
     """
 
     label: str
@@ -110,7 +110,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
         RunFailure: if a node has no usable candidate, a kernel caused a device error, or memory is too small.
-        LockError: if the lock file has a result of this machine for more rows.
+        LockError: if the lock file has a result of this machine that was measured with more rows.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
@@ -189,9 +189,6 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
 
 
 def _labels(choices: Sequence[Choice]) -> str:
-    """Returns the labels without duplicates. A node can have several choices, each with another set of saved
-    tensors.
-    """
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 
@@ -224,7 +221,9 @@ def _search(
                 if failed.lasting:
                     journal.add(every[candidate], failed.reason or "")
             elif least > best:
-                results[candidate] = f"its padded tiles take at least {least:.4f} ms; the fastest takes {best:.4f}"
+                results[candidate] = (
+                    f"its padded tiles take at least {least:.4f} ms; the fastest candidate takes {best:.4f} ms"
+                )
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
         finals = _times(_finals(measurement, results, set(new)))
@@ -288,7 +287,6 @@ def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say
 
 
 def _compiled(choice: Choice, plan: Plan, say: Say) -> NodeResult:
-    """Compiles the CUDA C++ of all candidates of a node into the cache."""
     sources: dict[tuple[str, str], Candidate] = {}
     for candidate in candidates(choice.site, plan.source):
         if candidate.source is not None:

@@ -134,7 +134,6 @@ def near(wrong: Tensor, cost: float) -> bool:
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Compares every kernel of the plan with f64 references, for several numbers of rows."""
     plan = pipeline.deployed_plan(spec, loaded.target.name, "")
     assert plan is not None
     source = sys.modules[type(loaded.model).__module__]
@@ -151,7 +150,6 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of any output, divided by its limit; infinity for NaN or a wrong shape."""
     judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
     return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
 

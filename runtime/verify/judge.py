@@ -58,7 +58,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """Returns a phrase about the errors. In a message, it follows the name of the output."""
+        """Returns a phrase about the errors. In a message, the phrase follows the name of the output."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest error"
@@ -93,9 +93,9 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A selection of rows or sequences. It applies to values with the leading dimensions `dims`.
+    """A selection of rows or sequences. The selection applies to values with the leading dimensions `dims`.
 
-    `rows` are indices into these dimensions after they are flattened to one.
+    `rows` are indices into these dimensions, flattened to a single dimension.
     """
 
     rows: Tensor
@@ -109,7 +109,6 @@ class Sample:
         return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
 
     def __call__(self, value: Tensor, type: TensorType) -> Tensor:
-        """Returns the selected part of a value. Returns the whole value if its leading dimensions are not `dims`."""
         return value.flatten(0, len(self.dims) - 1)[self.rows] if self.has(type) else value
 
     def has(self, type: TensorType) -> bool:
@@ -125,7 +124,7 @@ class Judge:
         inputs: the inputs of the kernels.
         exact: the f64 outputs, restricted to `sample`.
         bars: the allowed errors (RMS, largest) of each output: the errors of eager Torch in the dtype of the kernel, or
-            the largest possible rounding error if it is larger.
+            the largest possible rounding error, whichever is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -264,7 +263,9 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns whether the node is a matrix product. All tiles of a product have sampled rows, so a sample suffices."""
+    """Returns whether the node is a matrix product. Every tile of a product contains sampled rows, so a sample of the
+    rows suffices.
+    """
     return isinstance(site.node.op, Product)
 
 
@@ -280,8 +281,8 @@ def many(value: Any) -> tuple[Tensor, ...]:
 def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
     """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error in steps.
 
-    A step is the distance to the next code. It depends on the value, so errors of small codes are detected even among
-    large codes.
+    A step is the distance to the next code. The size of a step depends on the value, so errors of small codes are
+    detected even among large codes.
     """
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
@@ -325,7 +326,6 @@ def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Ma
 
 
 def multiprocessors(device: torch.device | str) -> int | None:
-    """Returns the number of multiprocessors of a GPU; None for the CPU."""
     if torch.device(device).type != "cuda":
         return None
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -355,7 +355,7 @@ def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) ->
     """Returns inputs on which the op of a node is defined.
 
     `sample` has small inputs of the same types. If the result for `sample` is NaN, the operands are replaced by their
-    absolute values. Inputs that depend on other inputs are computed from these.
+    absolute values. Inputs that depend on other inputs are computed from the new values.
     """
     arity = site.node.op.arity
     sample = site.node.op.belonging(sample)

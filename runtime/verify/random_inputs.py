@@ -27,7 +27,7 @@ def random_tensor(
     type: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Callable[[torch.dtype], int]
 ) -> Tensor:
     """Returns a random tensor of a type, on the generator's device. Floating-point values are normally distributed.
-    Matrices without symbolic dims are parameters, and are scaled so that their products are about 1.
+    Matrices without symbolic dims are parameters, and are scaled so that products with them are about 1.
 
     Args:
         type: the dtype and shape.
@@ -62,15 +62,14 @@ class Operands:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(self, type: TensorType) -> Tensor:
-        """Returns a random tensor of a type."""
         return random_tensor(type, self._sizes, self._generator, self._below)
 
     def _below(self, dtype: torch.dtype) -> int:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each ref, the name of a value in a plan. Equal refs share a value. Scalar parameters of
-        blocks are Python numbers.
+        """Returns a value for each name in `refs`. The names are those of values in a plan. Equal names get the same
+        value. Scalar parameters of blocks are Python numbers.
         """
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):

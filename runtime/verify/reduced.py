@@ -37,7 +37,6 @@ def reduced(spec: Spec) -> Spec | None:
 
 
 def parameters_of(spec: Spec) -> int:
-    """Returns the number of parameters of a spec."""
     return sum(param.count for param in lower(spec, spec.targets[0]).params)
 
 

@@ -30,14 +30,12 @@ class ExactModel:
         self._types = {name: type for name, type in self._program.inputs if name.startswith("cache.")}
 
     def new_cache(self, rows: int, positions: int = 0) -> list[tuple[Tensor, ...]]:
-        """Returns an empty cache for `rows` texts. A paged cache has `rows` pages."""
         some = next(iter(self._weights.values()))
         sizes = {"B": rows, "S": positions, "P": rows}
         dtypes = {name: some.dtype if type.floating else DTYPES[type.dtype] for name, type in self._types.items()}
         return [tuple(some.new_zeros(t.extents(sizes), dtype=dtypes[name]) for name, t in self._types.items())]
 
     def prefill(self, *inputs: Any) -> Tensor:
-        """Appends tokens to the cache, and returns logits. The last input is the cache, which is updated in place."""
         *given, (cache,) = inputs
         names = [name for name, _ in self._program.inputs if name not in self._types]
         values = dict(zip((*names, *self._types), (*given, *cache), strict=True))

@@ -62,7 +62,7 @@ class Check:
     Attributes:
         target: the name of the target.
         name: the name of the check.
-        ok: True if it passed, False if it failed, None if this machine cannot run it.
+        ok: True if the check passed, False if it failed, None if this machine cannot run the check.
         detail: the measured values, or why the check failed or was not run.
     """
 
@@ -176,10 +176,6 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:
-    """Fills both modules with the same random parameters, in their compute dtypes, on the device of the target.
-
-    No parameter is zero, so that every path contributes to the result.
-    """
     device = torch.device(device_of(fused.target))
     dtypes = {param.name: DTYPES[param.dtype] for param in fused.programs.params}
     tensors = {}
@@ -224,7 +220,6 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Returns whether dropout masks come from the random generator of Torch. Two modules then have different masks."""
     nodes = (node for graph in loaded.programs.graphs for node in graph.nodes)
     return any(isinstance(node.op, Dropout) and not node.op.counted for node in nodes)
 
@@ -288,7 +283,7 @@ def _term_sizes(
 ) -> dict[str, float]:
     """Estimates the size of the terms in the gradients of the parameters `few`.
 
-    A gradient is a sum with one term per token. The size is the square root of the sum of squared terms. It is
+    A gradient is a sum with one term per token. The size is the square root of the sum of squared terms. The size is
     estimated from sums in which the terms have random signs (Hutchinson's estimator).
     """
     if not few:
@@ -318,7 +313,6 @@ def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
 
 
 def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
-    """Compares every kernel of the plan with f64 references and with eager ops, for several numbers of rows."""
     source = sys.modules[type(loaded.model).__module__]
     plan = pipeline.plan(spec, loaded.target.name, "", lock)
     seen: set[str] = set()
@@ -346,7 +340,6 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 
 
 def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Compares the generated function of each attention score and mask with its f64 reference, on random inputs."""
     module = sys.modules[type(loaded.model).__module__]
     calls: dict[str, tuple[Sdpa | SdpaPooled, tuple[TensorType, ...]]] = {}
     for graph in loaded.programs.graphs:
@@ -377,7 +370,6 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks matrix products of 8-bit floats against an emulation in f32, and measures their error against float64."""
     module = sys.modules[type(loaded.model).__module__]
     sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
     for graph in loaded.programs.graphs:
@@ -406,16 +398,12 @@ def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _with_gradients(function: Callable[..., Any], given: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
-    """Returns y, dx and dw of a function y of x, a weight and a state. `given` is (x, weight, dy)."""
     x, weight = (value.detach().requires_grad_() for value in given[:2])
     y = function(x, weight, *state)
     return [y.detach(), *torch.autograd.grad(y, (x, weight), given[2])]
 
 
 def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks a model that separates documents: a document must have equal scores in a packed row and in a separate
-    row.
-    """
     marks = {mark for _, mark in spec.model.marks}
     if len(marks) != 1:
         return
@@ -449,7 +437,6 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _causality(loaded: Loaded) -> Iterator[Check]:
-    """Checks causality: changing token j changes no score before j, and at least one score from j on."""
     tokens = sample_tokens(loaded.spec, 128)
     inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.scored_input
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2

@@ -57,8 +57,8 @@ class SafetensorsFolder:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor in f32. Raises StartError if it does not have a float dtype, and IntegrityError if the file
-        is damaged.
+        """Returns a tensor in f32. Raises StartError if the tensor does not have a float dtype, and IntegrityError if
+        the file is damaged.
         """
         path, dtype = self._files[name], self._dtypes[name]
         if dtype not in FLOATS:

@@ -27,7 +27,7 @@ class Weights(Protocol):
         kind: the format of the files.
         step: the step of the checkpoint of a run; None for files.
         spec: the spec of the model that was trained; None if unknown.
-        shapes: the shapes by name. They are known before any tensor is read.
+        shapes: the shapes by name. The shapes are known before any tensor is read.
     """
 
     @property

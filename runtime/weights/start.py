@@ -25,7 +25,8 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
         start: the source, and the patterns of the names to load.
         model: the model. Its parameters are f32, with initial values.
         spec: the spec of the model.
-        say: is called with messages about loaded parameters, damaged checkpoints, or another tokenizer.
+        say: is called with messages about loaded parameters, damaged checkpoints, or a source that was trained with
+            another tokenizer.
 
     Returns:
         A record of the loaded weights.
@@ -67,7 +68,6 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
 def _require_fit(
     start: StartSpec, path: Path, model: Mapping[str, tuple[int, ...]], source: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises StartError, with all differences, unless model and source have all selected names with the same shapes."""
     names = dict.fromkeys([*model, *source])
     idle = [p for p in (*start.take, *start.skip) if not any(matches(p, name) for name in names)]
     if idle:

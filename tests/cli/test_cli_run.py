@@ -163,7 +163,9 @@ def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.C
     assert f"the data of the run, {data}, do not exist" in shown and f"{folder} --resume auto --data PATH" in shown
     other = write_text(tmp_path / "other", seed=1)
     assert run([*again, "--data", str(other)]) == 2
-    assert f"the training split of {other} is not the one that the run began with" in capsys.readouterr().err
+    assert (
+        f"the training split of {other} is not the training split with which the run began" in capsys.readouterr().err
+    )
     empty = ["train", "--run", str(tmp_path / "empty"), "--resume", "auto", "--data", str(moved)]
     assert run(empty) == 5
     assert "every checkpoint of the run is damaged or missing" in capsys.readouterr().err

@@ -42,7 +42,6 @@ class Corpus:
     left_out: tuple[str, ...] = ()
 
     def require_files(self) -> None:
-        """Raises DataError if the split has no files."""
         if not self.files:
             split = self.split
             hint = f"add a {split}.txt or {split}.jsonl"
@@ -185,14 +184,11 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether the SHA-256 of these bytes selects the val split. It selects about 1 document in 10."""
+    """Returns whether the SHA-256 of these bytes selects the val split. About 1 document in 10 is selected."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
 def in_share(share: float, key: bytes) -> bool:
-    """Returns whether the SHA-256 of these bytes selects the val split, which has the fraction `share` of all
-    documents.
-    """
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
@@ -213,7 +209,6 @@ def _folder_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _dataset_files(folder: Path) -> set[str] | None:
-    """Returns the files of a folder that Hugging Face `datasets` saved. None for other folders."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         return {str(entry["filename"]) for entry in state["_data_files"]}

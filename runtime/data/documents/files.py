@@ -58,7 +58,7 @@ class _Zstd(io.RawIOBase):
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises EnvironmentFailure if pyarrow is not installed. Reading this file needs pyarrow."""
+    """Raises EnvironmentFailure, with the path in the message, if pyarrow is not installed."""
     if find_spec("pyarrow") is None:
         raise EnvironmentFailure(f"{path}: a {path.suffix} file needs pyarrow", "pip install 'specc[parquet]'")
 

@@ -24,7 +24,9 @@ SUPPORTED = (
 
 
 def kind_of(path: Path) -> str:
-    """Returns the format of a file, such as `.txt` for `a.txt` and `a.txt.xz`; empty if it is not supported."""
+    """Returns the format of a file, such as `.txt` for `a.txt` and `a.txt.xz`; an empty text if the format is not
+    supported.
+    """
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
     return suffix if suffix in KINDS and (suffix not in TABLES or suffix == path.suffix) else ""
 

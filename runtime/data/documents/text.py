@@ -25,7 +25,6 @@ def is_blank(line: bytes) -> bool:
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
-    """Yields pairs (bytes, whether the bytes start a line). Lines longer than _LINE_BYTES are yielded in parts."""
     begins = True
     while line := file.readline(_LINE_BYTES):
         yield line, begins
@@ -69,7 +68,6 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
 
 
 def _blocks(text: bytes) -> Iterator[bytes]:
-    """Cuts `text` into blocks at line ends, or between characters if a line is too long."""
     start = 0
     while len(text) - start > 2 * BLOCK_BYTES:
         cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1

@@ -60,7 +60,6 @@ class LineFile:
         return DataDigests(train=self.train.digest, val=self.val.digest)
 
     def require_both_splits(self) -> None:
-        """Raises DataError if all lines, or none, are held out."""
         if self.held_out.all() or not self.held_out.any():
             message = f"{self.path} has too few lines for a validation split"
             raise DataError(message, "one line in ten, by hash, is used for validation: add more lines")

@@ -131,15 +131,14 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
     @property
     def rows(self) -> int:
-        """The number of samples per step, over all ranks."""
         return self._batch * self._passes * self._world
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the data of the next pass: source and target, i64 [batch, width], and the weight of the pass, f32 [].
 
-        The loss of a step is the mean over all its target tokens without padding. This loss equals the mean of (mean
-        loss of a pass) * (weight of the pass) over all passes of all ranks. The attributes `samples` and `tokens` count
-        the data of all complete steps on all ranks.
+        The loss of a step is the mean over all target tokens of the step, without padding. This loss equals the mean of
+        (mean loss of a pass) * (weight of the pass) over all passes of all ranks. The attributes `samples` and `tokens`
+        count the data of all complete steps on all ranks.
         """
         if self._taken == self._passes:
             self._begin()
@@ -151,7 +150,6 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return source, target, weight
 
     def local_rows(self, part: int) -> slice:
-        """Returns the indices of the samples that this rank uses in pass `part` of a step."""
         start = part * self._batch * self._world
         return slice(start + self._rank, start + self._batch * self._world, self._world)
 
@@ -163,8 +161,8 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self.tokens += int(sources.sum() + self._counts.sum())
 
     def state(self) -> dict[str, int]:
-        """Returns the position after the last complete step. A loader with other `batch`, `passes`, `rank` and `world`
-        can resume from it.
+        """Returns the position after the last complete step. A loader with a different `batch`, `passes`, `rank` or
+        `world` can resume from this position.
         """
         place = {"position": self._position, "samples": self.samples, "tokens": self.tokens}
         return {**self._identity(), **place}
@@ -187,7 +185,6 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
 
 def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:
-    """Yields the samples of each step from `position` on, each with the position after the step."""
     while True:
         step, position = samples.take(position, rows)
         yield step, position

@@ -46,7 +46,7 @@ class Pairs:
         return Pairs(self.source[rows], self.target[rows])
 
     def within(self, tokens: int | None) -> "Pairs":
-        """Returns the first pairs, as many as have at most `tokens` target tokens in total, including stop tokens.
+        """Returns the longest prefix of the pairs with at most `tokens` target tokens in total, including stop tokens.
 
         At least one pair is returned. If `tokens` is None, all pairs are returned.
         """
@@ -57,7 +57,6 @@ class Pairs:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the tokens."""
         digest = hashlib.sha256(np.ascontiguousarray(self.source).data)
         digest.update(np.ascontiguousarray(self.target).data)
         return digest.hexdigest()

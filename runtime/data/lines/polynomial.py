@@ -1,8 +1,8 @@
 """Lines of the polynomial-expansion task, such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`: sampling, printing and parsing.
 
-A line consists of a product of two linear forms a*V + b and its expansion. V is a variable, or the sine, cosine or
-tangent of a variable. Distribution and format are those of a data set by Scale AI. The format is what sympy prints by
-default, without spaces.
+A line consists of a product of two linear forms a*V + b and the expansion of this product. V is a variable, or the
+sine, cosine or tangent of a variable. The distribution and the format are the same as in a data set by Scale AI. The
+format is what sympy prints by default, without spaces.
 
 Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output, as `draw` describes. A stream is therefore
 the same on every machine, and any line can be computed directly.
@@ -41,7 +41,7 @@ class Lines:
     """N lines as coefficients of the product outer * forms[0] * forms[1], in a canonical form.
 
     A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is V itself, stored as (1, 0). A
-    line is printed as `outer * V ** (2 - binomials)` times the binomials, in their stored order.
+    line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in their stored order.
 
     Attributes:
         variable: the index into VARIABLES, i64 [N].
@@ -102,11 +102,9 @@ class Lines:
         return (self.structures * len(FUNCTIONS) + self.function) * len(VARIABLES) + self.variable
 
     def factors(self) -> Rows:
-        """Returns the left sides as ASCII bytes, u8 [N, LONGEST], zero-padded."""
         return self._printed(_factors)
 
     def expansions(self) -> Rows:
-        """Returns the right sides as ASCII bytes, u8 [N, LONGEST], zero-padded."""
         return self._printed(_expansions)
 
     def _printed(self, side: Callable[["Lines"], Rows]) -> Rows:
@@ -118,14 +116,12 @@ class Lines:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the coefficients."""
         digest = hashlib.sha256(b"polynomial")
         for column in (self.variable, self.function, self.outer, self.forms):
             digest.update(column.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def texts(self) -> list[str]:
-        """Returns each line as `factors=expansion`, without a line end."""
         equals, end = (np.full((len(self), 1), ord(mark), np.uint8) for mark in "=\n")
         table = np.hstack((self.factors(), equals, self.expansions(), end))
         text: bytes = table[table != 0].tobytes()
@@ -133,7 +129,6 @@ class Lines:
 
 
 def joined(parts: Sequence[Lines]) -> Lines:
-    """Concatenates sets of lines."""
     names = ("variable", "function", "outer", "forms")
     return Lines(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
@@ -195,7 +190,6 @@ class _Table:
         self._bytes = array.view(np.uint8).reshape(len(array), -1)
 
     def __call__(self, numbers: Ints, where: npt.NDArray[np.bool_] | None = None) -> Rows:
-        """Returns the texts of `numbers`, u8 [N, W], zero-padded. Rows where `where` is False contain only zeros."""
         rows = self._bytes[numbers + 1999]
         return rows if where is None else np.where(where[:, None], rows, 0).astype(np.uint8)
 
@@ -238,7 +232,6 @@ def _factors(lines: Lines) -> Rows:
 
 
 def _form(form: Ints, name: Rows, where: npt.NDArray[np.bool_]) -> Rows:
-    """Prints linear forms. A form is `(7-3*z)` if the constant comes first, otherwise `(3*z-7)`."""
     a, b = form[:, 0], form[:, 1]
     first = _constant_first(a, b)
     columns = (_number(b, first), _coefficient(a), name, _signed(b, ~first))
@@ -264,7 +257,6 @@ def _where(where: npt.NDArray[np.bool_], rows: Rows) -> Rows:
 
 
 def _packed(*columns: Rows) -> Rows:
-    """Concatenates columns and removes the zeros between them."""
     table = np.hstack(columns)
     filled = table != 0
     lengths = filled.sum(axis=1)
@@ -286,8 +278,8 @@ _PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
 def parse(factors: Iterable[str]) -> Lines:
     """Parses left sides, such as `4*(3*sin(k)-17)*sin(k)`.
 
-    Raises DataError if a text is not a product of two linear forms, has another format, or contains a number that
-    `draw` never samples.
+    Raises DataError if a text is not a product of two linear forms, does not have the format of the task, or contains a
+    number that `draw` never samples.
     """
     texts = list(factors)
     read = [_parsed(text) for text in texts]

@@ -23,9 +23,9 @@ MOST_DRAWN = (
 class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
-    `apart` returns an integer for each line. A line is excluded if its integer also occurs in the training set. Lines
-    that were selected before are excluded too. If `apart` is None, all lines are selected, including repeats. The split
-    then has the distribution of the training set.
+    `apart` returns an integer for each line. A line is excluded if its integer also occurs in the training set, or if
+    the same line was selected before. If `apart` is None, all lines are selected, including repeats. The split then has
+    the distribution of the training set.
     """
 
     name: str
@@ -43,7 +43,6 @@ SPLITS: Mapping[str, Split] = {
 
 
 def training_set(seed: int, count: int) -> Lines:
-    """Returns the first `count` lines of the stream "train". Lines may repeat."""
     return draw("train", seed, 0, count)
 
 
@@ -96,7 +95,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 class Fresh:
     """The endless stream "train", without the lines that are reserved for the held-out splits.
 
-    Reserved are the first MOST_HELD_OUT lines of duplicate-free. Also reserved are all lines with the same coefficients
+    The first MOST_HELD_OUT lines of duplicate-free are reserved. Also reserved are all lines with the same coefficients
     as one of the first MOST_HELD_OUT lines of structure-disjoint. The training set is the first `count` lines of the
     stream. Both splits exclude the training set, so no line of the training set is reserved. About 1 in 10 of the later
     lines is reserved. The remaining lines have the distribution of the stream.
@@ -113,7 +112,6 @@ class Fresh:
         ]
 
     def take(self, position: int, count: int) -> tuple[Lines, int]:
-        """Returns the next `count` lines from `position`, and the position after these lines."""
         parts: list[Lines] = []
         left = count
         while left > 0:
@@ -139,7 +137,6 @@ def overlap(lines: Lines, training: Lines) -> Overlap:
 
 
 def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
-    """Returns whether each element of `some` is in the sorted array `ordered`, bool [N]."""
     if not len(ordered):
         return np.zeros(len(some), np.bool_)
     places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)

@@ -1,6 +1,6 @@
 """Tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training set.
 
-A task is a subclass of `Task` in a module of this package. A spec selects it by name, in `train.data.kind`.
+A task is a subclass of `Task` in a module of this package. A spec selects a task by name, in `train.data.kind`.
 """
 
 from abc import ABC, abstractmethod
@@ -110,6 +110,5 @@ class Task(ABC, Generic[Set]):
 
 
 def task_of(data: DataKind) -> Task[Any]:
-    """Creates the task that `train.data` of a spec selects."""
     task: Task[Any] = classes(lines, Task)[data.kind](data)
     return task

@@ -59,7 +59,6 @@ class SplitFacts:
     repeated: int = 0
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """Returns the bins of `lengths` as (shortest, longest, documents), without empty bins at both ends."""
         bins = range(min(self.lengths, default=0), max(self.lengths, default=-1) + 1)
         return [(1 << k >> 1, (1 << k) - 1, self.lengths[k]) for k in bins]
 
@@ -101,7 +100,6 @@ class Checked:
             yield f"{self.folder}: no problems; token ids and BOS are not checked without --tokenizer"
 
     def facts(self) -> dict[str, object]:
-        """Returns the result as fields for JSON output."""
         splits = {split: {**asdict(content), "lengths": content.histogram()} for split, content in self.splits.items()}
         return {**asdict(self), "folder": str(self.folder), "splits": splits}
 
@@ -202,7 +200,6 @@ class _Check:
         return hashes
 
     def _byte_counts(self, split: Split, paths: list[Path]) -> None:
-        """Compares the byte-count file of each shard with the shard and with the record."""
         counts = [(path, byte_counts_of(path)) for path in paths if byte_counts_of(path).exists()]
         total = 0
         for path, beside in counts:
@@ -220,7 +217,6 @@ class _Check:
             self._report(split, f"byte counts of {total:,} bytes; {RECORD} states {stated:,}", True)
 
     def _pieces(self, split: Split, paths: list[Path], facts: SplitFacts) -> Iterator[Tokens]:
-        """Checks the shards, and yields the tokens of the valid shards in pieces."""
         for path in paths:
             try:
                 with closing(TokenShard(path)) as shard:
@@ -267,7 +263,7 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields lists of (length, digest) of documents as soon as they end.
+    """Yields, for each piece, the pairs (length, digest) of the documents that end in the piece.
 
     Tokens before the first BOS count as a document.
     """

@@ -23,7 +23,6 @@ class Hashes:
         self._count = self.level = 0
 
     def add(self, digests: Sequence[bytes]) -> None:
-        """Adds digests of DIGEST_BYTES each."""
         part = _within(np.frombuffer(b"".join(digests), "<u8").astype(np.uint64), self.level)
         self._parts.append(part)
         self._count += len(part)

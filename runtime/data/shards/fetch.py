@@ -64,7 +64,7 @@ def fetch(
         revision: a branch, tag or commit; None selects the default branch.
 
     Returns:
-        The record of the folder, which lists its files with their digests.
+        The record of the folder: the list of all files, with digests.
 
     Raises:
         DataError: the repository has fewer shards or no tokenizer, or `out` contains other data.
@@ -116,10 +116,6 @@ _SET = f"{_DOWNLOADS}/set"  # while a download is in progress, this file contain
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:
-    """Returns the record of a complete earlier download of the same data set. None if there is none.
-
-    Raises DataError if the folder contains other data.
-    """
     record, same = None, False
     with suppress(FileNotFoundError):
         same = (out / _SET).read_text(encoding="utf-8") == name
@@ -136,7 +132,6 @@ def _previous(out: Path, name: str) -> ShardRecord | None:
 
 
 def _chosen(remote: Mapping[str, RemoteFile], wanted: HubSet, shards: int, where: str, out: Path) -> list[RemoteFile]:
-    """Returns the files to download, the tokenizer first. The list includes train shards that are already in `out`."""
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
     train, val = ([file for file in files if split_of(file.name) == split] for split in ("train", "val"))
     if wanted.tokenizer not in remote or not val:

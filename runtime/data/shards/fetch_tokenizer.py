@@ -61,7 +61,8 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
         The path of the file.
 
     Raises:
-        DataError: the file exists already, the repository lacks it, or its content is not a tokenizer of this kind.
+        DataError: the file exists already, the repository does not have the tokenizer, or the download is not a
+            tokenizer of this kind.
         DataIntegrityError: the download does not match the digest or size that the hub states.
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the file
             cannot be written.

@@ -123,7 +123,6 @@ def pack(
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -140,10 +139,10 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """A context manager that yields an empty, locked folder. At the end, it renames the folder to `out`.
+    """A context manager that yields an empty, locked folder. At the end, renames the folder to `out`.
 
-    The folder is deleted if the block fails. Raises DataError if `out` has content or another process packs into it,
-    and EnvironmentFailure if the folder cannot be written.
+    The folder is deleted if the `with` block fails. Raises DataError if `out` has content or another process packs into
+    `out`, and EnvironmentFailure if the folder cannot be written.
     """
     staging = out.with_name(f".{out.name}.packing")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -178,7 +177,6 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _require_replaceable(out: Path) -> None:
-    """Raises DataError if the empty folder `out` cannot be renamed, for example because it is a mount point."""
     aside = out.with_name(f".{out.name}.aside")
     try:
         out.rename(aside)
@@ -189,10 +187,6 @@ def _require_replaceable(out: Path) -> None:
 
 
 def _lock(descriptor: int, staging: Path, out: Path) -> None:
-    """Locks the open folder `staging` for this process.
-
-    Raises DataError if another process holds the lock, or renamed the folder after it was opened here.
-    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.path.samestat(os.fstat(descriptor), os.stat(staging))

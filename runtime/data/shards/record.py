@@ -41,7 +41,7 @@ class SplitEntry(StrictModel):
 
 
 class ShardRecord(StrictModel):
-    """The content of the record.
+    """The content of `shards.json`.
 
     Attributes:
         format: the version of the record.
@@ -85,7 +85,6 @@ class ShardRecord(StrictModel):
         )
 
     def entries(self, split: Split) -> Mapping[str, ShardEntry]:
-        """Returns the shards of a split by name; empty if the split does not exist."""
         return {entry.name: entry for entry in self.splits[split].shards} if split in self.splits else {}
 
     def require(self, tokenizer: Tokenizer, folder: Path) -> None:

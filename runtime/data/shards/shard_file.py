@@ -1,6 +1,6 @@
 """Token shards: a header of 256 little-endian i32 (magic number, version, token count, zeros), then u16 or u32 tokens.
 
-The magic number and the version determine whether tokens have 16 or 32 bits. Both have the values that llm.c uses.
+The magic number and the version determine whether tokens have 16 or 32 bits. llm.c uses the same values.
 
 Shards are read with `pread` instead of a memory map. If a mapped file is truncated, an access ends the process with
 SIGBUS. A short `pread` is an ordinary error.
@@ -73,9 +73,9 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 
 
 class ShardWriter:
-    """Writes a shard. Use it as a context manager. If the block ends without an error, the header is written and the
-    file is synced. Until then, the header is invalid. Write into a temporary folder, because this class does not rename
-    the file.
+    """Writes a shard. Use it as a context manager. If the `with` block ends without an error, the header is written and
+    the file is synced. Until then, the header is invalid. Write into a temporary folder, because this class does not
+    rename the file.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
@@ -112,7 +112,7 @@ class ShardWriter:
 
 
 class TokenShard:
-    """An open shard. Opening it checks the header and the file size.
+    """An open shard. The constructor checks the header and the file size.
 
     Attributes:
         path: the file.

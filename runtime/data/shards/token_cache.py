@@ -93,9 +93,6 @@ def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None:
-    """Builds a cache entry in a temporary folder and renames it to `folder`. The caller must hold the lock of the
-    entry.
-    """
     _remove_strays(folder)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
@@ -126,7 +123,6 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
 
 
 def _remove_strays(folder: Path) -> None:
-    """Removes the remains of interrupted builds: the folder, and temporary folders that no process uses."""
     shutil.rmtree(folder, ignore_errors=True)
     for stray in folder.parent.glob(".*.tmp"):
         entry = stray.name.removeprefix(".").split(".")[0]

@@ -110,7 +110,6 @@ def write_shards(
 def _byte_counts(
     tokenizer: Tokenizer, texts: Sequence[bytes], encoded: Sequence[TokenArray], marks: Sequence[bool]
 ) -> npt.NDArray[np.int64]:
-    """Returns the number of bytes that each token represents, i64. BOS tokens from `marks` count as 0 bytes."""
     documents = iter([tokenizer.byte_counts(text, ids) for text, ids in zip(texts, encoded, strict=True)])
     counts = np.concatenate([np.zeros(1, np.int64) if mark else next(documents) for mark in marks])
     if counts.size and int(counts.max()) > NARROW.highest:

@@ -114,6 +114,5 @@ def _shown(line: str) -> str:
 
 
 def _codes(lines: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """Returns code points, u32 [N, W]. Each row ends with zeros after its last character."""
     width = max((len(line) for line in lines), default=0)
     return np.array(lines, f"<U{max(width, 1)}").view("<u4").reshape(len(lines), max(width, 1)).astype(np.uint32)

@@ -50,10 +50,10 @@ def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
 
 
 def find_file(name: str, search: Sequence[Path]) -> Path:
-    """Returns the path of a tokenizer file. Raises DataError if it is not found.
+    """Returns the path of a tokenizer file. Raises DataError if the file is not found.
 
     The folders in `search` are searched in order. In each, the path `name` is tried first, then its last component. The
-    current folder is searched last. A copy in the folder of a run therefore has precedence.
+    current folder is searched last.
     """
     path = Path(name).expanduser()
     candidates = [*(Path(folder) / part for folder in search for part in (path, path.name)), path]

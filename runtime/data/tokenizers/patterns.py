@@ -14,7 +14,7 @@ class Pattern:
     r"""A pre-tokenizer, and its treatment of white space.
 
     `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of the regex
-    engine. `segments` therefore cuts the text at long runs first, where the pattern would cut it anyway.
+    engine. `segments` therefore cuts the text at long runs first, where the pattern would cut the text anyway.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.
@@ -26,7 +26,6 @@ class Pattern:
 
     @property
     def onig(self) -> str:
-        """The regular expression for Oniguruma, the regex engine of the library `tokenizers`."""
         return re.sub(r"([+*?}])\+", r"\1", self.regex).replace("$", r"\z")
 
     def segments(self, text: str) -> list[str]:

@@ -32,7 +32,6 @@ def ranks_of(content: Mapping[str, Any], path: Path) -> Ranks:
 
 
 def rank_file(ranks: Ranks) -> bytes:
-    """Returns the content of a `.tiktoken` file."""
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks))
 
 

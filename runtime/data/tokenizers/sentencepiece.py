@@ -73,8 +73,8 @@ class SentencePieceTokenizer(Tokenizer):
         """Returns the table of bytes per token. A space mark inside a piece counts as one byte.
 
         Raises:
-            DataError: U+2581 alone is not a piece. A space then becomes three byte pieces or an unknown token, and byte
-                counts would be wrong by about 20 %.
+            DataError: the space mark U+2581 alone is not a piece. A space then becomes three byte pieces or an unknown
+                token, and byte counts would be wrong by about 20 %.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

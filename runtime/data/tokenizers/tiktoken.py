@@ -125,11 +125,6 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], path: Path) -> dict[str, int]:
-    """Returns the ids of special tokens. A token without an explicit id gets the id that follows the previous token's
-    id.
-
-    Raises DataError if an id is already used by a rank or another special token.
-    """
     ids: dict[str, int] = {}
     following = len(ranks)
     for token, stated in special.items():

@@ -49,7 +49,7 @@ class Tokenizer(ABC):
         name: the name for `open_tokenizer`, without a folder.
         vocab: the number of ids, including special ids.
         bos: the id written before each document; None if the tokenizer has none.
-        lossless: whether `decode(encode(text)) == text` for every document that it accepts.
+        lossless: whether `decode(encode(text)) == text` for every document that the tokenizer accepts.
     """
 
     name: str
@@ -96,7 +96,6 @@ class Tokenizer(ABC):
         return counts
 
     def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns, for each id, the offset in bytes at which the token of this id ends in the document."""
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:
@@ -104,7 +103,6 @@ class Tokenizer(ABC):
         return self._digest
 
     def checked(self, ids: Sequence[int] | TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the ids as an i64 array. Raises DataError if an id is out of range."""
         array = np.asarray(ids, np.int64)
         bad = array[(array < 0) | (array >= self.vocab)]
         if bad.size:
@@ -121,7 +119,6 @@ def require_bos(tokenizer: Tokenizer) -> int:
 
 
 def missing_package(path: str | Path, package: str) -> EnvironmentFailure:
-    """Returns the error for a tokenizer file whose package is not installed."""
     return EnvironmentFailure(f"{path}: {package} is not installed", f"pip install {package}, or 'specc[train]'")
 
 
@@ -157,5 +154,4 @@ def id_dtype(vocab: int) -> type[np.uint16] | type[np.uint32]:
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -105,7 +105,6 @@ class JsonTokenizer(Tokenizer):
         return next((identity for identity in named if identity in self._specials), None)
 
     def word(self, identity: int) -> str:
-        """Returns the token with this id as the file spells it."""
         return str(self._library.id_to_token(identity))
 
     def encode(self, text: bytes) -> TokenArray:
@@ -128,7 +127,6 @@ class JsonTokenizer(Tokenizer):
         return str(self._library.decode(checked, skip_special_tokens=True)).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:
-        """Returns the number of bytes per token. Raises DataError if the bytes of a token depend on other tokens."""
         if self._pieces is None:
             message = f"{self.name}: its decoder changes text, so bytes cannot be counted by tokens"
             raise DataError(message, "pack the text with `specc data pack`, which counts the bytes of each token")
@@ -137,10 +135,6 @@ class JsonTokenizer(Tokenizer):
 
 
 def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normalizer, a pre-tokenizer or a decoder.
-
-    `part` is a single step, or a sequence whose key `members` lists the steps.
-    """
     if part is not None and part["type"] == "Sequence":
         for inner in part[members]:
             yield from _steps(inner, members)

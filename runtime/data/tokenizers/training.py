@@ -1,4 +1,4 @@
-"""Trains tokenizers: byte-level BPE by `tokenizers`, and SentencePiece models."""
+"""Trains tokenizers: byte-level BPE with the library `tokenizers`, and SentencePiece models."""
 
 import io
 import json
@@ -111,7 +111,6 @@ def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
 
 
 def _sentencepiece(options: TrainingText, texts: Iterator[str]) -> bytes:
-    """Returns a SentencePiece model of type BPE, with byte fallback. It does not normalize text."""
     try:
         from sentencepiece import SentencePieceTrainer
     except ImportError:

@@ -39,7 +39,6 @@ class WindowPlan:
 
     @property
     def step(self) -> int:
-        """The distance between the starts of adjacent windows, in tokens."""
         return self.length if self.stride is None else self.stride
 
 
@@ -77,7 +76,6 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """Returns the number of targets that are scored before window `k`."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
@@ -99,8 +97,8 @@ class Batch:
 
     Attributes:
         number: the index of this batch.
-        ids, targets: the inputs, and the tokens that follow them, i64 [B, T]. If there are too few windows, the last
-            window is repeated, and copies are not scored.
+        ids, targets: the inputs, and the next token after each input, i64 [B, T]. If there are too few windows, the
+            last window is repeated, and copies are not scored.
         at: the position of each target in the stream, i64 [B, T].
         new: the targets that this batch scores, bool [B, T].
         seen: the targets that earlier windows scored, bool [B, T].

@@ -58,7 +58,6 @@ class EpochOrder:
     stride: int
 
     def offset(self, k: int) -> int:
-        """Returns the stream position of the first token of window k (0 <= k < blocks)."""
         return self.phase + self.length * ((self.start + k * self.stride) % self.blocks)
 
 
@@ -104,11 +103,6 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
-    """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR).
-
-    Such strides are small, or close to a simple fraction of the number of blocks. A training step would then contain
-    adjacent windows.
-    """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
             moved = k * stride % blocks
@@ -119,7 +113,9 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Counts of document tokens: those that packed rows left out (`cropped`), and all that were read (`tokens`)."""
+    """The number of document tokens that packed rows left out (`cropped`), and the number of all document tokens that
+    were read (`tokens`).
+    """
 
     cropped: int
     tokens: int
@@ -154,9 +150,6 @@ class _Plan:
     version: int = _STATE_VERSION
 
     def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Step]:
-        """Yields the windows of this rank for each step, u16 or u32 [batch, length + 1], starting at (epoch,
-        position).
-        """
         epochs = self._packed if self.order == "best_fit" else self._windows
         coming = epochs(stream, epoch, position)
         crop = Crop(0, 0)
@@ -177,7 +170,6 @@ class _Plan:
             epoch, position = epoch + 1, 0
 
     def _packed(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields the rows of all ranks, starting at (epoch, position). Each epoch begins at a different document."""
         assert self.bos is not None
         starts = document_starts(stream, self.bos)
         if not len(starts) or self.tokens - starts[0] < self.length + 1:
@@ -271,9 +263,9 @@ class Loader(BackgroundReader[_Step]):
         return self._transfer.send(step.windows), step
 
     def state(self) -> dict[str, int]:
-        """Returns the position of the caller. Prefetched batches do not count.
+        """Returns the position after the last batch that `next` returned.
 
-        A loader with other `batch`, `rank` and `world` can resume from it.
+        A loader with a different `batch`, `rank` or `world` can resume from this position.
         """
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
@@ -281,7 +273,8 @@ class Loader(BackgroundReader[_Step]):
         """Continues with the batch after the last batch of `state`. The version in `state` determines the order.
 
         Raises:
-            DataError: `state` is incomplete, has an unknown version, or has other data, length, order or seed.
+            DataError: `state` is incomplete, has an unknown version, or does not match the data, length, order or seed
+                of this loader.
         """
         version = state["version"] if state.get("version") in _STATE_VERSIONS else _STATE_VERSION
         hint = "resume with the data, tokenizer, length, order and seed of the run, or start a new run"
@@ -300,7 +293,7 @@ class Loader(BackgroundReader[_Step]):
         }
 
     def cropped_share(self) -> float | None:
-        """Returns the fraction of document tokens that packed rows left out so far; None for other orders."""
+        """Returns the fraction of document tokens that packed rows left out so far; None if rows are not packed."""
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 
     def close(self) -> None:

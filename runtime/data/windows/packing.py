@@ -87,5 +87,4 @@ def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iter
 
 
 def read_row(stream: TokenStream, starts: npt.NDArray[np.int64], row: PackedRow) -> Tokens:
-    """Returns the tokens of a packed row."""
     return np.concatenate([stream.read(int(starts[index]), tokens) for index, tokens in row.parts])

@@ -78,7 +78,6 @@ class TokenStream:
         return tokens
 
     def _parts(self, files: tuple[TokenShard, ...], start: int, count: int) -> Iterator[tuple[TokenShard, int, Tokens]]:
-        """Yields (file, offset in the file, values) for the part of [start, start + count) in each file."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) are not within a stream of {self.tokens}")
         index, end = bisect.bisect_right(self.starts, start) - 1, start + count
@@ -170,7 +169,6 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
 
 
 def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
-    """Opens the byte-count files of the shards. The result is empty if there are none."""
     paths = [byte_counts_of(shard.path) for shard in shards]
     if not any(path.exists() for path in paths):
         return ()
@@ -186,7 +184,6 @@ def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
 
 
 def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None:
-    """Raises an error if the shards differ in bits per token, or have too few bits for the ids of the tokenizer."""
     first = shards[0]
     for shard in shards:
         if shard.form != first.form:

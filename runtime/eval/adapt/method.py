@@ -43,7 +43,7 @@ class Work:
         account: accumulates the losses of all batches.
         model: the model.
         score: maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. Runs without autograd.
-        features: maps ids to the input of the output head, [B, T, D].
+        features: maps ids to the input of the output head, [B, T, features].
         nats: maps the input of the head, and targets, to the loss of each target in nats, f32 [B, T].
         rows: the number of rows per batch.
         world: the processes that share the work.
@@ -68,11 +68,9 @@ class Work:
 
     @property
     def share(self) -> Share:
-        """Returns the share of the batches that this process scores."""
         return Share(self.world.rank, self.world.size, self.world.totals)
 
     def local_batches(self, batches: range) -> range:
-        """Returns the batches that this process scores."""
         part = self.share.of(len(batches))
         return batches[part.start : part.stop]
 
@@ -108,6 +106,5 @@ class Method:
 
 
 def method_of(settings: Adaptation) -> Method:
-    """Returns the method for these settings."""
     known: Mapping[str, Method] = catalog(adapt, Method)
     return known[settings.kind]

@@ -15,7 +15,7 @@ from specc.runtime.eval.adapt.method import Method, Placed, Work
 
 
 def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
-    """Fits vectors that reduce the loss of some targets, and scores the batch with them.
+    """Fits vectors that reduce the loss of some targets, and scores the batch with these vectors.
 
     Args:
         work: the model.

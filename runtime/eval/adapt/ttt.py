@@ -1,4 +1,4 @@
-"""Test-time training. The weights are trained on each chunk of text after it was scored."""
+"""Test-time training. The weights are trained on each chunk of text after the chunk was scored."""
 
 import hashlib
 import math
@@ -31,7 +31,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A weight that is trained directly. `leaves` has its f32 master copy."""
+    """A weight that is trained directly. `leaves` contains the f32 master copy of the weight."""
 
     leaves: tuple[Tensor, ...]
 
@@ -74,7 +74,8 @@ class Row:
 
 
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
-    """Returns rows of up to `length` tokens. They cover each target at the positions span[0] + 1 .. span[1] once.
+    """Returns rows of up to `length` tokens. Together, the rows cover each target at the positions span[0] + 1 ..
+    span[1] exactly once.
 
     Earlier tokens of a row are only context.
     """
@@ -147,9 +148,6 @@ class Learner:
                 shown.copy_(weight.value())
 
     def _backward(self, rows: Sequence[Row], count: int) -> None:
-        """Adds the gradients of the summed loss of the rows, divided by `count`. `count` is the number of targets of
-        the step.
-        """
         account, device = self.work.account, self.work.world.device
         length = min(account.windows.length, max(row.end for row in rows))
         filled = [*rows, *[rows[-1]] * (self.work.rows - len(rows))]
@@ -184,7 +182,7 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
 def _run(how: TestTimeTraining, work: Work) -> str:
     """Runs test-time training. Returns a message with the numbers of parameters and chunks.
 
-    Training is causal: all targets of a chunk are scored before the first step on them.
+    Training is causal: all targets of a chunk are scored before the first step on this chunk.
     """
 
     def nats(batch: Placed) -> Tensor:

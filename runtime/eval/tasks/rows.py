@@ -22,7 +22,7 @@ LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of tokens. The model predicts the last `scored` tokens, and these are scored.
+    """A row of tokens. Only the last `scored` tokens are scored.
 
     Attributes:
         tokens: the tokens. All tokens except the last are inputs of the model.
@@ -58,8 +58,8 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         window: the largest number of inputs.
         stride: the distance between windows of a longer text.
-        unscored: the number of positions at the start of a window that are not scored. A model with a prefix mask reads
-            the whole prefix there, including the targets.
+        unscored: the number of positions at the start of a window that are not scored. With a prefix mask, these
+            positions attend to their own targets.
     """
 
     tokenizer: Tokenizer
@@ -96,9 +96,6 @@ class Encoder:
         return Row(tuple(tokens[-inputs - 1 :]), scored, size, inputs < len(tokens) - 1)
 
     def encoded(self, text: str, where: str) -> list[int]:
-        """Returns the tokens of a text without BOS. Raises DataError if the text cannot be encoded. The message begins
-        with `where`.
-        """
         try:
             tokens: list[int] = self.tokenizer.encode(text.encode()).tolist() if text else []
         except UnicodeEncodeError:

@@ -84,7 +84,6 @@ class TaskResult:
     loads: Mapping[str, Sequence[float]]
 
     def report(self) -> list[str]:
-        """Returns human-readable lines with the measures, the counts and the load of experts."""
         numbers = ", ".join(f"{name} {measure}" for name, measure in self.measures.items())
         counts = f"{self.examples:,} examples, {self.tokens:,} scored tokens of {self.size:,} bytes"
         cut = f", {self.truncated:,} contexts cut on the left" if self.truncated else ""
@@ -92,7 +91,6 @@ class TaskResult:
         return [f"{self.file} ({self.task}): {numbers}", f"{counts}{cut}", *experts]
 
     def facts(self) -> dict[str, Any]:
-        """Returns the result as fields for JSON output."""
         measures = {name: {"value": m.value, "standard_error": m.error} for name, m in self.measures.items()}
         counts = {"examples": self.examples, "tokens": self.tokens, "bytes": self.size, "truncated": self.truncated}
         experts = {"experts": self.loads} if self.loads else {}
@@ -106,11 +104,9 @@ class TaskResults:
     results: tuple[TaskResult, ...]
 
     def report(self) -> list[str]:
-        """Returns human-readable lines."""
         return [line for result in self.results for line in result.report()]
 
     def facts(self) -> dict[str, Any]:
-        """Returns the results as fields for JSON output."""
         return {"tasks": [result.facts() for result in self.results]}
 
 
@@ -190,7 +186,6 @@ def read_task(path: Path) -> Task:
 
 
 def digest_of(path: Path) -> str:
-    """Returns the SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -126,7 +126,6 @@ class Forced(Feed):
         self._model, self._schedule, self._epoch, self._seed = model, probability, epoch, seed
 
     def probability(self, now: Moment) -> float:
-        """Returns the probability that a position is forced, in the update at `now`."""
         schedule = self._schedule
         if not isinstance(schedule, Schedule):
             return 1.0 if schedule is None else schedule

@@ -73,7 +73,7 @@ class Source(ABC):
 
     Attributes:
         name: the form, equal to `DataKind.gives`.
-        files: the files that are copied into the run directory, so that it can be opened on its own.
+        files: the files that are copied into the run directory, so that the run can be opened on its own.
 
     Raises:
         DataError: if a file is missing or does not match the model.

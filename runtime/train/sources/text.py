@@ -88,7 +88,7 @@ class RandomTokens:
     Args:
         batch, length: the shape of ids and targets, i64 [batch, length].
         vocabulary: the number of different ids.
-        count: the number of different batches. After them, the batches repeat.
+        count: the number of different batches. After `count` batches, the batches repeat.
         seed: the seed of the random numbers.
     """
 

@@ -128,7 +128,9 @@ def test_the_text_is_known_by_its_content(tmp_path: Path) -> None:
     shutil.rmtree(text)
     other.rename(text)  # the run's own folder, with another validation split
     assert held_out(text) is None
-    with pytest.raises(RunDirectoryError, match=r"the validation split of .* is not the one that the run began with"):
+    with pytest.raises(
+        RunDirectoryError, match=r"the validation split of .* is not the validation split with which the run began"
+    ):
         train(replace(options, resume="auto"), lambda _: None)
     shutil.rmtree(text)
     moved.rename(text)
