@@ -187,8 +187,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the modules between runs. Also yields a problem for the first expression that reads a
-        value before this value is computed."""
+        """Yields the problems of the modules that run between two layers. Also yields a problem for the first
+        expression that reads a value before this value is computed."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:

@@ -103,8 +103,8 @@ class Scope:
     def write(
         self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
     ) -> None:
-        """Replaces the streams by the results of `value`, the `write` of a part or block. The arguments are those of
-        `wire`."""
+        """Evaluates `value`, the key `write` of a part or block, and makes the results the new streams. The arguments
+        are those of `wire`."""
         streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
         self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
 

@@ -122,7 +122,7 @@ def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 
 def places_of(programs: Programs) -> Mapping[str, list[str]]:
-    """Returns the path prefixes of the calls of each graph, by the graph's name."""
+    """Returns, for the name of each graph, the path prefixes of all calls to this graph."""
     places: dict[str, list[str]] = {}
     for graph, at in sites(programs):
         places.setdefault(graph.name, []).append(at)

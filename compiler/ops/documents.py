@@ -37,8 +37,8 @@ class DocumentStartsCached(Moves):
     """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
     before the input tokens. The first earlier token has position 0.
 
-    The second input i64[B, 1] is the state: the position at which the last earlier token's document begins. The state
-    is ignored if `start` is 0.
+    The second input i64[B, 1] is the state: the position at which the current document begins, after all earlier
+    tokens. The state is ignored if `start` is 0.
     """
 
     name: ClassVar[str] = "document_starts_cached"

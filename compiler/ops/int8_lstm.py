@@ -87,7 +87,7 @@ class Int8LstmStep(Int8Product):
         """Replaces random inputs by test inputs of realistic size. Half of the weight codes become negative, and the
         codes after column H become 0. The scales bring the sums near 1.
 
-        The inverses are powers of two, so h has the same codes in every precision.
+        The inverse scales are powers of two, so the codes of the output h are equal in every precision.
         """
         import torch
 

@@ -59,7 +59,7 @@ class LstmGates(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         sums, c = inputs
         if not isinstance(c.width, int) or sums.shape != (*rows(c), GATES * c.width):
-            raise TypeRuleError(f"needs sums of {GATES} gates for each feature of the cell {c}, not {sums}", (0, 1))
+            raise TypeRuleError(f"the cell {c} needs {GATES} gate sums per feature, not {sums}", (0, 1))
         return c, c
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

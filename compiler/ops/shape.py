@@ -225,8 +225,7 @@ class PartHeads(SplitHeads):
 
 @dataclass(frozen=True, slots=True)
 class NewFeatures(Moves):
-    """Returns an uninitialized tensor [..., D] of `width` features, with the leading dims and the dtype of heads x
-    [..., H, C]."""
+    """Returns an uninitialized tensor [..., `width`]. The input [..., H, C] gives the leading dims and the dtype."""
 
     name: ClassVar[str] = "new_features"
     assigned: ClassVar[bool] = True

@@ -113,7 +113,7 @@ class Tables:
                 self.owners.setdefault(at, name.partition(".")[0])
                 break
         else:
-            raise AssertionError(f"every name of the function at {at} belongs to another function: {', '.join(names)}")
+            raise AssertionError(f"all names for the function at {at} are taken by other functions: {', '.join(names)}")
         for path, type in graph.params:
             self._add(f"{at}.{path}", type, b.inits[path])
             self.scored.add(f"{at}.{path}")

@@ -125,8 +125,8 @@ class Pass:
 
     def _leaves(self, ref: str) -> bool:
         """Returns whether a value of a recomputed region is saved, because the program returns it or another region
-        reads it. A value that only nodes outside of all regions read is recomputed by Torch's compiler, but saved by
-        code that is not compiled."""
+        reads it. If no other region reads the value, but nodes outside of all regions do, Torch's compiler recomputes
+        the value, and code that is not compiled saves it."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -240,8 +240,8 @@ class Pass:
         """Returns the values that compiled code never recomputes. If the backward pass reads such a value, the value
         is saved.
 
-        These values are the results of barriers, of nodes that concatenate, and of nodes that read a value after a
-        barrier has read it. Torch's compiler assumes that each such node would need a separate kernel.
+        These values are the results of barriers, of nodes that concatenate, and of nodes that read a value which an
+        earlier barrier also reads. Torch's compiler assumes that each such node would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it

@@ -267,7 +267,7 @@ class TrainSpec(StrictModel):
                 ("steps",) if self.steps is not None else (),
                 "S201",
                 "train needs exactly one of steps and budget_seconds",
-                "set one of the two: it ends the run, and is the time axis of schedules",
+                "set one of the two; the run ends after that many steps or seconds, and schedules follow them",
             )
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"

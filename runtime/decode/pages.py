@@ -53,8 +53,8 @@ def page_of(spec: Spec) -> int:
 class _Text:
     """A text in the pages.
 
-    `pieces` are all tokens from the first token in the pages on, as i64 tensors on the device. `length` is the number
-    of tokens in the pages. The last token is not in the pages yet.
+    `pieces` are i64 tensors on the device. Together, they are the tokens whose keys are in the pages, and the last
+    token, whose keys are not computed yet. `length` is the number of tokens in the pages.
     """
 
     pages: list[int]

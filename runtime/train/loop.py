@@ -218,8 +218,8 @@ class Loop:
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop begins with a validation.
 
-        This is so if the run resumes at a step whose validation is not in the log. It is also so if that validation
-        reached `train.stop_at_loss`; the repeated validation then ends the run.
+        It does if the run resumes at a step whose validation is not in the log. It also does if the logged validation
+        of this step reached `train.stop_at_loss`: the loop validates again and ends.
         """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():

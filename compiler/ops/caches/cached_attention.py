@@ -98,8 +98,8 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns decoded inputs in the order of `leading` and `further`. The rows of the input tokens follow the rows
-        of a ring buffer."""
+        """Returns decoded inputs in the order of `leading` and `further`. If the cache is a ring buffer, the rows of
+        the input tokens are appended to the cached rows of k and v."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

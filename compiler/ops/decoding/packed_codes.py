@@ -19,7 +19,7 @@ STORAGE = "packed"  # marks the buffers of codes and scales
 
 
 def lanes_of(features: int) -> int:
-    """Returns the number of lanes in a row of `features` codes. For each bit of a code, a row has one byte per lane."""
+    """Returns the number of lanes in a row of `features` codes. A lane holds 8 codes, in one byte per bit of a code."""
     return -(-features // (CODES * ALIGNMENT)) * ALIGNMENT
 
 

@@ -58,8 +58,7 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """The number of f32 numbers that an update allocates per element, while it updates the parameters of one
-        shape."""
+        """The temporary f32 numbers per element of the parameters of one shape, which are updated together."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
