@@ -142,8 +142,9 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 
         16:      the letter, an index into "sincostanxyzhijk"; some letters occur more than once
         100:     0, 1, 2: V is the sin, cos or tan of the letter; other digits: V is the letter
-        85, 315, 85, 315: a and b of the first form, a and b of the second form. a is 1 for the lowest fifth of the digits, otherwise
-            uniform over -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
+        85, 315, 85, 315: a and b of the first form, a and b of the second form. a is 1 for the lowest fifth of the
+            digits, otherwise uniform over -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over
+            -32 .. -1, 1 .. 31
 
     Args:
         stream: name of the stream.
