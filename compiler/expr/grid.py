@@ -1,9 +1,9 @@
 """Compares the planned backward pass of an expression with autograd, on inputs of many magnitudes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..records import record
 from .backward import KEEPS, plan_backward
 from .evaluate import torch_value
 from .values import Compare, Expr, children, variables
@@ -19,7 +19,7 @@ HEADROOM = 2.0**-8
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Deviation:
     """A point at which a planned value or gradient is wrong. The planned number differs from two results of Torch, in
     float32 and in float64."""

@@ -1,9 +1,9 @@
 """Attention scores: expressions of the scaled product of query and key, the positions, and learned tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
+from ..records import record
 from .derive import derive
 from .interval import Undecided, example, negation, python_function
 from .mask import LANGUAGE as MASKS
@@ -54,7 +54,7 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
     return expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TableRead:
     """An element of a learned table that a score reads.
 
@@ -75,7 +75,7 @@ class TableRead:
             yield text if fixed else f"{operand(text)}.clamp(0, {self.table}.shape[{dim}] - 1)"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Score:
     """A score and its derivatives, in the variables s, i, j, h and one variable per table element.
 

@@ -8,10 +8,11 @@ exponentially. The limit bounds the work of every function in this package.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
+
+from ..records import record
 
 
 class ExprError(ValueError):
@@ -84,7 +85,7 @@ class Expr:
         return Const(-self.value) if isinstance(self, Const) else Neg(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Const(Expr):
     """A finite number. -0.0 is stored as 0.0."""
 
@@ -98,7 +99,7 @@ class Const(Expr):
         Expr.__post_init__(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Var(Expr):
     """A variable: a tensor, or a number that is known at build time."""
 
@@ -106,7 +107,7 @@ class Var(Expr):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Call(Expr):
     """A call of one of `PRIMITIVES`. The arguments of `where` are (Compare, then, otherwise)."""
 
@@ -115,7 +116,7 @@ class Call(Expr):
     args: tuple[Expr, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Binary(Expr):
     """`a op b`, where op is one of + - * / ** // %. The exponent of ** has no variables.
 
@@ -128,7 +129,7 @@ class Binary(Expr):
     b: Expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Neg(Expr):
     """The negation -a. A negative number is a Const instead, so each text has exactly one tree."""
 
@@ -143,7 +144,7 @@ class Neg(Expr):
         Expr.__post_init__(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Compare(Expr):
     """`a op b`, where op is one of < <= > >= == !=. A comparison is valid only as the condition of `where`, or in a
     `Logic`."""
@@ -154,7 +155,7 @@ class Compare(Expr):
     b: Expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Logic(Expr):
     """The conditions `parts`, joined by the op `and`, `or` or `not`. `not` has one part.
 
@@ -166,7 +167,7 @@ class Logic(Expr):
     parts: tuple[Expr, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Read(Expr):
     """The element of a learned table at whole-number indices, one per dim."""
 

@@ -2,7 +2,7 @@
 
 import keyword
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, NamedTuple
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
@@ -13,6 +13,7 @@ from specc.compiler.ops.fp8 import MOST
 from specc.compiler.ops.fp8 import STORAGE as STATE
 from specc.compiler.ops.fp8_codes import FORMATS, CodesLinear
 from specc.compiler.ops.linear import Product
+from specc.compiler.records import record
 
 VECTOR = 16  # in bytes; row sizes must be multiples of this for vector loads, TMA and CUTLASS
 FLOATS = ("bf16", "f16", "f32")
@@ -38,7 +39,7 @@ HELPERS = [name for primitive in PRIMITIVES.values() for name in primitive.cuda_
 RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split(), *HELPERS))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Value:
     """A tensor that a kernel reads or writes, and its name in the generated code."""
 
@@ -89,7 +90,7 @@ class Result(NamedTuple):
     rounding: Rounding | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Epilogue:
     """All inputs and outputs of a kernel. The kernel multiplies the rows `x` [rows, K] with one or more weights.
 

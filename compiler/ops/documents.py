@@ -1,15 +1,15 @@
 """First positions of documents in a token stream. Each document begins with a marker token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DocumentStarts(Moves):
     """The position at which a token's document begins, i64[B, T], for each token of ids [B, T]. A document begins at a
     token `mark`. Tokens before the first `mark` belong to a document that begins at 0.
@@ -32,7 +32,7 @@ class DocumentStarts(Moves):
         return _starts(inputs[0], self.mark, [0] * len(inputs[0]), 0)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DocumentStartsCached(Moves):
     """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
     before the input tokens. The first earlier token has position 0.

@@ -1,13 +1,13 @@
 """Linear layers whose matrix products multiply 8-bit floats."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import Linear, rows
+from specc.compiler.records import record
 
 STORAGE = "fp8"  # the storage format that marks the buffer of a layer with delayed scaling
 FACTORS = ("x", "weight", "dy")  # the factors of a layer's three products, in the order of the buffer's columns
@@ -16,7 +16,7 @@ USUAL = (16.0, 4.0, 1.0)  # the assumed magnitudes before the first step
 SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the last steps begin at row HISTORY
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fp8Linear(Op):
     """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 

@@ -4,7 +4,6 @@ The ops are separate, so that a kernel of a fused group can compute a factor and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Gradients, Op, Tape
@@ -12,6 +11,7 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.fp8 import FACTORS, MOST, SCALES, STORAGE
 from specc.compiler.ops.linear import Linear, Product, Wgrad, rows
+from specc.compiler.records import record
 
 FORMATS = ("e4m3", "e4m3", "e5m2")  # the dtypes of the codes of x, of the weight and of dy
 Role = Literal["y", "dx", "dw"]
@@ -33,7 +33,7 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
     return scaled.to(dtype).to(value)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fp8Codes(Op):
     """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
 
@@ -72,7 +72,7 @@ class Fp8Codes(Op):
         return tape.grad(), None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Transposed(Op):
     """Stores the transposed matrix."""
 
@@ -90,7 +90,7 @@ class Transposed(Op):
         return inputs[0].T
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CodesLinear(Product):
     """Computes y = x w^T for codes x [..., K] and w [N, K], without scales. The epilogue of the kernel applies the
     scales."""
@@ -118,7 +118,7 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fp8Product(Op):
     """One of the three products of a linear layer: y = x w^T, dx = dy w, or dw = dy^T x. The op multiplies codes in
     f32, and applies the scales of both factors.

@@ -1,17 +1,17 @@
 """Hash buckets of token pairs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 TOKEN, BEFORE = 36313, 27191  # the multipliers of the token id and of the previous token id
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BigramHash(Op):
     """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 

@@ -1,12 +1,13 @@
 """Matrix products: the linear layer and its two gradients. The operations after a product become its epilogue."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Gradients, Op, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
@@ -45,7 +46,7 @@ class Product(Op):
         return n, k
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Linear(Product):
     """Computes y = x w^T for x [..., K] and `weights` weights w [N, K] of equal shape. Each product has its own
     accumulator."""
@@ -84,7 +85,7 @@ class Linear(Product):
         return tape.add("dgrad", Dgrad(), (grad, weight)), tape.add("wgrad", Wgrad(), (grad, x))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WideLinear(Op):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
@@ -115,7 +116,7 @@ class WideLinear(Op):
         return x.to(weight.dtype) @ weight.T
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeadLinear(Op):
     """Multiplies each of H heads by its own matrix [N, K]. The weight w [H N, K] is these matrices, stacked along the
     rows.
@@ -155,7 +156,7 @@ class HeadLinear(Op):
         return products.sum(-1 if self.transposed else -2)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dgrad(Product):
     """The input gradient of a linear layer: dx = dy w for dy [..., N] and the stored weight w [N, K]."""
 

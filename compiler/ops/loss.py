@@ -1,7 +1,7 @@
 """The cross-entropy loss of logits, alone and fused with a pointwise function of the logits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
@@ -10,11 +10,12 @@ from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 ROWS = 1 << 11  # the rows of logits that a reference processes at a time
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CrossEntropy(Op):
     """The loss -log softmax(logits)[target] in nats, for logits f32[B, T, V] and targets i64[B, T].
 
@@ -97,7 +98,7 @@ def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
 IGNORED = -1  # a target that does not count toward the loss
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class IgnoreFirst(Moves):
     """Replaces the first `count` targets of each row of i64[B, T] by `value`."""
 
@@ -126,7 +127,7 @@ def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
     raise TypeRuleError(f"{expr} is not a sum of weighted losses")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SoftmaxLoss(Op):
     """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...]. The loss is computed in
     f32 or wider.
@@ -232,7 +233,7 @@ class SoftmaxLoss(Op):
         return Scaled(tape.output(1), tape.grad()), *(None for _ in range(1, self.arity))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 

@@ -1,7 +1,7 @@
 """RMSNorm, rotary embedding and gain of attention heads as one op, and its gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from specc.compiler.expr import name_of, reread, torch_value
@@ -9,11 +9,12 @@ from specc.compiler.ir.graph import output_ref
 from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.positions import rotated
+from specc.compiler.records import record
 
 USUAL_EPS = 1e-6  # the default epsilon, which names and plans omit
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeadRotation(Op):
     """The base class of NormRope and its gradient.
 
@@ -176,7 +177,7 @@ class NormRopeGrad(HeadRotation):
         return NormRopeGradInto(self.eps, self.gain, self.neighbors, self.weight, at)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NormRopeGradInto(NormRopeGrad):
     """The gradients of NormRope, with dx [..., T, H, C] written into a wider tensor [..., T, D]. This tensor is the
     last input and the first output. dx replaces H C features of this tensor from `at` on."""

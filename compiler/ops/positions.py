@@ -1,13 +1,14 @@
 """Positions of tokens: rotary embedding (Su et al., 2021) of the first channels of each head, and sinusoids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
 from specc.compiler.ir.op import ADDED, Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import CASTS
+from specc.compiler.records import record
 
 
 class Positions(Op):
@@ -33,7 +34,7 @@ class Positions(Op):
         return counted if len(inputs) == 1 else inputs[1] + counted
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RopeAngles(Op):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims)."""
 
@@ -60,7 +61,7 @@ class RopeAngles(Op):
         return angle.cos(), angle.sin()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RopeRows(Op):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). Reads rows of a table that is
     computed once for all positions below `context`."""
@@ -84,7 +85,7 @@ class RopeRows(Op):
         return RopeAngles(self.dims, self.base).reference(*inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryPairs(Op):
     """The indices 0, 1, ... of `count` pairs of channels, i64[count], on the device of the input."""
 
@@ -106,7 +107,7 @@ class RotaryPairs(Op):
         return torch.tensor(range(self.count), device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryFrequencies(Op):
     """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, for pair indices i i64[R]."""
 
@@ -127,7 +128,7 @@ class RotaryFrequencies(Op):
         return self.base ** -(inputs[0].double() / inputs[0].shape[0])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryAngles(Op):
     """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both, f32[T, R], are multiplied by
     `magnitude`."""
@@ -153,7 +154,7 @@ class RotaryAngles(Op):
         return self.magnitude * angle.cos(), self.magnitude * angle.sin()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
@@ -207,7 +208,7 @@ def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:
     return torch.view_as_real(turned).flatten(-2) if neighbors else torch.cat((turned.real, turned.imag), -1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sinusoid(Op):
     """Sinusoidal encoding of positions i64[T] as [T, dim] in `dtype` (Vaswani et al., 2017).
 

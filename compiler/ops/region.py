@@ -1,17 +1,18 @@
 """Ops that run another graph: a function call, a fused group, a loop over time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
+from specc.compiler.records import record
 
 STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time, without and with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Call(Op):
     """Calls function `callee`.
 
@@ -46,7 +47,7 @@ class Call(Op):
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fused(Op):
     """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of its
     nodes. See passes/group.py."""
@@ -69,7 +70,7 @@ class Fused(Op):
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Scan(Op):
     """Runs function `callee` once per time step. The first `carried` outputs of a step are the first inputs of the
     next step.

@@ -1,7 +1,6 @@
 """Fake quantization: training rounds inputs exactly as deployed int8 products do. Gradients ignore the rounding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Op
@@ -10,9 +9,10 @@ from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import FINE, LARGEST, check_scales, wide
 from specc.compiler.ops.recurrent import GATES, updated
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundRows(Op):
     """Quantizes x [..., K] as `QuantizeRows` does, and dequantizes the result.
 

@@ -1,16 +1,16 @@
 """The plan for one target: programs, and a kernel for every node that needs one."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.plan.lock import Entry, GroupEntry, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Choice:
     """The kernel of one node of a graph.
 
@@ -60,7 +60,7 @@ class SaveChoice(NamedTuple):
         return tuple(name for name in self.group.saved if name not in inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveChoices:
     """All save choices of one group.
 
@@ -85,7 +85,7 @@ class SaveChoices:
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """The input of rendering.
 

@@ -1,15 +1,16 @@
 """The cost of a model, from its graphs: parameters, floating-point operations and bytes, per node or per token."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeCost:
     """The cost of one node of a flattened program.
 

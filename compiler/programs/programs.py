@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
 from specc.compiler.ir.types import COMPUTE, Dim, TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.programs.init import Init
+from specc.compiler.records import record
 from specc.compiler.strict import Path, Problem
 
 
@@ -42,7 +43,7 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
         raise LoweringError((Problem(path, "S301", error.message, hint, related),)) from None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Parameter:
     """One learned tensor. The optimizer stores it in f32, and programs read it in `dtype`.
 
@@ -69,7 +70,7 @@ class Parameter:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Group:
     """A fused group of nodes.
 
@@ -114,7 +115,7 @@ class Group:
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Phase:
     """A phase of a training run.
 
@@ -137,7 +138,7 @@ class Phase:
     writes: tuple[str, str] = ("encode", "extend")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DerivedWeight:
     """A matrix that a block computes from its parameters alone.
 
@@ -176,7 +177,7 @@ class Rewriting(NamedTuple):
     refusal: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Programs:
     """All programs of a model.
 

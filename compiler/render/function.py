@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from specc.compiler.expr.python_lines import fitted, operand
 from specc.compiler.ir.graph import Graph, Named, Node
@@ -12,13 +12,14 @@ from specc.compiler.passes.merge import NONE, Merged, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
+from specc.compiler.records import record
 from specc.compiler.render.body import BODY, INSIDE, Body
 
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
 LOCALS |= {"earlier", "state", "cache", "name", "shape"}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Function:
     """A Python function as text.
 
@@ -128,7 +129,7 @@ def applied(group: Group, name: str, args: Sequence[str]) -> str:
     return f"{text}.unflatten(0, {operand(first)}.shape[:-1])" if first and result.shape else text
 
 
-@dataclass(frozen=True)
+@record
 class Speller:
     """Renders nodes that are not plain ops: kernels of the plan, fused groups, loops over time and calls.
 

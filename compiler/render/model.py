@@ -4,7 +4,7 @@ tables as text."""
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
 from specc.compiler.ir.graph import Graph, Named
@@ -22,6 +22,7 @@ from specc.compiler.programs.programs import (
     owner,
     without_scoring_groups,
 )
+from specc.compiler.records import record
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
 from specc.compiler.render.body import WIDTH, Body, constants_of
 from specc.compiler.render.flags import flags_of
@@ -34,7 +35,7 @@ from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_table
 from specc.compiler.render.program import METHODS, Methods, keeper_of, new_cache
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OpContext:
     """The context of an op's file.
 
@@ -47,7 +48,7 @@ class OpContext:
     cpu: bool = field(default=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelContext:
     """The context of model.py.
 

@@ -1,7 +1,6 @@
 """The bytes of weights that a decoding step reads: as floats, and as codes of an artifact."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +9,12 @@ from specc.compiler.passes.select_kernels import together
 from specc.compiler.pipeline import lower, reads_codes, run
 from specc.compiler.programs.cost import decode_cost
 from specc.compiler.programs.programs import Programs, Rewriting
+from specc.compiler.records import record
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 
 
-@dataclass(frozen=True)
+@record
 class Decoding:
     """A step that decodes one token of one text, with the GPU kernels for few rows."""
 

@@ -2,7 +2,7 @@
 two specs."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
 from specc.compiler.programs.cost import cached_bytes, cached_numbers, flops_per_token, used_parameters
+from specc.compiler.records import record
 from specc.compiler.report.decoding import Decoding, decoding_data, decoding_lines, decoding_of
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
@@ -39,7 +40,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-@dataclass(frozen=True)
+@record
 class Summary:
     """The main facts about the plans of a spec. `deployed` has the plan of the model that runs from an artifact. It
     contains only targets for which this plan differs from the plan in `plans`."""

@@ -4,11 +4,12 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
+from specc.compiler.records import record
 from specc.compiler.strict import Path
 from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
 
@@ -37,7 +38,7 @@ class Place(NamedTuple):
     mark: Mark
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Source:
     """The parsed data of a text and the location of each part.
 

@@ -13,7 +13,6 @@ Each position is converted to fp32 once. A conversion per score would take as lo
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from specc.compiler.expr.simplify import simplify
 from specc.compiler.expr.spell import triton_text
 from specc.compiler.expr.values import Binary, Call, Const, Expr, Var, rebuild, substitute, variables
 from specc.compiler.kernels.lines import nested
+from specc.compiler.records import record
 
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
@@ -32,7 +32,7 @@ NEAREST = 256  # in a computed tile, no key is this many positions or more after
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reading:
     """A read of a learned table by a score. Each score reads one element.
 

@@ -1,7 +1,7 @@
 """Causal attention and its gradient in Triton, with a score and a mask that are expressions. The kernels skip fully
 masked tiles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.kernels.attention.attention import inputs_of, unequal
@@ -17,6 +17,7 @@ from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer
 from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.records import record
 
 WIDEST = 256  # channels of a head
 RANK = 3  # ranks after the libraries' kernels for plain causal attention
@@ -40,7 +41,7 @@ class ScoredKernel(Kernel):
         return prefix_reason(site) or unequal(site)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredForward(ScoredKernel):
     """The forward kernel. `tile` is the measured tile. If it is None, the kernel uses the first tile that fits."""
 
@@ -59,7 +60,7 @@ class ScoredForward(ScoredKernel):
         return python_file(context.op, "triton/scored_attention.py.jinja", context, str(tile))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredBackward(ScoredKernel):
     """The two gradient kernels. `tile` holds the measured tiles. If it is None, each kernel uses the first tile that
     fits."""

@@ -1,6 +1,6 @@
 """Attention over short sequences, and its gradient. The Triton kernels hold all scores of a head in registers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.attention.attention import (
@@ -22,6 +22,7 @@ from specc.compiler.ops.saved_attention import (
     SeenAttentionGrad,
     SeenOp,
 )
+from specc.compiler.records import record
 
 LONGEST = 128  # tokens; registers must hold two copies of the scores
 WIDEST = 128  # channels of a head
@@ -33,7 +34,7 @@ FIRST, LAST = 0, 7
 MOST_PAIRS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PairTile:
     """The work of one program instance, in pairs. A pair is one key head of one sequence.
 
@@ -92,7 +93,7 @@ class ShortContext(NamedTuple):
     fake: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShortAttention(Kernel):
     """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. `tile` is the measured tile. If it
     is None, the kernel uses the result of `pair_tile`."""

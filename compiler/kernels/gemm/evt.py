@@ -1,7 +1,7 @@
 """A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a CUTLASS visitor tree. It has
 one generated functor per output."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
@@ -13,6 +13,7 @@ from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tiles
+from specc.compiler.records import record
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
@@ -23,7 +24,7 @@ LARGEST_CLUSTER = 8  # thread blocks; supported on any GPU that has clusters
 RASTERS = ("", "along M", "along N")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GemmTile:
     """The tile of a CUTLASS GEMM.
 
@@ -172,7 +173,7 @@ class LauncherContext(NamedTuple):
     library: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GemmEvt(Kernel):
     """Accepts one or more matrix products of the same rows, with any number of outputs. The expressions may read tiles
     and columns.

@@ -1,7 +1,7 @@
 """A matrix product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and
 uses TMA. On other targets, it uses pointers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.expr import triton_text
@@ -13,12 +13,13 @@ from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 from specc.compiler.ops.dropout import least_word
 from specc.compiler.ops.fp8_codes import FORMATS
+from specc.compiler.records import record
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 GROUP = 8  # number of row tiles that run at the same time, so that they read the same weight columns from L2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TmaContext:
     """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the signatures of functions. The
     tuples hold lines of function bodies."""
@@ -38,7 +39,7 @@ class TmaContext:
     rounds: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PointerContext:
     """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the kernel's loop, and `dots`
     are lines in the loop."""
@@ -59,7 +60,7 @@ class PointerContext:
     rounds: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LinearTriton(Kernel):
     """Accepts one or two matrix products of the same rows, with any epilogue, operands and outputs.
 

@@ -5,18 +5,18 @@ t, k] may belong to another token than [b, t]. No shape therefore depends on the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in generated code
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SortByExpert(Moves):
     """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
@@ -49,7 +49,7 @@ class SortByExpert(Moves):
         return *rows, torch.tensor(ends, dtype=torch.int32, device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dispatch(Moves):
     """Copies each token of x [B, T, D] to its K rows, and sorts the rows by expert: [B, T, K, D]. The other inputs are
     `order` and `place` of SortByExpert."""
@@ -75,7 +75,7 @@ class Dispatch(Moves):
         return tokens[order // order.shape[-1]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OfExperts(Moves):
     """Selects the value of an expert for each sorted row, from values [E, N]. The result is [B, T, K, N].
 
@@ -102,7 +102,7 @@ class OfExperts(Moves):
         return values[experts.flatten()[order]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Combine(Op):
     """Computes the weighted sum of each token's rows, y [B, T, D]. Inputs are the rows [B, T, K, D], sorted by expert,
     and weights f32[B, T, K].
@@ -136,7 +136,7 @@ class Combine(Op):
         return y.index_add(0, tokens, weighted.to(y.dtype)).reshape(*weights.shape[:-1], -1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GroupedLinear(Op):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 

@@ -1,16 +1,16 @@
 """The load of experts, and two ways to balance it: a loss, and a bias per expert with its own gradient rule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExpertLoad(Op):
     """The load f32[B, E] of `experts` experts: the share of a sequence's rows that each expert receives.
 
@@ -37,7 +37,7 @@ class ExpertLoad(Op):
         return torch.tensor(rows, dtype=torch.float64, device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BalanceLoss(Op):
     """The balance loss E sum_e load_e p_e, f32[], where p_e is the mean probability of expert e. The loss is 1 if all
     loads, or all p, are equal.
@@ -73,7 +73,7 @@ class BalanceLoss(Op):
         return p.shape[-1] * (p * load.to(p.dtype)).sum() / len(p)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttachLoad(Moves):
     """Returns the weights f32[B, T, K] unchanged. The gradient for the bias f32[E] is each expert's load minus the
     mean load.
