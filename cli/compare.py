@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import device_option, json_option, picture_option, tokenizers_option
 from specc.cli.output import Stages, say

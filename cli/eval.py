@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import (
     device_option,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 from click.core import ParameterSource
 
 from specc.cli.committed import require_built_run
@@ -68,7 +68,7 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
 @tokenizers_option
 @click.pass_context
 def command(
-    context: click.RichContext,
+    context: click.Context,
     /,
     run: Path,
     kind: str,

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import rich_click as click
+import click
 from click import get_current_context
 from click.core import ParameterSource
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import rich_click as click
+import click
 
 folder = click.Path(path_type=Path)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     return value
 
 
-class Compiling(click.RichCommand):
+class Compiling(click.Command):
     """A command that compiles and exits. Garbage collection is disabled, because it would take a quarter of the run
     time.
     """

@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import device_option, json_option, set_option, spec_argument
 from specc.cli.output import say

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import rich_click as click
+import click
 from click import get_current_context
 from click.core import ParameterSource
 

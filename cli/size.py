@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import Compiling, json_option, model_argument
 from specc.cli.output import find_over_budget, say

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import folder, json_option, picture_option, stated, tokenizers_option
 from specc.cli.output import say

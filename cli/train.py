@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.committed import compile_committed, require_built
 from specc.cli.options import (

@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import folder
 from specc.cli.output import say

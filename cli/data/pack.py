@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import folder, tokenizer_of, tokenizers_option
 from specc.cli.output import say

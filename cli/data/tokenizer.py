@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import folder
 from specc.cli.output import say
