@@ -7,15 +7,7 @@ from typing import Any
 
 import click
 
-from specc.cli.options import (
-    device_option,
-    folder,
-    json_option,
-    model_argument,
-    stated,
-    tokenizers_option,
-    with_data,
-)
+from specc.cli.options import device_option, folder, json_option, model_argument, stated, tokenizers_option, with_data
 from specc.cli.output import Stages, say
 from specc.cli.processes import Repeatable, joined_world, launched
 

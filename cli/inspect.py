@@ -5,15 +5,7 @@ from pathlib import Path
 
 import click
 
-from specc.cli.options import (
-    device_option,
-    folder,
-    json_option,
-    run_argument,
-    stated,
-    tokenizers_option,
-    with_data,
-)
+from specc.cli.options import device_option, folder, json_option, run_argument, stated, tokenizers_option, with_data
 from specc.cli.output import Stages, say
 
 

@@ -7,14 +7,7 @@ from typing import Any
 import click
 
 from specc.cli.committed import require_built_run
-from specc.cli.options import (
-    device_option,
-    json_option,
-    run_argument,
-    stated,
-    tokenizers_option,
-    with_data,
-)
+from specc.cli.options import device_option, json_option, run_argument, stated, tokenizers_option, with_data
 from specc.cli.output import Stages, say
 from specc.cli.processes import end_with_parent
 

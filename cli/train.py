@@ -9,16 +9,7 @@ from typing import Any
 import click
 
 from specc.cli.committed import compile_committed, require_built
-from specc.cli.options import (
-    SPECS,
-    device_option,
-    folder,
-    only_spec,
-    set_option,
-    stated,
-    tokenizers_option,
-    with_data,
-)
+from specc.cli.options import SPECS, device_option, folder, only_spec, set_option, stated, tokenizers_option, with_data
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, end_with_parent, joined_world, launched
 

@@ -47,10 +47,7 @@ class Pool(StrictModel):
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
-                ("mask",),
-                "S289",
-                message,
-                "add the condition on `document` to both masks, or remove it from pool.mask",
+                ("mask",), "S289", message, "add the condition on `document` to both masks, or remove it from pool.mask"
             )
         if self.block > context:
             message = f"a block has {self.block} tokens, but the context has only {context}"

@@ -400,10 +400,7 @@ class Sdpa(ScoredBase):
         else:
             flex += [f"y = flex_attention(q, k, v, {', '.join(settings)})"]
         return {
-            "eager": (
-                "i, j = position[:, None], position",
-                *self._eager(scored, tables),
-            ),
+            "eager": ("i, j = position[:, None], position", *self._eager(scored, tables)),
             "tiles": (*starts, *_tile_lines("some", mask.any), *_tile_lines("every", mask.all)),
             "rows": "len(x)" if self.documents else "1",
             "read": "x i64[B, T], the starts of documents" if self.documents else "x [B, T, ...]",

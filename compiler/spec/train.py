@@ -8,15 +8,7 @@ from pydantic import BeforeValidator, Field
 from specc.compiler import losses
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import Kinds
-from specc.compiler.changing_values import (
-    ForcingSchedule,
-    Schedule,
-    Sizes,
-    SizeSchedule,
-    last,
-    points_of,
-    values_of,
-)
+from specc.compiler.changing_values import ForcingSchedule, Schedule, Sizes, SizeSchedule, last, points_of, values_of
 from specc.compiler.losses.next_token import NextToken
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.spec import adapt, data, optimizers

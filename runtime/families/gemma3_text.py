@@ -52,10 +52,7 @@ def model(config: Config) -> Data:
     fields: Data = {"qk_norm": qk_norm(eps, weight="1 + w"), **bias(config, "attention_bias")}
     fields |= {"scale": f"1/sqrt({scale:g})"} if scale != size else {}
     fields |= {"mask": masks[first]} if first == LOCAL else {}
-    layers = [
-        attention(config, turned[first], 256, 4, **fields),
-        mlp(config, "gelu_pytorch_tanh", "hidden_activation"),
-    ]
+    layers = [attention(config, turned[first], 256, 4, **fields), mlp(config, "gelu_pytorch_tanh", "hidden_activation")]
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     more: Data = {}
     if full and first == LOCAL:

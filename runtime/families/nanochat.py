@@ -43,9 +43,6 @@ def config(model: Decoder) -> Data:
     return fields | more | {"final_logit_softcapping": softcap_of(model)}
 
 
-PLAIN = (
-    same(f"{BLOCK}.mlp.up", f"{LAYER}.mlp.fc1.weight"),
-    same(f"{BLOCK}.mlp.down", f"{LAYER}.mlp.fc2.weight"),
-)
+PLAIN = (same(f"{BLOCK}.mlp.up", f"{LAYER}.mlp.fc1.weight"), same(f"{BLOCK}.mlp.down", f"{LAYER}.mlp.fc2.weight"))
 TABLE = (*OUTSIDE, *ATTENTION, *PLAIN)
 FAMILY = Family("nanochat", "nanochat", "NanoChatForCausalLM", model, config, lambda config: TABLE)

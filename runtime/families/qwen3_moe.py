@@ -84,10 +84,5 @@ EXPERTS = (
     ),
 )
 FAMILY = Family(
-    "qwen3_moe",
-    "Qwen3-MoE",
-    "Qwen3MoeForCausalLM",
-    model,
-    config,
-    lambda config: (*LLAMA, *QK_NORMS, *EXPERTS),
+    "qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", model, config, lambda config: (*LLAMA, *QK_NORMS, *EXPERTS)
 )

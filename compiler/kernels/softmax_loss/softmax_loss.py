@@ -411,13 +411,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         begun=tuple(line for name in loss.further for line in _begun(loss, name, whole)),
         weighted=()
         if plain
-        else (
-            *loads,
-            *lse,
-            f"nats = {nats}",
-            *losses,
-            nested("factor", triton_text(share, known)),
-        ),
+        else (*loads, *lse, f"nats = {nats}", *losses, nested("factor", triton_text(share, known))),
         value=nats if plain else "loss",
         share="scale / total" if plain else "scale / total * factor",
         scaled=(*scales, *scaled),
