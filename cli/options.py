@@ -75,6 +75,12 @@ tokenizers_option = click.option(
 )
 
 
+def number_option(*names: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Callable[[F], F]:
+    """Returns an option of a whole number from `least` to `most`. Its help shows the default, if it has one."""
+    shown = "default" in settings
+    return click.option(*names, type=click.IntRange(least, most), show_default=shown, help=help, **settings)
+
+
 def picture_option(text: str) -> Callable[[F], F]:
     """Returns the option `--picture` with the help `text`."""
     path = click.Path(dir_okay=False, writable=True, path_type=Path)
