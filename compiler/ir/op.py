@@ -5,7 +5,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol
 
-from specc.compiler.ir.torch_call import TorchCall
+from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.records import record
 
@@ -204,6 +204,14 @@ class Op:
         """Returns the fields as text. Fields with the default value are omitted."""
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return "{" + ", ".join(shown) + "}" if shown else ""
+
+
+class SupportCall(Op):
+    """The base class of ops that a support function of the same name computes. The arguments of the function are the
+    inputs of the op, followed by its fields."""
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
+        return TorchCall(self.name, (*map(Input, range(self.arity)), *(getattr(self, f.name) for f in fields(self))))
 
 
 class Scaled(NamedTuple):

@@ -6,7 +6,7 @@ The ops are separate, so that a kernel of a fused group can compute a factor and
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.fp8 import FACTORS, MOST, SCALES, STORAGE
@@ -34,7 +34,7 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 
 
 @record
-class Fp8Codes(Op):
+class Fp8Codes(SupportCall):
     """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
@@ -60,9 +60,6 @@ class Fp8Codes(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         _check_state(inputs[1], 1)
         return (TensorType(inputs[0].shape, FORMATS[self.factor]),)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("fp8_codes", (Input(0), Input(1), self.factor))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         value, state = inputs

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.records import record
@@ -86,7 +86,7 @@ class Linear(Product):
 
 
 @record
-class WideLinear(Op):
+class WideLinear(SupportCall):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
     w is split into a sum of three bf16 matrices. Tensor cores multiply x with all three in one product. x is therefore
@@ -107,9 +107,6 @@ class WideLinear(Op):
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return Linear().flops(inputs, outputs, sizes)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall(self.name, (Input(0), Input(1)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, weight = inputs

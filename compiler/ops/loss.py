@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
 from specc.compiler.expr.values import Binary, Const, Expr, Var
-from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, Tape
+from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
@@ -297,7 +297,7 @@ class MeanSquare(Op):
         return inputs[0].flatten().dot(inputs[0].flatten()) / inputs[0].numel()
 
 
-class AttachLoss(Moves):
+class AttachLoss(SupportCall, Moves):
     """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
     A block can therefore add an auxiliary loss without passing it to the loss of the program (as in DeepSeek-AI 2024,
@@ -313,9 +313,6 @@ class AttachLoss(Moves):
         if (loss, weight) != (SCALAR, SCALAR):
             raise TypeRuleError(f"needs a loss and a weight of type {SCALAR}, not {loss} and {weight}", (1, 2))
         return (x,)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("attach_loss", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, loss, weight = inputs

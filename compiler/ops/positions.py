@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import ClassVar
 
-from specc.compiler.ir.op import ADDED, Op
+from specc.compiler.ir.op import ADDED, Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import CASTS
@@ -35,7 +35,7 @@ class Positions(Op):
 
 
 @record
-class RopeAngles(Op):
+class RopeAngles(SupportCall):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims)."""
 
     name: ClassVar[str] = "rope_angles"
@@ -50,9 +50,6 @@ class RopeAngles(Op):
         angle = TensorType((inputs[0].shape[0], self.dims // 2), "f32")
         return angle, angle
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("rope_angles", (Input(0), self.dims, self.base))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -62,7 +59,7 @@ class RopeAngles(Op):
 
 
 @record
-class RopeRows(Op):
+class RopeRows(SupportCall):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). Reads rows of a table that is
     computed once for all positions below `context`."""
 
@@ -77,9 +74,6 @@ class RopeRows(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return RopeAngles(self.dims, self.base).infer(inputs)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("rope_rows", (Input(0), self.dims, self.base, self.context))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         return RopeAngles(self.dims, self.base).reference(*inputs)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
@@ -38,7 +39,7 @@ class Previous(Moves):
 
 
 @record
-class PreviousCached(Moves):
+class PreviousCached(SupportCall, Moves):
     """Shifts x [B, T, ...] by one token in decoding. `start` (i64[]) is the number of tokens before the input tokens.
 
     The first row is the state [B, 1, ...], the value of the last earlier token. If `start` is 0, it is `fill`.
@@ -55,9 +56,6 @@ class PreviousCached(Moves):
         x, state, _ = inputs
         _check_state(x, state)
         return (x,)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("previous_cached", (Input(0), Input(1), Input(2), self.fill))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, state, start = inputs

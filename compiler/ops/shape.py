@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.records import record
@@ -247,7 +247,7 @@ class NewFeatures(Moves):
 
 
 @record
-class WriteFeatures(Moves):
+class WriteFeatures(SupportCall, Moves):
     """Writes a part [..., N] or [..., H, C] to the features of x [..., D] from `at` on, in place, and returns x."""
 
     name: ClassVar[str] = "write_features"
@@ -271,9 +271,6 @@ class WriteFeatures(Moves):
 
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 2 * inputs[1].bytes(sizes)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("write_features", (Input(0), Input(1), self.at))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, part = inputs

@@ -7,7 +7,7 @@ t, k] may belong to another token than [b, t]. No shape therefore depends on the
 from collections.abc import Sequence
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
@@ -17,7 +17,7 @@ GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in 
 
 
 @record
-class SortByExpert(Moves):
+class SortByExpert(SupportCall, Moves):
     """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
     There are three outputs. `order` i64[B, T, K] is the original index of each sorted row. `place` i64[B, T, K] is the
@@ -33,9 +33,6 @@ class SortByExpert(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return inputs[0], inputs[0], TensorType((self.experts,), "i32")
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("sort_by_expert", (Input(0), self.experts))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -50,7 +47,7 @@ class SortByExpert(Moves):
 
 
 @record
-class Dispatch(Moves):
+class Dispatch(SupportCall, Moves):
     """Copies each token of x [B, T, D] to its K rows, and sorts the rows by expert: [B, T, K, D]. The other inputs are
     `order` and `place` of SortByExpert."""
 
@@ -65,9 +62,6 @@ class Dispatch(Moves):
                 f"needs inputs `order` and `place` of one type [B, T, K] for x {x}, not {order} and {place}", (0, 1, 2)
             )
         return (x.with_shape(*order.shape, x.width),)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("dispatch", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, order, _ = inputs
@@ -103,7 +97,7 @@ class OfExperts(Moves):
 
 
 @record
-class Combine(Op):
+class Combine(SupportCall):
     """Computes the weighted sum of each token's rows, y [B, T, D]. Inputs are the rows [B, T, K, D], sorted by expert,
     and weights f32[B, T, K].
 
@@ -123,9 +117,6 @@ class Combine(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 2 * inputs[0].count(sizes)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("combine", (Input(0), Input(1), Input(2), Input(3)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -137,7 +128,7 @@ class Combine(Op):
 
 
 @record
-class GroupedLinear(Op):
+class GroupedLinear(SupportCall):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
     Rows are sorted by expert. `ends` i32[E] is the cumulative number of rows per expert.
@@ -172,9 +163,6 @@ class GroupedLinear(Op):
         (*_, chosen, _), (experts, *_) = (type.shape for type in inputs[:2])
         assert isinstance(chosen, int) and isinstance(experts, int)
         return chosen / experts
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("grouped_linear", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch

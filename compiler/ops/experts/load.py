@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
@@ -11,7 +11,7 @@ from specc.compiler.records import record
 
 
 @record
-class ExpertLoad(Op):
+class ExpertLoad(SupportCall):
     """The load f32[B, E] of `experts` experts: the share of a sequence's rows that each expert receives.
 
     The input is the experts of each token, i64[B, T, K]. There is no gradient.
@@ -26,9 +26,6 @@ class ExpertLoad(Op):
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return inputs[0].count(sizes)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("expert_load", (Input(0), self.experts))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
@@ -74,7 +71,7 @@ class BalanceLoss(Op):
 
 
 @record
-class AttachLoad(Moves):
+class AttachLoad(SupportCall, Moves):
     """Returns the weights f32[B, T, K] unchanged. The gradient for the bias f32[E] is each expert's load minus the
     mean load.
 
@@ -91,9 +88,6 @@ class AttachLoad(Moves):
         if bias.shape != load.shape[1:]:
             raise TypeRuleError(f"needs a load [B, E] that matches the bias {bias}, not {load}", (1, 2))
         return (weights,)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("attach_load", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         from torch.autograd import Function

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
@@ -84,7 +84,7 @@ class TopExperts(Op):
 
 
 @record
-class BestGroups(Op):
+class BestGroups(SupportCall):
     """The scores f32[..., E] with -inf for every expert outside of the best `top` of `groups` groups (DeepSeek-V3).
 
     A group has consecutive experts. The score of a group is the sum of the `best` largest scores in the group.
@@ -101,9 +101,6 @@ class BestGroups(Op):
         if not isinstance(width, int) or width % self.groups or self.best > width // self.groups:
             raise TypeRuleError(f"cannot split {width} experts into {self.groups} groups of {self.best} or more", (0,))
         return (inputs[0],)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("best_groups", (Input(0), self.groups, self.top, self.best))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
