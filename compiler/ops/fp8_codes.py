@@ -8,18 +8,13 @@ from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
-from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.fp8 import FACTORS, MOST, SCALES, STORAGE
-from specc.compiler.ops.linear import Linear, Product, Wgrad, rows
+from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType
+from specc.compiler.ops.fp8 import MOST, SCALES, check_state
+from specc.compiler.ops.linear import Linear, MatrixProduct, Product, Wgrad, rows
 from specc.compiler.records import record
 
 FORMATS = ("e4m3", "e4m3", "e5m2")  # the dtypes of the codes of x, of the weight and of dy
 Role = Literal["y", "dx", "dw"]
-
-
-def _check_state(type: TensorType, index: int) -> None:
-    if (type.width, type.dtype, type.storage) != (len(FACTORS), "f32", STORAGE):
-        raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {type}", (index,))
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
@@ -58,7 +53,7 @@ class Fp8Codes(SupportCall):
         return f"rounding to {FORMATS[self.factor]}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        _check_state(inputs[1], 1)
+        check_state(inputs[1], 1)
         return (TensorType(inputs[0].shape, FORMATS[self.factor]),)
 
     def reference(self, *inputs: Tensor) -> Tensors:
@@ -116,7 +111,7 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 
 
 @record
-class Fp8Product(Op):
+class Fp8Product(MatrixProduct):
     """One of the three products of a linear layer: y = x w^T, dx = dy w, or dw = dy^T x. The op multiplies codes in
     f32, and applies the scales of both factors.
 
@@ -131,8 +126,6 @@ class Fp8Product(Op):
 
     name: ClassVar[str] = "fp8_product"
     arity: ClassVar[int] = 3
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     speed: ClassVar[int] = 2
     inline: ClassVar[bool] = False
     role: Role
@@ -144,7 +137,7 @@ class Fp8Product(Op):
         return f"fp8 product, {self.role}, a scale per tensor, delayed"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        _check_state(inputs[2], 2)
+        check_state(inputs[2], 2)
         (product,) = ROLES[self.role][0].infer(inputs[:2])
         return (TensorType(product.shape, self.dtype),)
 

@@ -48,19 +48,16 @@ class CrossEntropy(Op):
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
-        if self.per_token != "nats":
-            return self._weighted_call()
-        if self.reduction == "mean":
+        if self.reduction == "mean" and self.per_token == "nats":
             rows = TorchCall(".flatten", (Input(0), 0, 1)), TorchCall(".flatten", (Input(1),))
             return TorchCall("F.cross_entropy", rows, ignored)
         transposed = TorchCall(".transpose", (Input(0), 1, 2))
-        return TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
+        nats = TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
+        return nats if self.per_token == "nats" else self._weighted(nats, transposed)
 
-    def _weighted_call(self) -> TorchCall:
-        ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
-        transposed = TorchCall(".transpose", (Input(0), 1, 2))
+    def _weighted(self, nats: TorchCall, transposed: TorchCall) -> TorchCall:
         values: dict[str, object] = {
-            "nats": TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none"))),
+            "nats": nats,
             "lse": TorchCall("torch.logsumexp", (Input(0), -1)),
             **{name: Input(2 + len(self.further) + i) for i, name in enumerate(self.weights)},
         }

@@ -172,9 +172,7 @@ class Rope(Op):
         return (x,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        x, cos, _ = inputs
-        assert isinstance(x.width, int) and isinstance(cos.width, int)
-        return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
+        return rotation_flops(inputs[0], inputs[1], sizes)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         x, cos, _ = inputs
@@ -189,6 +187,12 @@ class Rope(Op):
         turned = rotated(x, torch.complex(cos, -sin)[:, None], self.neighbors)
         # The dtype of the angles may be wider than that of x
         return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
+
+
+def rotation_flops(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
+    """Counts the operations that rotate the channels of x, two channels per angle."""
+    assert isinstance(cos.width, int)
+    return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 
 
 def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:

@@ -12,8 +12,27 @@ STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time, with
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
+class Region(Op):
+    """The base class of ops that run another graph.
+
+    `returns` states the shapes and dtypes of the outputs, and `labels` states their names in generated code.
+    """
+
+    arity: ClassVar[int] = 0
+    flops_per_output: ClassVar[int] = 0
+    returns: Types
+    labels: tuple[str, ...]
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+
 @record
-class Call(Op):
+class Call(Region):
     """Calls function `callee`.
 
     Attributes:
@@ -27,8 +46,6 @@ class Call(Op):
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     returns: Types
@@ -36,42 +53,26 @@ class Call(Op):
     labels: tuple[str, ...] = ()
     formulas: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
-
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
 @record
-class Fused(Op):
+class Fused(Region):
     """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of its
     nodes. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     group: str
     returns: Types
     labels: tuple[str, ...] = ()
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
 @record
-class Scan(Op):
+class Scan(Region):
     """Runs function `callee` once per time step. The first `carried` outputs of a step are the first inputs of the
     next step.
 
@@ -84,8 +85,6 @@ class Scan(Op):
     apart: ClassVar[bool] = True
     unexportable: ClassVar[str] = "a loop over tokens: an exported program would have a fixed number of steps"
     inline: ClassVar[bool] = False
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     carried: int
@@ -97,13 +96,6 @@ class Scan(Op):
     def drops(self) -> bool:
         """Whether the step function has dropout. Only training programs have such a step."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))

@@ -184,16 +184,21 @@ class SplitFeatures(Moves):
 
 
 @record
-class JoinFeatures(Op):
-    """Concatenates `count` values [..., D] along their features."""
+class Concatenation(Op):
+    """Concatenates `count` inputs along one dim."""
 
-    name: ClassVar[str] = "join_features"
     flops_per_output: ClassVar[int] = 0
     count: int
 
     @property
     def arity(self) -> int:
         return self.count
+
+
+class JoinFeatures(Concatenation):
+    """Concatenates `count` values [..., D] along their features."""
+
+    name: ClassVar[str] = "join_features"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         first = inputs[0]
@@ -371,17 +376,10 @@ class CropRows(Moves):
         return inputs[0].narrow(0, 0, self.rows)
 
 
-@record
-class ConcatRows(Op):
+class ConcatRows(Concatenation):
     """Concatenates `count` matrices [N, K] of equal K along their rows."""
 
     name: ClassVar[str] = "concat_rows"
-    flops_per_output: ClassVar[int] = 0
-    count: int
-
-    @property
-    def arity(self) -> int:
-        return self.count
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if any(len(x.shape) != 2 or x.width != inputs[0].width or x.dtype != inputs[0].dtype for x in inputs):

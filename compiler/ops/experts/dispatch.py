@@ -10,6 +10,7 @@ from typing import ClassVar
 from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.linear import MatrixProduct
 from specc.compiler.ops.shape import Moves
 from specc.compiler.records import record
 
@@ -128,19 +129,17 @@ class Combine(SupportCall):
 
 
 @record
-class GroupedLinear(SupportCall):
+class GroupedLinear(SupportCall, MatrixProduct):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
     Rows are sorted by expert. `ends` i32[E] is the cumulative number of rows per expert.
     """
 
     name: ClassVar[str] = GROUPED_LINEAR
-    matrix: ClassVar[bool] = True
     unexportable: ClassVar[str] = (
         "a product per expert: its number of rows depends on the values of a batch, and an exported program may depend "
         "only on sizes"
     )
-    work: ClassVar[str] = "products"
     arity: ClassVar[int] = 3
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
