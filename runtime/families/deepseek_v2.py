@@ -10,24 +10,11 @@ from specc.compiler.blocks.rope import Yarn
 from specc.compiler.programs.init import value_of
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family, NotOfFamily
+from specc.runtime.families.fields import eps_of, feed_forward, first_moe, layer_of, sizes
 from specc.runtime.families.positions import rope, rope_parameters
 from specc.runtime.families.qwen3_moe import EXPERTS
-from specc.runtime.families.sections import (
-    BLOCK,
-    DENSE,
-    LAYER,
-    OUTSIDE,
-    decoder,
-    eps_of,
-    feed_forward,
-    first_moe,
-    layer_of,
-    mlp,
-    moe,
-    norm,
-    require_divisor,
-    sizes,
-)
+from specc.runtime.families.sections import decoder, mlp, moe, norm, require_divisor
+from specc.runtime.families.tables import BLOCK, DENSE, LAYER, OUTSIDE
 from specc.runtime.families.tensors import TensorMapping, joint_heads, joint_rows, same
 
 SELF = f"{LAYER}.self_attn"
