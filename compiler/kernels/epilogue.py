@@ -3,9 +3,11 @@
 import keyword
 from collections.abc import Collection, Mapping
 from dataclasses import field
+from functools import partial
 from typing import Literal, NamedTuple
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
+from specc.compiler.ir.builder import underscored
 from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.dropout import DRAW
@@ -165,13 +167,7 @@ def epilogue_of(site: Site) -> Epilogue:
     # A [K, N] weight is the stored weight of a linear layer. The product is the gradient of the layer's input.
     x, y = {"nk": ("x", "y"), "kn": ("dy", "dx")}[op.layout]
     taken = {x}
-
-    def pick(name: str) -> str:
-        while name in taken or name in RESERVED:
-            name += "_"
-        taken.add(name)
-        return name
-
+    pick = partial(underscored, taken=taken, reserved=RESERVED)
     suffixes = [""] if count == 1 else [f"_{head}" for head in heads]
     weights = tuple(pick(f"w{suffix}") for suffix in suffixes)
     accumulators = tuple(pick(f"p{suffix}") for suffix in suffixes)

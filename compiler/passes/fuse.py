@@ -128,16 +128,8 @@ def _fuse_graph(
         fused if node is last else node for node in graph.nodes if node is last or node.name not in inside
     )
     changed = replace(graph, nodes=remaining)
-
-    def swap(graphs: tuple[Graph, ...]) -> tuple[Graph, ...]:
-        return tuple(changed if other.name == name else other for other in graphs)
-
-    return replace(
-        programs,
-        programs=swap(programs.programs),
-        functions=swap(programs.functions),
-        groups=programs.groups if known else (*programs.groups, group),
-    )
+    programs = programs.rewritten(lambda other: changed if other.name == name else other)
+    return programs if known else replace(programs, groups=(*programs.groups, group))
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:

@@ -1,6 +1,6 @@
 """The result of lowering a spec: programs, functions and fused groups over one parameter table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -270,6 +270,10 @@ class Programs:
             for at in dict.fromkeys(self.call_paths[name])
         )
 
+    def rewritten(self, change: Callable[[Graph], Graph]) -> "Programs":
+        """Returns the programs with `change` applied to all programs and functions, but not to groups."""
+        return replace(self, programs=tuple(map(change, self.programs)), functions=tuple(map(change, self.functions)))
+
     def program(self, name: str) -> Graph:
         return next(graph for graph in self.programs if graph.name == name)
 
@@ -293,8 +297,7 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
 
     params = (replace(p, dtype=dtype) if p.dtype == COMPUTE else p for p in programs.params)
-    functions, graphs = (tuple(retyped(g, change) for g in group) for group in (programs.functions, programs.programs))
-    return replace(programs, params=tuple(params), functions=functions, programs=graphs)
+    return replace(programs.rewritten(lambda graph: retyped(graph, change)), params=tuple(params))
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:
