@@ -155,6 +155,14 @@ def unless_cpu(site: Site, reason: str) -> str | None:
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
+def lacks_memory(site: Site, needed: int, use: str) -> str | None:
+    """Returns the reason to reject a kernel that needs more bytes of shared memory than the target has; None if they
+    fit. `use` names what the memory holds."""
+    if needed <= site.target.shared_memory:
+        return None
+    return f"needs {needed:,} bytes of shared memory for {use}; {site.target.name} has {site.target.shared_memory:,}"
+
+
 def missing(kernel: Kernel, target: Target) -> str | None:
     """Returns a reason such as `sm80 has no tma` if the target lacks a language or a feature that the kernel needs.
     Otherwise None."""

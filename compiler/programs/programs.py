@@ -1,6 +1,6 @@
 """The result of lowering a spec: programs, functions and fused groups over one parameter table."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -8,7 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from specc.compiler.expr import KEEPS, Keep
-from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
+from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped, walk
 from specc.compiler.ir.types import COMPUTE, Dim, TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.programs.init import Init
@@ -273,6 +273,12 @@ class Programs:
     def rewritten(self, change: Callable[[Graph], Graph]) -> "Programs":
         """Returns the programs with `change` applied to all programs and functions, but not to groups."""
         return replace(self, programs=tuple(map(change, self.programs)), functions=tuple(map(change, self.functions)))
+
+    def called_from(self, graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+        """Returns the functions that `graphs` call, directly or through other functions."""
+        table = {graph.name: graph for graph in self.graphs}
+        called = {graph.name for start in graphs for graph in walk(table, start)}
+        return tuple(graph for graph in self.functions if graph.name in called)
 
     def program(self, name: str) -> Graph:
         return next(graph for graph in self.programs if graph.name == name)

@@ -191,6 +191,14 @@ def is_gradient(site: Site) -> bool:
     return isinstance(site.node.op, SavedAttentionGrad)
 
 
+def heads_refusal(q: TensorType, widest: int) -> str | None:
+    """Returns the reason to reject queries that are not 16-bit floats or have more than `widest` channels per head.
+    None if there is no reason."""
+    if q.dtype not in ("bf16", "f16"):
+        return f"computes in bf16 or f16, not in {q.dtype}"
+    return f"takes heads of at most {widest} channels; these have {q.width}" if number_of(q.width) > widest else None
+
+
 def unequal(site: Site) -> str | None:
     """Returns a reason to reject the site if values and keys differ in the number of channels, otherwise None."""
     inputs = inputs_of(site)

@@ -4,7 +4,7 @@ masked tiles."""
 from dataclasses import replace
 from typing import ClassVar
 
-from specc.compiler.kernels.attention.attention import inputs_of, unequal
+from specc.compiler.kernels.attention.attention import heads_refusal, inputs_of, unequal
 from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
@@ -33,12 +33,7 @@ class ScoredKernel(Kernel):
     RANK: ClassVar[int] = RANK
 
     def rejects(self, site: Site) -> str | None:
-        q = inputs_of(site)["q"]
-        if q.dtype not in ("bf16", "f16"):
-            return f"computes in bf16 or f16, not in {q.dtype}"
-        if number_of(q.width) > WIDEST:
-            return f"takes heads of at most {WIDEST} channels; these have {q.width}"
-        return prefix_reason(site) or unequal(site)
+        return heads_refusal(inputs_of(site)["q"], WIDEST) or prefix_reason(site) or unequal(site)
 
 
 @record

@@ -10,7 +10,7 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.gemm.split import split
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tiles
 from specc.compiler.records import record
@@ -199,9 +199,9 @@ class GemmEvt(Kernel):
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
         # Producer and consumer need at least two stages. A value has 2 bytes.
-        if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for two stages of {self.tile}; {known}"
+        needed = 4 * self.tile.k * (self.tile.m + self.tile.n)
+        if reason := lacks_memory(site, needed, f"two stages of {self.tile}"):
+            return reason
         for value in epilogue_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"

@@ -8,7 +8,7 @@ from specc.compiler.expr import triton_text
 from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 from specc.compiler.ops.dropout import least_word
@@ -80,10 +80,7 @@ class LinearTriton(Kernel):
         if epilogue.n * epilogue.k >= LARGEST_WEIGHT:
             return f"addresses weights with 32-bit offsets; {epilogue.n} x {epilogue.k} elements need more"
         needed = loaded_bytes(epilogue, self.tile) if self.tile is not None else 0
-        if needed > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for the loads of {self.tile}; {known}"
-        return None
+        return lacks_memory(site, needed, f"the loads of {self.tile}")
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         return tuple(replace(self, tile=tile) for tile in candidates(site.target, epilogue_of(site)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.int8.lstm import StepFunction, extent, step_function, step_refusal
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.tile import Tile, whole_tiles
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.records import record
@@ -42,10 +42,7 @@ class Int8LstmTriton(Kernel):
         tile = self.tile or step_tile(k)
         if tile.k < NARROWEST_K:
             return f"multiplies at least {NARROWEST_K} codes at a time; a tile of {tile} has {tile.k}"
-        if (needed := _loaded_bytes(tile)) > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for the loads of {tile}; {known}"
-        return step_refusal(site)
+        return lacks_memory(site, _loaded_bytes(tile), f"the loads of {tile}") or step_refusal(site)
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         _, k = extent(site)
