@@ -241,10 +241,6 @@ class Spec(StrictModel):
         return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
 
     @property
-    def is_plain(self) -> bool:
-        return not (self.fuse or self.merge or self.fold)
-
-    @property
     def at_rest(self) -> "Spec":
         """The spec of the model outside of training. This spec has no quantization-aware training (`train.qat`), and
         no loss terms that have modules."""
