@@ -10,7 +10,8 @@ from specc.compiler.expr import Binary, Const, Expr, ExprError, Var, parse, subs
 from specc.compiler.expr import number as compute
 from specc.compiler.expr.index import condition_holds, formula_value, names_in
 from specc.compiler.expr.parse import column_of
-from specc.compiler.expr.values import ONE, rebuild
+from specc.compiler.expr.traverse import rebuild
+from specc.compiler.expr.values import ONE
 from specc.compiler.expr.wiring import NUMBERS, Wiring, parse_wiring, repeated, replaced
 from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ops.linear import Linear

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from ..records import record
 from .backward import KEEPS, plan_backward
 from .evaluate import torch_value
-from .values import Compare, Expr, children, variables
+from .traverse import variables
+from .values import Compare, Expr, children
 
 if TYPE_CHECKING:
     from torch import Tensor

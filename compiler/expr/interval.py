@@ -19,23 +19,8 @@ from .algebra import addends, const, product_of
 from .positional import POSITIONAL, WholeFunction, whole_function
 from .primitives import PRIMITIVES
 from .simplify import simplify
-from .values import (
-    ALWAYS,
-    NEVER,
-    ZERO,
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import ALWAYS, NEVER, ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Var, children
 
 WORK = 50_000  # maximum number of boxes that a proof visits
 FAR = float(1 << 30)  # all positions are below this

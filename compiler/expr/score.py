@@ -13,22 +13,8 @@ from .positional import POSITIONAL, HeadFunction
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
-from .values import (
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Neg,
-    Read,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
 PLAIN = "s"
 

@@ -7,8 +7,6 @@ A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a su
 exponentially. The limit bounds the work of every function in this package.
 """
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
 
@@ -193,45 +191,6 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 ZERO, ONE = Const(0.0), Const(1.0)
 ALWAYS, NEVER = Logic("and", ()), Logic("or", ())
-
-
-def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """Returns `expr` with `change` applied to its direct children."""
-    match expr:
-        case Call(function, args):
-            return Call(function, tuple(change(arg) for arg in args))
-        case Binary(op, a, b):
-            return Binary(op, change(a), change(b))
-        case Compare(op, a, b):
-            return Compare(op, change(a), change(b))
-        case Logic(op, parts):
-            return Logic(op, tuple(map(change, parts)))
-        case Read(table, indices):
-            return Read(table, tuple(map(change, indices)))
-        case Neg(a):
-            return -change(a)
-    return expr
-
-
-@lru_cache(maxsize=2**14)
-def variables(expr: Expr) -> tuple[str, ...]:
-    """Returns the names of the variables without duplicates, in order of first use."""
-    if isinstance(expr, Var):
-        return (expr.name,)
-    return tuple(dict.fromkeys(name for part in children(expr) for name in variables(part)))
-
-
-def is_number(expr: Expr) -> bool:
-    return not isinstance(expr, (Var, Read)) and all(map(is_number, children(expr)))
-
-
-def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
-    """Replaces all variables named in `values` simultaneously."""
-    if isinstance(expr, Var):
-        return values.get(expr.name, expr)
-    if values.keys().isdisjoint(variables(expr)):
-        return expr
-    return rebuild(expr, lambda part: substitute(part, values))
 
 
 # Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.

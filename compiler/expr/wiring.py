@@ -9,7 +9,8 @@ from functools import lru_cache
 from ..records import record
 from .index import names_in
 from .parse import column_of, parse
-from .values import Const, Expr, ExprError, Var, children, rebuild, variables
+from .traverse import rebuild, variables
+from .values import Const, Expr, ExprError, Var, children
 
 OUTPUT, VALUE = "output", "value"  # `output(k)` is the stream after run k; `value(k)` is the attention values of run k
 NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read

@@ -22,7 +22,8 @@ from specc.compiler.expr.positional import whole_function
 from specc.compiler.expr.score import Score, TableRead
 from specc.compiler.expr.simplify import simplify
 from specc.compiler.expr.spell import triton_text
-from specc.compiler.expr.values import Binary, Call, Const, Expr, Var, rebuild, substitute, variables
+from specc.compiler.expr.traverse import rebuild, substitute, variables
+from specc.compiler.expr.values import Binary, Call, Const, Expr, Var
 from specc.compiler.kernels.lines import nested
 from specc.compiler.records import record
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
-from specc.compiler.expr.values import rebuild
+from specc.compiler.expr.traverse import rebuild
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
