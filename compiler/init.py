@@ -38,10 +38,8 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     text = origin.read_text(encoding="utf-8")
     renamed, count = re.subn(r"(?m)^name:[ \t]*[a-z][a-z0-9_]*", f"name: {name}", text, count=1)
     if not count:
-        raise SpeccError(
-            f"{origin} has no line `name: ...` at the left margin",
-            "write `name: ...` on a separate line, without indentation",
-        )
+        message = f"{origin} has no line `name: ...` at the left margin"
+        raise SpeccError(message, "write `name: ...` on a separate line, without indentation")
     load(renamed)
     renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)

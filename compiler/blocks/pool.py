@@ -59,12 +59,8 @@ class Pool(StrictModel):
             message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
-            yield Problem(
-                ("seed",),
-                "S289",
-                f"seed applies to random tokens, but {self.by} chooses none",
-                "remove seed, or use `by: reservoir`",
-            )
+            message = f"seed applies to random tokens, but {self.by} chooses none"
+            yield Problem(("seed",), "S289", message, "remove seed, or use `by: reservoir`")
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError if the

@@ -61,19 +61,14 @@ def _fuse_point(
     chosen = [key for key, covered in places.items() if any(covered.values())]
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
-        raise _unmatched(
-            "S302", f"fusion point {pattern} matches no part of the model", f"the parts are {_short(known)}"
-        )
+        message = f"fusion point {pattern} matches no part of the model"
+        raise _unmatched("S302", message, f"the parts are {_short(known)}")
     for key in chosen:
         covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
-            hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
-            raise _unmatched(
-                "S303",
-                f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code",
-                hint,
-            )
+            message = f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code"
+            raise _unmatched("S303", message, "match all blocks that share their code, e.g. `blocks.*.mlp`")
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:

@@ -83,10 +83,8 @@ class OfExperts(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         values, experts, order = inputs
         if len(values.shape) != 2 or experts != order:
-            raise TypeRuleError(
-                f"needs values [E, N], and experts and an order of one type, not {values}, {experts} and {order}",
-                (0, 2),
-            )
+            message = f"needs values [E, N], and experts and an order of one type, not {values}, {experts} and {order}"
+            raise TypeRuleError(message, (0, 2))
         return (values.with_shape(*order.shape, values.width),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
