@@ -118,6 +118,15 @@ class Plan:
         options = (option for choices in self.save_choices for option in choices.options)
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
+    @property
+    def generated(self) -> tuple[Choice, ...]:
+        """The choices that have generated kernel files, one choice per file."""
+        choices: dict[str, Choice] = {}
+        for choice in self.choices:
+            if choice.rendered.function:
+                choices.setdefault(choice.rendered.module, choice)
+        return tuple(choices.values())
+
     def called(self, choice: Choice) -> str:
         """Returns the name under which model.py calls the function of a kernel. This is the name of the function, or
         the name of the file if several kernels have functions of the same name."""
