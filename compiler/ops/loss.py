@@ -1,6 +1,6 @@
 """The cross-entropy loss of logits, alone and fused with a pointwise function of the logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
@@ -294,6 +294,23 @@ class MeanSquare(Op):
         return inputs[0].flatten().dot(inputs[0].flatten()) / inputs[0].numel()
 
 
+def attached(x: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+    """Returns `x` unchanged. The backward pass gives `other` the gradient that `gradient` returns."""
+    from torch.autograd import Function
+
+    class Attached(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+            return grads[0], gradient()
+
+    result: Tensor = Attached.apply(x, other)  # type: ignore[no-untyped-call]
+    return result
+
+
 class AttachLoss(SupportCall, Moves):
     """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
@@ -313,19 +330,7 @@ class AttachLoss(SupportCall, Moves):
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, loss, weight = inputs
-        from torch.autograd import Function
-
-        class Attached(Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-                return grads[0], weight.to(loss.dtype)
-
-        result: Tensor = Attached.apply(x, loss)  # type: ignore[no-untyped-call]
-        return result
+        return attached(x, loss, lambda: weight.to(loss.dtype))
 
 
 SCALAR = TensorType((), "f32")

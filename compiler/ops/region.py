@@ -1,9 +1,10 @@
 """Ops that run another graph: a function call, a fused group, a loop over time."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from specc.compiler.ir.graph import Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.records import record
@@ -55,6 +56,13 @@ class Call(Region):
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))
+
+
+def calling(node: Node, names: Mapping[str, str]) -> Node:
+    """Returns the node, where a call of a function in `names` calls the function of the new name."""
+    if not isinstance(node.op, Call) or node.op.callee not in names:
+        return node
+    return replace(node, op=replace(node.op, callee=names[node.op.callee]))
 
 
 @record

@@ -41,8 +41,7 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
     for node in graph.nodes:
         if isinstance(node.op, Scan):
             step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
-            steps = node.types[-1].shape[1]
-            times = sizes[steps] if isinstance(steps, str) else steps
+            times = node.types[-1].extents(sizes)[1]
             for cost in graph_costs(step, sizes):
                 costs.append(replace(cost, flops=times * cost.flops, bytes=times * cost.bytes))
     return tuple(costs)

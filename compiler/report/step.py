@@ -177,8 +177,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
                     yield replace(row, calls=again if inner is group.forward else 1)
     elif isinstance(node.op, Scan):
         step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
-        steps = node.types[-1].shape[1]
-        times = sizes[steps] if isinstance(steps, str) else steps
+        times = node.types[-1].extents(sizes)[1]
         costs = list(graph_costs(step, {**sizes}))
         flops, moved = (times * sum(values) for values in zip(*((c.flops, c.bytes) for c in costs), strict=True))
         path, what = _pattern(node.name), f"a loop of {times:,} steps"

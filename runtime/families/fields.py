@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.compiler.blocks.mlp import FeedForward, Mlp
-from specc.compiler.blocks.moe import Moe
 from specc.compiler.blocks.parts import Norm
 from specc.runtime.families.activations import name_of
 from specc.runtime.families.family import Data, NotOfFamily
@@ -78,17 +77,15 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
     Raises:
         NotOfFamily: the model has no layer of this kind, or its activation has no name in config.json.
     """
-    layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
-    if not layers:
-        raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")
-    name = name_of(layers[0].expression, gated)
+    layer = first_of(model, kind)
+    name = name_of(layer.expression, gated)
     if name is None:
-        raise NotOfFamily(f"configs have no name for the activation {layers[0].expression}", 50)
-    return {"intermediate_size": layers[0].width(model.dim), key: name}
+        raise NotOfFamily(f"configs have no name for the activation {layer.expression}", 50)
+    return {"intermediate_size": layer.width(model.dim), key: name}
 
 
-def first_moe(model: Decoder) -> Moe:
+def first_of(model: Decoder, kind: type[L]) -> L:
     for _, _, layer in model.blocks.all_layers:
-        if isinstance(layer, Moe):
+        if isinstance(layer, kind):
             return layer
-    raise NotOfFamily("the model has no layer of kind moe")
+    raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")

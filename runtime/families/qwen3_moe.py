@@ -7,7 +7,7 @@ from specc.compiler.blocks.moe import Moe
 from specc.runtime.families.conditions import where
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
-from specc.runtime.families.fields import eps_of, feed_forward, first_moe, heads, layer_of, sizes, window_of
+from specc.runtime.families.fields import eps_of, feed_forward, first_of, heads, layer_of, sizes, window_of
 from specc.runtime.families.positions import rope
 from specc.runtime.families.sections import attention, bias, decoder, mlp, moe, norm, qk_norm, window
 from specc.runtime.families.tables import LAYER, LLAMA, QK_NORMS, routed_experts
@@ -38,7 +38,7 @@ def _dense(config: Config, count: int) -> list[int]:
 
 
 def config(model: Decoder) -> Data:
-    experts, every = first_moe(model), range(model.blocks.count)
+    experts, every = first_of(model, Moe), range(model.blocks.count)
     kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in every]
     dense = [i for i in every if Moe not in kinds[i]]
     fields = sizes(model) | heads(model) | feed_forward(model, Moe)

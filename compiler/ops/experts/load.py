@@ -1,11 +1,12 @@
 """The load of experts, and two ways to balance it: a loss, and a bias per expert with its own gradient rule."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.loss import attached
 from specc.compiler.ops.shape import Moves
 from specc.compiler.records import record
 
@@ -90,19 +91,10 @@ class AttachLoad(SupportCall, Moves):
         return (weights,)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        from torch.autograd import Function
-
         weights, bias, load = inputs
 
-        class Attached(Function):
-            @staticmethod
-            def forward(ctx: Any, weights: Tensor, bias: Tensor) -> Tensor:
-                return weights.clone()
+        def gradient() -> Tensor:
+            mean = load.mean(0)
+            return (mean - mean.mean()).to(bias.dtype)
 
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-                mean = load.mean(0)
-                return grads[0], (mean - mean.mean()).to(bias.dtype)
-
-        result: Tensor = Attached.apply(weights, bias)  # type: ignore[no-untyped-call]
-        return result
+        return attached(weights, bias, gradient)
