@@ -67,7 +67,6 @@ class ModelContext:
     groups: tuple[GroupContext, ...]
     blocks: tuple[ClassContext, ...]
     model: ClassContext
-    uses_functional: bool
     uses_math: bool
 
 
@@ -111,7 +110,6 @@ def model_context(plan: Plan) -> ModelContext:
     functions += [function for group in groups for function in (group.forward, group.backward) if function is not None]
     code = [line for cls in (model, *blocks) for line in cls.init]
     code += [line for function in functions for line in (*function.lines, function.returns)]
-    functional = any("F." in line for line in code)
     doc = f"{plan.name} for {plan.target.name}: {plan.title}."
     stored = [table for cls in (*blocks, model) for table in cls.tables]
     stated = [*tables.texts.values(), *stored]
@@ -131,7 +129,6 @@ def model_context(plan: Plan) -> ModelContext:
         groups,
         blocks,
         model,
-        functional,
         any("math." in line for line in (*constants, *code)),
     )
 
