@@ -58,12 +58,16 @@ def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
 
 
 def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
-    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and each product whose weights
-    stay floats."""
+    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and the products whose weights
+    stay floats, one line for each reason."""
     if decoding is None:
         return
     floats, packed = decoding.float_bytes, decoding.packed_bytes
     share = f"{100 * packed / floats:.0f} % of {decoding.dtype}"
     yield f"decoding     {packed:,} bytes of weights per token from an artifact, {share}: {floats:,}"
+    reasons: dict[str, list[str]] = {}
     for rewriting in decoding.refused:
-        yield f"  {together(rewriting.nodes)} reads {decoding.dtype}: {rewriting.refusal}"
+        nodes = together(rewriting.nodes)
+        reasons.setdefault(rewriting.refusal.removeprefix(f"{nodes}: "), []).append(nodes)
+    for reason, alike in reasons.items():
+        yield f"  {together(alike)} {'read' if len(alike) > 1 else 'reads'} {decoding.dtype}: {reason}"

@@ -20,7 +20,7 @@ from specc.compiler.report.storage import Storage, storage_of
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import values_in
 
-LINES, WIDTH = 25, 120
+LINES, WIDTH = 24, 120  # `specc plan` adds a line about files, and then prints at most 25 lines
 
 
 def quantity(value: float) -> str:
@@ -177,7 +177,7 @@ class Summary:
 
 
 def lines(summary: Summary) -> tuple[str, ...]:
-    """Returns the lines of `specc plan`: at most 25 lines of at most 120 columns."""
+    """Returns the lines of `specc plan`: at most 24 lines of at most 120 columns, all but the one about files."""
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",

@@ -17,9 +17,9 @@ from decoding_sites import ROW_CASES, rope_site, row_site
 from epilogue_sites import FORMS as CODES
 from epilogue_sites import codes_site, dropout_site
 from head_sites import PARTS, head_site
-from jinja2 import nodes
 from int8_sites import CASES as INT8
 from int8_sites import int8_site
+from jinja2 import nodes
 from kernel_sites import written
 from random_sites import KERNELS, random_site
 from run_samples import small_spec
