@@ -1,5 +1,6 @@
 """Creates a spec as a copy of another spec."""
 
+import importlib.resources
 import re
 from pathlib import Path
 
@@ -10,6 +11,21 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.json_schema import schema_text
 
 MODELINE = "$schema=schema.json"  # editors read the path of the schema from this line
+
+
+def origin_of(name: str, folder: Path) -> Path:
+    """Returns the file of a spec in `folder` or, if it does not exist, of an example that is installed with specc.
+
+    Raises SpeccError if there is no spec of this name.
+    """
+    path = folder / f"{name}.yaml"
+    if path.exists():
+        return path
+    installed = Path(str(importlib.resources.files("specc.specs")))
+    if (path := installed / f"{name}.yaml").exists():
+        return path
+    names = sorted({path.stem for place in (folder, installed) for path in place.glob("*.yaml")})
+    raise SpeccError(f"there is no spec named {name}", f"name a file, or one of {', '.join(names)}")
 
 
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tiers import Trials, tiers
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("cli", "compiler", "runtime", "templates", "docs/reference", "build_backend")
+PARTS = ("cli", "compiler", "runtime", "templates", "specs", "docs/reference", "build_backend")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 BUILD = """
 import os, sys, time
