@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, ClassVar
 
+from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.ir.graph import Graph, Named
 from specc.compiler.ir.torch_call import TorchCall
 from specc.compiler.ops.region import Call
@@ -24,7 +25,7 @@ from specc.compiler.programs.programs import (
 )
 from specc.compiler.records import record
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
-from specc.compiler.render.body import WIDTH, Body, constants_of
+from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.flags import flags_of
 from specc.compiler.render.formula import python_formula
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring, method, types_doc
