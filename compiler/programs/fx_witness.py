@@ -317,9 +317,10 @@ class _Comparison:
 
     def expression(self, node: Node, expr: Expr, values: Mapping[str, str], actual: Any) -> None:
         if isinstance(expr, Var):
-            if self.called(actual) in ("float", "bfloat16", "half"):
+            ref = values[expr.name]
+            if self.called(actual) in ("float", "bfloat16", "half") and self.called(actual) != self.planned_call(ref):
                 actual = actual.args[0]
-            self.value(values[expr.name], actual)
+            self.value(ref, actual)
         elif not variables(expr):  # Python evaluates constants before fx traces them
             # Some functions accept only tensors, so a number is passed as a tensor
             value, filled = number(expr), self.called(actual) == "full_like"
@@ -341,6 +342,14 @@ class _Comparison:
             keywords = {k: value for k, value in getattr(actual, "kwargs", {}).items() if k in KEYWORDS}
             self.expect(keywords == primitive.torch_keywords, node.name, f"has {expr.function}", actual)
             self.operation(node, primitive.torch.partition(".")[2], expr.args, values, actual)
+
+    def planned_call(self, ref: str) -> str:
+        """Returns the name of the function or method that the plan calls for a value, or "" if it plans no such call."""
+        planned = self.graph.by_name.get(node_of(ref)) if ref[0] not in "$@" else None
+        if planned is None or isinstance(planned.op, Scan | Pointwise | Fused):
+            return ""
+        call = planned.op.call([self.graph.types[each] for each in planned.inputs])
+        return "" if call is None else call.recorded
 
     def operation(self, node: Node, name: str, parts: tuple[Expr, ...], values: Mapping[str, str], actual: Any) -> None:
         self.expect(self.called(actual) == name, node.name, f"has {name}", actual)

@@ -183,9 +183,8 @@ def _rates(facts: RunFacts) -> str:
     rates = []
     for optimizer in facts.run.spec.train.optimizers:
         rate = optimizer.lr
-        rates.append(
-            f"{optimizer.kind} {rate.words if isinstance(rate, Schedule) else f'{rate:g}'} of {optimizer.match}"
-        )
+        words = rate.words if isinstance(rate, Schedule) else rate if isinstance(rate, str) else f"{rate:g}"
+        rates.append(f"{optimizer.kind} {words} of {optimizer.match}")
     return ", ".join(rates)
 
 

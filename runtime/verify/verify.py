@@ -4,6 +4,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -360,10 +361,23 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
             values = [value.double() if value.is_floating_point() else starts_of(value) for value in values]
             exact = op.reference(*values)
             assert isinstance(exact, Tensor)
-            worst = max(worst, (getattr(module, function)(*values) - exact).abs().max().item())
+            with _in_float64():
+                output = getattr(module, function)(*values)
+            worst = max(worst, (output - exact).abs().max().item())
             shapes.append(f"{rows} x {tokens}")
         detail = f"{op.description}: largest error {worst:.1e} in f64, for {', '.join(shapes)} tokens"
         yield Check(loaded.target.name, f"{function} against float64", worst <= ATTENTION_ERROR, detail)
+
+
+@contextmanager
+def _in_float64() -> Iterator[None]:
+    """A context in which functions of whole numbers, such as the logarithm of a distance, are float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:

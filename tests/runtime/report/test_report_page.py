@@ -225,6 +225,16 @@ def test_the_load_of_experts_is_shown(tmp_path: Path, data: Path) -> None:
     assert "expert, by load" in text_of(page_of(run))
 
 
+def test_rates_are_numbers_schedules_or_formulas(tmp_path: Path, data: Path) -> None:
+    rates = ("lr: 0.01, match: embed.*", "lr: {at: [[0, 0.2], [1, 0]]}, match: head.*", "lr: 0.02 * (1 - t), match: '*'")
+    optimizers = ", ".join(f"{{kind: adamw, {rate}}}" for rate in rates)
+    spec = small_spec(f"train.optimizers=[{optimizers}]", "model.head.tied=false")
+    run = make_run(tmp_path / "run", spec, str(data))
+    write_log(run, *({"event": "step", "step": step, "loss": 2.0, "lr": 0.5} for step in (1, 2)))
+    text = text_of(page_of(run))
+    assert "adamw 0.01 of embed.*, adamw 0.2 at 0, 0.0 at 1, linear of head.*, adamw 0.02 * (1 - t) of *." in text
+
+
 def test_each_term_of_the_loss_has_a_curve(run: Run) -> None:
     shown = text_of(page_of(run))
     assert "Term of the loss" not in shown

@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dilated": {"mask": "j <= i and (i - j) % 4 == 0"},
     "documents": {"mask": f"j <= i and i - j < 9 and {SAME}", "bos": 1},
     "buckets": {"score": "s + bias[h, bucket(i - j, 8, 16)]", "learn": {"bias": {"shape": ["heads", 8], "init": 0.1}}},
+    "logarithm of the distance": {"score": "s - log(i - j + 1)"},
     "softcap, scaled by layer": {"score": "5 * tanh(s / 5)", "scale": "1/sqrt(head_dim)/(layer + 1)"},
 }
 

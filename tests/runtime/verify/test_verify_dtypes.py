@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import ATTENTION, tiny
+from pair_models import CROSS, EMBED, MLP, SELF, blocks, pairs_data
+from tiny_models import ATTENTION, spec_of, tiny
 
 from specc.runtime.model.load import instantiate
 from specc.runtime.verify import verify as module
@@ -32,6 +33,14 @@ def test_a_product_that_draws_dropout_is_verified() -> None:
     checks = list(verify(tiny((ATTENTION, mlp), fuse, targets=["cpu"], dim=32), ("cpu",)))
     drawn = [check for check in checks if "dropout" in check.name]
     assert drawn and all(check.ok for check in checks), checks
+
+
+def test_a_trace_has_the_rounded_sinusoids_of_the_plan() -> None:
+    """The sum of the embedding and the sinusoids casts its inputs too."""
+    stages = [{**EMBED, "positions": "sinusoidal"}, blocks(SELF, MLP)]
+    data = pairs_data(stages, [stages[0], blocks(SELF, CROSS, MLP)])
+    checks = [check for check in verify(spec_of({**data, "targets": ["sm90"]}), ("sm90",)) if check.name[:2] == "fx"]
+    assert checks and all(check.ok for check in checks), checks
 
 
 @pytest.mark.gpu
