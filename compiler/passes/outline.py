@@ -83,6 +83,9 @@ def outline(
         whole = next((v for v in sorted(where) if _is_section(programs[v], v, slots)), None)
         name = programs[whole].name if whole is not None else _method_name(slots, sides, taken | methods.keys())
         section = _Section(merged, where, slots, name, sides, reserved, whole)
+        if whole is not None and not section.stands_for(programs[whole]):
+            name, whole = _method_name(slots, sides, taken | methods.keys()), None
+            section = _Section(merged, where, slots, name, sides, reserved, None)
         if any(refs.keys() < where for refs in section.returned.values()):
             continue  # a program need not compute every output of the method
         if any(map(section.reads_itself, where)):
@@ -253,6 +256,12 @@ class _Section:
             outputs = tuple((label, refs[variant]) for label, refs in self.returned.items())
             bodies.append(rename(Graph(graph.name, inputs, params, nodes, outputs, graph.scalars), names))
         return bodies
+
+    def stands_for(self, program: Graph) -> bool:
+        """Returns whether the method can be called like a program: it has no further results, and the inputs of the
+        program are parameters that all callers pass."""
+        passed = {name for name, refs in self.inputs.items() if refs.keys() == self.where}
+        return len(self.read) == len(program.outputs) and {name for name, _ in program.inputs} <= passed
 
     def reads_itself(self, variant: int) -> bool:
         """Returns whether an argument of the call depends on a result of the call, through nodes outside of the

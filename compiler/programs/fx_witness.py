@@ -152,6 +152,7 @@ def check_types(
     """
     import torch
     from torch import fx, nn
+    from torch.fx.experimental import _config as config
 
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
@@ -180,7 +181,8 @@ def check_types(
     inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type), device="meta") for _, type in graph.inputs]
     dtypes = {param.name: _dtype(param) for param in programs.params}
     without_data = {id(v): nn.Parameter(v.to("meta", dtypes[name])) for name, v in module.named_parameters()}
-    with torch.device("meta"):
+    # a selection by a condition, such as that of all tokens that are not padding, keeps all elements
+    with torch.device("meta"), config.patch(meta_nonzero_assume_all_nonzero=True):
         Checked(fx.GraphModule(copy.deepcopy(module, without_data).to("meta"), traced)).run(*inputs)
     return checked
 

@@ -252,7 +252,10 @@ def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], t
 
 
 def _taken(programs: Programs) -> frozenset[str]:
-    return frozenset((*(METHODS.get(graph.name, graph.name) for graph in programs.programs), "new_cache"))
+    """Returns the names that no other method of the model may have: those of programs and of parts with parameters."""
+    methods = [METHODS.get(graph.name, graph.name) for graph in programs.programs]
+    parts = [path.partition(".")[0] for graph in programs.programs for path, _ in graph.params]
+    return frozenset((*methods, "new_cache", *parts))
 
 
 def _sides(programs: Programs) -> frozenset[str]:

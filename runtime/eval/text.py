@@ -155,7 +155,7 @@ def evaluate_adapted(
     world = replace(world or World.alone(), device=opened.device)
     windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
     assert isinstance(how, BitsSpec) and how.adapt is not None
-    if next(opened.model.buffers(), None) is not None:
+    if any(buffer.dtype == torch.int8 for buffer in opened.model.buffers()):
         hint = "adapt the run from before quantization"
         raise EvaluateError(f"{opened.path} computes in integers, which have no gradients", hint)
     method, model, compiles = method_of(how.adapt), opened.model, compiled(opened, options)

@@ -109,8 +109,9 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
         IntegrityError (5): the run is damaged.
     """
     name: ProgramName = request.options.get("program", "logits")
-    spec, weights, about = _weights(run, bool(request.options.get("quantized")), request.say)
-    spec = spec.at_rest.model_copy(update={"targets": (TARGET,)})
+    trained, weights, about = _weights(run, bool(request.options.get("quantized")), request.say)
+    trained = trained.model_copy(update={"targets": (TARGET,)})
+    spec = trained.at_rest
     try:
         files, programs = exported_files(spec, TARGET), passed(spec, TARGET, form="exported")
     except ValueError as error:
@@ -120,7 +121,7 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
     model = _module(files, {key: value for key, value in weights.items() if key in needed})
     inputs = tuple(entry for entry, _ in programs.program(name).inputs)
     graph, least = _graph(_Program(model, name), spec, programs)
-    fused = realize(spec, TARGET, None, weights).model
+    fused = realize(trained, TARGET, None, weights).model
     return ProgramExport(
         spec=spec,
         name=name,

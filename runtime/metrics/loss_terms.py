@@ -17,7 +17,7 @@ def loss_terms(
     terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight of this term.
 
     Args:
-        model: the model. Its buffers are restored afterwards.
+        model: the model. Its buffers are restored afterwards, and Torch's random numbers do not change.
         program: the training program of `model`. It must not be compiled. It returns the loss, f32 [].
         terms: the terms, in the order of their weights in the arguments of the program.
         inputs: the arguments before the weights, such as ids and targets, i64 [B, T].
@@ -29,7 +29,10 @@ def loss_terms(
         weights = [torch.full((), float(term in ones), device=inputs[0].device) for term in weighted]
         for weight, term in zip(weights, weighted, strict=True):
             weight.requires_grad_(bool(term.states) and torch.is_grad_enabled())
-        return program(*inputs, *weights), weights
+        devices = [inputs[0].device] if inputs[0].is_cuda else []
+        with torch.random.fork_rng(devices):  # dropout that Torch draws is the same in every run of the program
+            torch.manual_seed(0)
+            return program(*inputs, *weights), weights
 
     values: dict[str, float] = {}
     try:

@@ -334,7 +334,8 @@ class Trainer:
             if batch and len(self.train.losses) > 1:
                 train = self._module if (name := self.segment.phase.train) == "train" else getattr(self._module, name)
                 count = min(self.train.at_once(self.world.size), max(PART_TOKENS // self.window, 1))
-                self.terms = loss_terms(self._module, train, self.train.losses, [value[:count] for value in rows])
+                inputs = self.feed.of_scored(*(value[:count] for value in rows))
+                self.terms = loss_terms(self._module, train, self.train.losses, inputs)
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result

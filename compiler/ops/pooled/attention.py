@@ -86,7 +86,7 @@ class PooledBase(PoolFields):
         keys = k.with_shape(k.shape[1]).count(sizes)
         pairs = self.parsed(heads)[1].pairs(keys)
         pairs += Mask.of(self.pooled, int(heads)).block_pairs(self.block, keys) * self.tokens
-        return 2 * channels * (pairs * tokens // keys)
+        return 2 * channels * (pairs * tokens // max(keys, 1))  # a first step has an empty cache
 
     def pool_call(self, x: str) -> str:
         """Returns the call of the generated function `pool` with the blocks `x`."""

@@ -56,6 +56,10 @@ class Feed(ABC):
             The arguments of the pass, on the device.
         """
 
+    def of_scored(self, *inputs: Tensor) -> Batch:
+        """Returns the arguments of the program `train` for the arguments of the program `score`."""
+        return inputs
+
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
         """Runs the program `train` on the result of the method `arguments`. Returns the mean loss, f32 [].
 
@@ -139,6 +143,10 @@ class Forced(Feed):
             return source, shifted(target), target, weight
         forcing = self._forced_positions(probability, step, part, target.shape[1]).to(target.device)
         return source, decoder_inputs(self._model, source, target, forcing, phase.writes), target, weight
+
+    def of_scored(self, *inputs: Tensor) -> Batch:
+        source, target = inputs
+        return source, shifted(target), target
 
     def _forced_positions(self, probability: float, step: int, part: int, width: int) -> Tensor:
         digest = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * self.loader.rows * width)
