@@ -15,7 +15,7 @@ from specc.compiler.passes.count_dropout import count_dropout
 from specc.compiler.passes.decoding.packed_weights import packed_weights
 from specc.compiler.passes.decoding.rope_attentions import rope_attentions
 from specc.compiler.passes.decoding.rope_writes import rope_writes
-from specc.compiler.passes.decoding.row_linears import STEPS, row_linears
+from specc.compiler.passes.decoding.row_linears import row_linears
 from specc.compiler.passes.derive_weights import derive_weights
 from specc.compiler.passes.fold_scales import fold_scales
 from specc.compiler.passes.fp8_products import fp8_products
@@ -31,6 +31,7 @@ from specc.compiler.passes.wide_linears import wide_linears
 from specc.compiler.passes.without_cache import uncached
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.plan.plan import Plan
+from specc.compiler.programs.cost import DECODING
 from specc.compiler.programs.programs import LoweringError, Programs, in_dtype
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
@@ -238,7 +239,7 @@ def reads_codes(spec: Spec, target: str) -> bool:
         return False
     programs = lower(spec, target)
     integer = any(scheme.integer for scheme in allocation(spec.quant, programs.stored).values())
-    return not integer and any(graph.name in STEPS for graph in programs.programs)
+    return not integer and any(graph.name in DECODING for graph in programs.programs)
 
 
 def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) -> Plan:

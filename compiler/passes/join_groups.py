@@ -114,7 +114,7 @@ def _into_one(graph: Graph) -> Graph:
     whole = f"{join.name}.new"
     assert isinstance(join.type.width, int)
     nodes: list[Node] = []
-    merged = {ref for ref in join.inputs if isinstance(graph.by_name[node_of(ref)].op, MergeHeads)}
+    merged = {ref for ref in join.inputs if (node := graph.by_name.get(ref)) and isinstance(node.op, MergeHeads)}
     for node in graph.nodes:
         if node.name in inside:
             into = node.op.into(inside[node.name][1])

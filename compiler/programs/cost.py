@@ -9,6 +9,8 @@ from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten
 from specc.compiler.records import record
 
+DECODING = ("decode", "step")  # the programs that extend texts by one token, with a contiguous and with a paged cache
+
 
 @record
 class NodeCost:
@@ -112,9 +114,13 @@ def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
     bytes of parameters and cache, if each byte is read once. A lookup reads only the rows that it returns. An expert is
     read at most once, and only if a text uses it.
     """
-    sizes = {"B": rows, "T": 1, "S": tokens}
-    graph = flatten(programs, programs.program("decode"))
-    types = graph.types
+    name = next(graph.name for graph in programs.programs if graph.name in DECODING)
+    graph = flatten(programs, programs.program(name))
+    types, sizes = graph.types, {"B": rows, "T": 1, "S": tokens}
+    pages = [int(type.shape[1]) for _, type in graph.inputs if type.shape[:1] == ("P",)]
+    if pages:  # the tokens of all texts are one row
+        each = -(-tokens // pages[0])
+        sizes |= {"B": 1, "T": rows, "R": rows, "K": 1, "N": each, "P": rows * each}
     read: dict[str, int] = {}
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
@@ -125,5 +131,5 @@ def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
                 whole = types[ref].bytes(sizes)
                 read[ref] = max(read.get(ref, 0), round(share * whole) if node.op.matrix else min(whole, most))
     cache = sum(type.bytes(sizes) for name, type in graph.inputs if name.startswith("cache."))
-    flops = sum(cost.flops for cost in node_costs(programs, "decode", sizes) if cost.matrix)
+    flops = sum(cost.flops for cost in node_costs(programs, name, sizes) if cost.matrix)
     return flops, sum(read.values()) + cache

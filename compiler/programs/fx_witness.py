@@ -346,7 +346,7 @@ class _Comparison:
             self.operation(node, primitive.torch.partition(".")[2], expr.args, values, actual)
 
     def planned_call(self, ref: str) -> str:
-        """Returns the name of the function or method that the plan calls for a value, or "" if it plans no such call."""
+        """Returns the name of the function or method that computes a value by the plan, or "" if there is none."""
         planned = self.graph.by_name.get(node_of(ref)) if ref[0] not in "$@" else None
         if planned is None or isinstance(planned.op, Scan | Pointwise | Fused):
             return ""

@@ -9,9 +9,8 @@ from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.programs.cost import DECODING
 from specc.compiler.programs.programs import Programs
-
-STEPS = ("decode", "step")  # the programs that extend texts by one token, with a contiguous and with a paged cache
 
 
 def row_linears(programs: Programs) -> Programs:
@@ -24,7 +23,7 @@ def row_linears(programs: Programs) -> Programs:
     Raises:
         ValueError: If the model has no such program.
     """
-    steps = tuple(graph for graph in programs.programs if graph.name in STEPS)
+    steps = tuple(graph for graph in programs.programs if graph.name in DECODING)
     if not steps:
         raise ValueError(f"{programs.name} has no program that extends a text")
     titles: dict[str, Pointwise] = {}

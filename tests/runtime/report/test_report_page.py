@@ -226,7 +226,11 @@ def test_the_load_of_experts_is_shown(tmp_path: Path, data: Path) -> None:
 
 
 def test_rates_are_numbers_schedules_or_formulas(tmp_path: Path, data: Path) -> None:
-    rates = ("lr: 0.01, match: embed.*", "lr: {at: [[0, 0.2], [1, 0]]}, match: head.*", "lr: 0.02 * (1 - t), match: '*'")
+    rates = (
+        "lr: 0.01, match: embed.*",
+        "lr: {at: [[0, 0.2], [1, 0]]}, match: head.*",
+        "lr: 0.02 * (1 - t), match: '*'",
+    )
     optimizers = ", ".join(f"{{kind: adamw, {rate}}}" for rate in rates)
     spec = small_spec(f"train.optimizers=[{optimizers}]", "model.head.tied=false")
     run = make_run(tmp_path / "run", spec, str(data))
