@@ -128,9 +128,10 @@ def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     """Yields groups of adjacent nodes, in order. The calls of the blocks of one module list form a group. The group
     includes calls of join modules between these blocks. Any other node is a group by itself."""
     run: list[Node] = []
-    for node in nodes:
-        place = field_of(node)
-        if run and not (place and (place == field_of(run[0]) or node.inputs[:1] == (run[-1].name,))):
+    for node, after in zip(nodes, (*nodes[1:], None), strict=True):
+        place, of_run = field_of(node), field_of(run[0]) if run else ""
+        joins = node.inputs[:1] == (run[-1].name,) and after is not None and field_of(after) == of_run if run else False
+        if run and not (place and (place == of_run or joins)):
             yield run
             run = []
         run.append(node)
