@@ -369,7 +369,11 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:
-        for name, type in self.states().items():
+        states = self.states()
+        if not states:
+            message = "a paged cache holds keys and values, but no layer of the model has any"
+            raise LoweringError((Problem(("model", "cache"), "S290", message, "remove `cache`"),))
+        for name, type in states.items():
             if type.shape[:2] != ("P", page):
                 message = f"a paged cache holds only keys and values, but the model has another state, {name}"
                 hint = "remove `cache`, or the part of the model that has this state"

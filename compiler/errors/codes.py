@@ -109,7 +109,7 @@ CODES: Mapping[str, str] = {
     "S287": "coefficients of Muon that no iteration reads, or that diverge",
     "S288": "an optimizer that never updates, or a cautious decay of 0",
     "S289": "a pooled block longer than the context, or settings that the pooling excludes",
-    "S290": "a paged or 8-bit cache in a model that has a state other than keys and values",
+    "S290": "a paged or 8-bit cache in a model that has a state other than keys and values, or none",
     "S293": "settings of precision that contradict each other or the model",
     "S294": "a rule for 8-bit matrix products that matches none",
     "S295": "a part to recompute that no block has, or that cannot run twice",

@@ -34,6 +34,14 @@ def accumulates(op: Op) -> bool:
     return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
+class NoDerivative(Exception):
+    """Raised if the op of a node states no derivative with its settings."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(f"{node.name} has no derivative")
+        self.node = node
+
+
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. Such an output
     is stored only if the backward pass reads it."""
@@ -150,7 +158,8 @@ class Derivation:
 
     def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
         values = node.op.derivative(NodeTape(self, node, grads))
-        assert values is not None
+        if values is None:
+            raise NoDerivative(node)
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:

@@ -14,7 +14,15 @@ from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.passes.backward import Derivation, accumulates, accumulators, gradient_names, spelled, titled
+from specc.compiler.passes.backward import (
+    Derivation,
+    NoDerivative,
+    accumulates,
+    accumulators,
+    gradient_names,
+    spelled,
+    titled,
+)
 from specc.compiler.passes.join_codes import join_codes
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs.programs import Group
@@ -115,7 +123,11 @@ def _composed(selection: Selection) -> Group:
         forward = _forward(selection, keep)
         backward = Graph(f"{name}.backward", (), (), (), ())
         if rewrite.learns:
-            backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
+            try:
+                backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
+            except NoDerivative as error:
+                reason = f"is a {error.node.op.name} that states no derivative in this model"
+                raise Unfusable(error.node.name, reason) from None
         given = gradient_names(forward)
         saved = tuple(label for label, _ in backward.inputs if label not in given)
         whole, backward = _returning(forward, saved), join_codes(join_epilogues(backward))
@@ -201,6 +213,11 @@ def _forward(selection: Selection, keep: Keep) -> Graph:
     for node in rewrite.nodes:
         inputs = tuple(names.get(ref, ref) for ref in node.inputs)
         op, types = node.op, [*node.types]
+        if isinstance(op, Pointwise):
+            for ref, name in zip(node.inputs, inputs, strict=True):
+                if ref in linear and b.types[name].shape != node.type.shape:
+                    shapes = f"{b.types[name]}, and its result is {node.type}"
+                    raise Unfusable(node.name, f"cannot be computed with the product {ref}, which is {shapes}")
         if isinstance(op, Pointwise) and rewrite.learns and (products := accumulators(node, linear)):
             op = _with_saves(op, products, keep)
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]
