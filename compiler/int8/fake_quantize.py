@@ -13,6 +13,7 @@ from specc.compiler.ops.region import Scan, calling
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import Allocation, allocation, keeping
 from specc.compiler.programs.programs import LoweringError, Phase, Programs
+from specc.compiler.quant.none import Unquantized
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
@@ -126,7 +127,9 @@ class _Copied:
     """
 
     def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
-        self._all, self._schemes, self._sources = programs, schemes, sources
+        # what only training reads, such as the modules of a loss, is never stored
+        unstored = dict.fromkeys((param.name for param in programs.params), Unquantized(scheme="none", dtype="f32"))
+        self._all, self._schemes, self._sources = programs, {**unstored, **schemes}, sources
         self.programs: list[Graph] = []
         self.functions: dict[str, Graph] = {}
         self.added: dict[str, Graph] = {}

@@ -79,7 +79,8 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
         for at in places[graph.name]:
             for name, type in editor.added.items():
                 added.setdefault(at + name, Parameter(at + name, _sizes(type), type.dtype, constant(0.0), STORAGE))
-    params = tuple(param for param in deployed.params if not schemes[param.name].integer)
+    # what only training reads, such as the modules of a loss, has no scheme, and is not deployed
+    params = tuple(p for p in deployed.params if p.name in schemes and not schemes[p.name].integer)
     problems += _left_over(changed, places, quant, schemes)
     if problems:
         raise LoweringError(tuple(dict.fromkeys(problems)))  # programs that share code repeat problems

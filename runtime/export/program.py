@@ -42,7 +42,8 @@ Call = Callable[[Mapping[str, Tensor]], Tensor]  # a function that maps the inpu
 
 TARGET = "cpu"
 BATCHES = 64
-TOLERANCE = 1e-4  # the largest allowed difference of logits and nats in f32, and of bits per token
+TOLERANCE = 1e-4  # the largest allowed difference of logits and nats, and of bits per token, for models in f32
+LOOSER = {"bf16": 100.0, "f16": 20.0}  # the multiple of this limit for models that compute in other dtypes
 ROWS, TOKENS = 4, 2048  # the most rows and tokens of a compared batch; one batch is a row as long as the context
 # torch.export specializes on the lengths 0 and 1, and some programs contain the length minus one
 LOWER_BOUNDS = (1, 2, 3)
@@ -62,6 +63,7 @@ class ProgramExport:
         most: the largest number of tokens: the context of the model.
         reference: the same program of the generated code without fusion.
         score: the program `score` with fused kernels, as `specc eval` runs it on the CPU.
+        tolerance: the largest allowed difference of outputs, and of bits per token.
         about: facts for the metadata of a file: strings by name.
     """
 
@@ -73,6 +75,7 @@ class ProgramExport:
     most: int
     reference: Call
     score: Call
+    tolerance: float
     about: Mapping[str, str]
 
 
@@ -131,6 +134,7 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
         most=programs.context or spec.model.window,
         reference=lambda given: _Program(model, name)(*(given[key] for key in inputs)),
         score=lambda given: Unchecked(fused).score(*given.values()),
+        tolerance=TOLERANCE * LOOSER.get(programs.params[0].dtype, 1.0),
         about={"name": spec.name, "program": name, "spec_digest": run.spec_digest, **about},
     )
 
@@ -145,7 +149,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
         call: runs the file.
         say: is called with the result as a message.
 
-    Raises IntegrityError if outputs or losses differ by more than `TOLERANCE`, or if the file cannot be run.
+    Raises IntegrityError if outputs or losses differ by more than `export.tolerance`, or if the file cannot be run.
     """
     nats, expected, tokens = 0.0, 0.0, 0
     differences: list[Tensor] = []
@@ -176,7 +180,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
             tokens += int(counted.sum())
     largest = float(torch.stack(differences).max())  # NaN if any difference is NaN
     agreement = Agreement(BATCHES, largest, abs(nats - expected) / max(tokens, 1) / math.log(2))
-    if not (largest <= TOLERANCE and agreement.bits <= TOLERANCE):
+    if not (largest <= export.tolerance and agreement.bits <= export.tolerance):
         raise IntegrityError(f"{export.spec.name}: the outputs of the exported program differ: {agreement.line()}")
     say(agreement.line())
     return agreement

@@ -12,6 +12,7 @@ from specc.compiler.kernels.attention.attention import attention_function, input
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import ScoreFields
+from specc.compiler.ops.pointwise import CASTS
 from specc.compiler.ops.saved_attention import (
     CausalAttention,
     CausalAttentionGrad,
@@ -104,7 +105,7 @@ def _scale(site: Site) -> str:
 def _scores(site: Site) -> Iterator[str]:
     score, mask = _parsed(site)
     operands = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
-    yield f"{operands} = (x.transpose(1, 2) for x in ({operands}))"
+    yield f"{operands} = (x.transpose(1, 2){_cast(site, 'f32')} for x in ({operands}))"
     yield "shared = q.shape[1] // k.shape[1]"
     yield "k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))"
     yield "position = torch.arange(q.shape[2], device=q.device)"
@@ -119,6 +120,11 @@ def _scores(site: Site) -> Iterator[str]:
     yield f"score = {value}.masked_fill(~seen, -torch.inf)"
 
 
+def _cast(site: Site, dtype: str) -> str:
+    """Returns the call that casts a tensor to a dtype; empty if all tensors of the kernel are f32."""
+    return "" if inputs_of(site)["q"].dtype == "f32" else f".{CASTS[dtype]}()"
+
+
 def _forward(site: Site) -> Iterator[str]:
     if _form(site).sinks:
         yield "everything = torch.cat((score, sinks[:, None, None].expand(*s.shape[:3], 1)), -1)"
@@ -127,7 +133,7 @@ def _forward(site: Site) -> Iterator[str]:
         yield "lse = score.logsumexp(-1)"
         yield "lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a query that attends to no key"
     yield "y = (score - lse[..., None]).exp() @ v"
-    yield "return y.transpose(1, 2), lse"
+    yield f"return y.transpose(1, 2){_cast(site, inputs_of(site)['q'].dtype)}, lse"
 
 
 def _backward(site: Site) -> Iterator[str]:
@@ -136,7 +142,8 @@ def _backward(site: Site) -> Iterator[str]:
     yield "delta = (dy * y).sum(-1, keepdim=True)"
     yield "dv = p.mT @ dy"
     yield "dscore = p * (dy @ v.mT - delta)"
-    results = ["dq.transpose(1, 2)", "dk.transpose(1, 2)", "dv.transpose(1, 2)"]
+    back = _cast(site, inputs_of(site)["q"].dtype)
+    results = [f"{name}.transpose(1, 2){back}" for name in ("dq", "dk", "dv")]
     if op.sinks:
         yield "dsinks = -((sinks[:, None] - lse).exp() * delta[..., 0]).sum((0, 2))"
         results.append("dsinks")
