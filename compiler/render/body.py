@@ -349,7 +349,20 @@ class Body:
             return known
         return free(
             self.candidates(slot, index),
-            lambda name: name in self.reserved or any(map(self.live, self.held.get(name, ()))),
+            lambda name: (
+                name in self.reserved
+                or any(self.live(held) or self._overwritten(held, root) for held in self.held.get(name, ()))
+            ),
+        )
+
+    def _overwritten(self, held: str, root: str | None) -> bool:
+        """Returns whether a variant reads the value `held` after it assigns the variable `root`. Each variant assigns
+        the variable at its own node."""
+        slots = [
+            self._slots[ref] for ref, other in self.merged.variables.items() if other == root and ref in self._slots
+        ]
+        return any(
+            at > self._at[slot.name] and where & slot.where for slot in slots for at, where in self._reads.get(held, ())
         )
 
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
