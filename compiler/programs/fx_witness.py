@@ -182,7 +182,8 @@ def check_types(
     dtypes = {param.name: _dtype(param) for param in programs.params}
     without_data = {id(v): nn.Parameter(v.to("meta", dtypes[name])) for name, v in module.named_parameters()}
     # a selection by a condition, such as that of all tokens that are not padding, keeps all elements
-    with torch.device("meta"), config.patch(meta_nonzero_assume_all_nonzero=True):
+    whole = config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with torch.device("meta"), whole:
         Checked(fx.GraphModule(copy.deepcopy(module, without_data).to("meta"), traced)).run(*inputs)
     return checked
 
