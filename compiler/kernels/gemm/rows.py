@@ -85,7 +85,8 @@ class TritonContext:
             requires that no kernel computes the weights.
         widths: The extents N of the parts, as the text of a tuple.
         part: The signature of the function that computes a part.
-        lines: The body of this function: the products of the part, then the epilogue.
+        early: Lines of this function that load or request weights, before it waits for the preceding kernel.
+        lines: The lines after the wait: the operands of the epilogue, the products of the part, then the epilogue.
         kernel: The signature of the kernel.
         calls: Lines of the kernel that call the function once per part.
         tensors: The tensor arguments of the launch.
@@ -122,6 +123,7 @@ class TritonContext:
     pdl: bool
     widths: str
     part: str
+    early: tuple[str, ...]
     lines: tuple[str, ...]
     kernel: str
     calls: tuple[str, ...]
@@ -220,6 +222,10 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     both = ("squares += x * x", "squares += x.to(tl.float32) * x.to(tl.float32)")
     squares = both if parts.norm is not None else ()
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"
+    called = [  # products, the tensors of their weights, and constants
+        (p, ", ".join(w), ", ".join((*constants, *each)))
+        for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
+    ]
     calls: list[str] = []
     for i, width in enumerate(parts.widths):
         some = names if parts.epilogue else [*before, *stored[i], f"{parts.outputs[i].name}_ptr"]
@@ -256,12 +262,11 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),
         part=listed("def part(", [*inner, "tile", "M", *_constant("N", *constants, *bits)], "):"),
+        early=tuple(nested(f"first_{p}", f"early({w}, columns, {words})") for p, w, words in called),
         lines=(
-            *(
-                nested(p, f"product(x_ptr, {gain}{', '.join(w)}, rows, columns, {', '.join((*constants, *each))})")
-                for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
-            ),
-            *_epilogue(parts.operands, results),
+            *_operands(parts.operands),
+            *(nested(p, f"product(x_ptr, {gain}{w}, first_{p}, rows, columns, {words})") for p, w, words in called),
+            *_results(results),
         ),
         kernel=listed(f"def {op.function}_kernel(", [*names, "M", *_constant(*constants, *parts.bits)], "):"),
         calls=tuple(calls),
@@ -292,10 +297,13 @@ def _bits(weight: Value) -> str:
     return f"{weight.name}.shape[-1] // LANES.value"
 
 
-def _epilogue(operands: Sequence[Value], results: Sequence[Result]) -> Iterator[str]:
+def _operands(operands: Sequence[Value]) -> Iterator[str]:
     for value in operands:
         place, mask = ("columns[None, :]", "columns[None, :] < N") if value.column else ("at", "inside")
         yield nested(value.name, f"tl.load({value.name}_ptr + {place}, mask={mask}, other=0.0).to(tl.float32)")
+
+
+def _results(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         value = result.value
         yield nested(value.name, triton_text(result.expr))
