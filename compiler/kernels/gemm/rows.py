@@ -32,8 +32,10 @@ LINE = 256  # bytes of a row that a program instance for several rows of x loads
 AHEAD = 4  # with one row of x, pieces of the weights in flight; each takes 8 registers per thread
 IN_FLIGHT = 65_536  # bytes that each multiprocessor must have in flight, as in attention over a cache
 STAGES = 8  # the most stages of such loads
-# Rows of x, and rows of the weights, per program instance for several rows of x
-HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)
+# Rows of x, and rows of the weights, per program instance for several rows of x. The first tile is for floats of 16
+# bits: a wide layer has so many programs that x, read by each of them from the L2 cache, would take as long as the
+# weights.
+TILES = ((64, 128), *((height, width) for height in (64, 32, 16) for width in (64, 32, 16)))
 ROWS_WARPS = 4
 
 
@@ -68,6 +70,7 @@ class TritonContext:
         product: The template of the function that multiplies x with weights: floats, or packed codes.
         lanes: The number of lanes per row of weights.
         rows_k: The features or lanes that a program instance for several rows loads at once.
+        rows_least: The fewest features or lanes that such a program instance loads at once.
         rows_extent: The number of features or lanes per row.
         rows_warps: The warps of a program instance for several rows.
         tiles: For several rows, two lists: the possible numbers of rows of x, and of rows of the weights, per program
@@ -109,9 +112,10 @@ class TritonContext:
     product: str
     lanes: int
     rows_k: int
+    rows_least: int
     rows_extent: int
     rows_warps: int
-    tiles: tuple[tuple[int, ...], tuple[int, ...]]
+    tiles: tuple[tuple[int, int], ...]
     pieces: tuple[int, int]
     in_flight: int
     stages: int
@@ -212,7 +216,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
     slices = () if parts.scales else ("slices",)
     constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", *(name.upper() for name in slices), "PDL")
-    sliced = not parts.scales and BYTES[parts.x.type.dtype] == 2 and parts.k >= 2 * rows_k  # products of 16 bits only
+    sixteen = not parts.scales and BYTES[parts.x.type.dtype] == 2
+    sliced = sixteen and parts.k >= 2 * rows_k  # products of 16 bits only
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
@@ -249,8 +254,9 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         lanes=parts.lanes,
         rows_k=rows_k,
         rows_extent=parts.lanes if parts.scales else parts.k,
+        rows_least=rows_k // 2 if sixteen else rows_k,
         rows_warps=ROWS_WARPS,
-        tiles=(HEIGHTS, WIDTHS),
+        tiles=TILES if sixteen else TILES[1:],
         pieces=pieces,
         in_flight=IN_FLIGHT,
         stages=STAGES,
