@@ -31,10 +31,8 @@ LINE = 256  # bytes of a row that a program instance for several rows of x loads
 AHEAD = 4  # with one row of x, pieces of the weights in flight; each takes 8 registers per thread
 IN_FLIGHT = 65_536  # bytes that each multiprocessor must have in flight, as in attention over a cache
 STAGES = 8  # the most stages of such loads
-# Rows of x, and rows of the weights, per program instance for several rows of x. The first tile is for floats of 16
-# bits: a wide layer has so many programs that x, read by each of them from the L2 cache, would take as long as the
-# weights.
-TILES = ((64, 128), *((height, width) for height in (64, 32, 16) for width in (64, 32, 16)))
+# Rows of x, and rows of the weights, per program instance for several rows of x
+HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)
 ROWS_WARPS = 4
 PARTS = 8  # the most program instances that share a tile for several rows, each with a part of the features
 # Two fences, a counter in the L2 cache, and the first load of sums take about 1.7 us, in which a multiprocessor loads
@@ -86,7 +84,6 @@ class TritonContext:
         product: The template of the function that multiplies x with weights: floats, or packed codes.
         lanes: The number of lanes per row of weights.
         rows_k: The features or lanes that a program instance for several rows loads at once.
-        rows_least: The fewest features or lanes that such a program instance loads at once.
         rows_extent: The number of features or lanes per row.
         rows_warps: The warps of a program instance for several rows.
         tiles: For several rows, two lists: the possible numbers of rows of x, and of rows of the weights, per program
@@ -114,7 +111,8 @@ class TritonContext:
         widths: The extents N of the parts, as the text of a tuple.
         part: The signature of the function that computes a part.
         early: Lines of this function that load or request weights, before it waits for the preceding kernel.
-        lines: The lines after the wait: the operands of the epilogue, the products of the part, then the epilogue.
+        lines: The lines after the wait: the products of the part, then the epilogue. A program instance for one row
+            loads the operands of the epilogue before the products, and one for several rows after the products.
         kernel: The signature of the kernel.
         calls: Lines of the kernel that call the function once per part.
         tensors: The tensor arguments of the launch.
@@ -137,10 +135,9 @@ class TritonContext:
     product: str
     lanes: int
     rows_k: int
-    rows_least: int
     rows_extent: int
     rows_warps: int
-    tiles: tuple[tuple[int, int], ...]
+    tiles: tuple[tuple[int, ...], tuple[int, ...]]
     pieces: tuple[int, int]
     in_flight: int
     stages: int
@@ -257,8 +254,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     parts_word = ["parts"] if split else []
     counted = [name.upper() for name in (*slices, *parts_word)]
     constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", *counted, "PDL")
-    sixteen = not parts.scales and BYTES[parts.x.type.dtype] == 2
-    sliced = sixteen and parts.k >= 2 * rows_k  # products of 16 bits only
+    sliced = not parts.scales and BYTES[parts.x.type.dtype] == 2 and parts.k >= 2 * rows_k  # products of 16 bits only
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
@@ -295,9 +291,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         lanes=parts.lanes,
         rows_k=rows_k,
         rows_extent=parts.lanes if parts.scales else parts.k,
-        rows_least=rows_k // 2 if sixteen else rows_k,
         rows_warps=ROWS_WARPS,
-        tiles=TILES if sixteen else TILES[1:],
+        tiles=(HEIGHTS, WIDTHS),
         pieces=pieces,
         in_flight=IN_FLIGHT,
         stages=STAGES,
@@ -322,9 +317,10 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         part=listed("def part(", [*inner, *sums, "tile", "M", *_constant("N", *constants, *bits)], "):"),
         early=tuple(_call(f"first_{p} = early(", w, "columns", words) for p, w, words in called),
         lines=(
-            *_operands(parts.operands),
+            *_operands(parts.operands, "== 1"),
             *(_call(f"{p} = product(", f"x_ptr, {gain}{w}, first_{p}, rows, columns", words) for p, w, words in called),
             *(JOINED if split else ()),
+            *_operands(parts.operands, "> 1"),
             *_results(results),
         ),
         kernel=listed(f"def {op.function}_kernel(", [*names, *sums, "M", *_constant(*constants, *parts.bits)], "):"),
@@ -368,10 +364,14 @@ def _call(head: str, *arguments: str) -> str:
     return listed(head, ", ".join(arguments).split(", "), ")", 4).lstrip()
 
 
-def _operands(operands: Sequence[Value]) -> Iterator[str]:
+def _operands(operands: Sequence[Value], rows: str) -> Iterator[str]:
+    """Yields the lines that load operands of the epilogue if the number of rows is as `rows` states."""
+    if operands:
+        yield f"if BLOCK_M {rows}:"
     for value in operands:
         place, mask = ("columns[None, :]", "columns[None, :] < N") if value.column else ("at", "inside")
-        yield nested(value.name, f"tl.load({value.name}_ptr + {place}, mask={mask}, other=0.0).to(tl.float32)")
+        load = f"tl.load({value.name}_ptr + {place}, mask={mask}, other=0.0).to(tl.float32)"
+        yield f"    {nested(value.name, load, 8)}"
 
 
 def _results(results: Sequence[Result]) -> Iterator[str]:
