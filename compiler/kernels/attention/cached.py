@@ -27,7 +27,7 @@ SHORTEST = 128  # in positions; Torch reads a shorter cache, of one or two tiles
 IN_FLIGHT = 65_536
 RESIDENT = 4  # programs per multiprocessor
 WIDE_ROW = 512  # if a position has at least this many bytes, a tile has half as many keys
-MANY_KEYS, MANY_WARPS, MANY_STAGES = 32, 2, 3  # the tile of a step with many texts
+MANY_KEYS, MANY_WARPS, MANY_STAGES = 32, 2, 2  # the tile of a step with many texts
 MOST_PROGRAMS = 32  # of a multiprocessor
 # (keys, warps) of the tiles to measure
 TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))
@@ -104,15 +104,16 @@ def many_tile(site: Site) -> CachedTile | None:
 
     All program instances should be resident at once. Otherwise, those that begin last run almost alone. With 12 key
     heads of 64 channels, 64 texts have 768 program instances, of which the default tile admits 528 on 132
-    multiprocessors, and this tile 1,188.
+    multiprocessors, and this tile 1,848. A paged cache needs one more stage, as in `cached_tile`.
     """
     heads, kv_heads = (number_of(inputs_of(site)[name].shape[-2]) for name in ("q", "k"))
     room, row = site.target.shared_memory, row_bytes(site)
-    programs, tile = room // (MANY_STAGES * MANY_KEYS * row), cached_tile(site)
+    stages, tile = MANY_STAGES + (page_of(site) > 0), cached_tile(site)
+    programs = room // (stages * MANY_KEYS * row)
     # A block of queries has the fewest rows, and pages consist of whole tiles of both sizes.
     if heads > NARROWEST * kv_heads or tile.keys % MANY_KEYS or programs <= tile.programs:
         return None
-    return CachedTile(MANY_KEYS, MANY_WARPS, MANY_STAGES, min(programs, MOST_PROGRAMS))
+    return CachedTile(MANY_KEYS, MANY_WARPS, stages, min(programs, MOST_PROGRAMS))
 
 
 def row_bytes(site: Site) -> int:
