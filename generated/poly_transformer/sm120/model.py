@@ -238,9 +238,7 @@ class Model(nn.Module):
     def decoder_features(self, inputs, seen, memory=None, start=None, state=None) -> Tensor:
         """inputs i64[B, T], seen bool[B, S], memory bf16[B, S, D], start i64[] -> bf16[B, T, D]. A state is updated in
         place."""
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        if state is not None:
-            positions = start + positions
+        positions = torch.arange(inputs.shape[1], device=inputs.device) if state is None else start.reshape(1)
         x = F.embedding(inputs, self.decoder.embed.token) + F.embedding(positions, self.decoder.embed.positions)
         for i, block in enumerate(self.decoder.blocks):
             x = block(x, seen, memory=memory, positions=positions, cache=state and state[f"decoder.blocks.{i}"])
