@@ -43,6 +43,12 @@ JOINED = (
     "    p, last = joined(p, partial_ptr, counts_ptr, BLOCK_M, BLOCK_N, PARTS)",
     "    inside &= last",
 )
+# Squares and an asynchronous product read the same buffer of x, into which Triton would load the next piece while the
+# product reads it. The product of a result that is read in each step is not asynchronous.
+ENDED = (
+    "if BLOCK_M > 32:  # the product ends before the next piece of x is loaded",
+    "    result = tl.where(k < K, result, 0.0)",
+)
 SPAN = "SPAN: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K  # features of a part"
 BEGIN = "tl.program_id(2) * SPAN"
 PARTIAL = (
@@ -79,6 +85,7 @@ class TritonContext:
         gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
         row_norm: The lines of the norm for one row.
         rows_norm: The lines of the norm for several rows.
+        ended: Lines after each product, which let it end. Empty without a norm.
         scaled: An expression: the products, times the scales of codes, times the factor of the norm.
         row: The tile for one row.
         product: The template of the function that multiplies x with weights: floats, or packed codes.
@@ -130,6 +137,7 @@ class TritonContext:
     gain: str
     row_norm: tuple[str, ...]
     rows_norm: tuple[str, ...]
+    ended: tuple[str, ...]
     scaled: str
     row: RowTile
     product: str
@@ -285,6 +293,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
         rows_norm=(*squares[1:], *(f"x = (x * {load}).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        ended=ENDED if parts.norm is not None else (),
         scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
         product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ahead_of_time import gpu_of, launch_site, problems
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
 from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code
@@ -113,6 +114,23 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
             assert "mma" in ptx and "cp.async" in ptx
             assert ("warpsPerCTA = [4, 1, 1]" in code.asm["ttgir"]) == (slices == 4)  # a slice for each warp
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)  # one for each of q, k and v
+
+
+@pytest.mark.parametrize("widths", [(768, 768, 768), (3072,), (50257,)])
+def test_no_product_reads_x_while_the_next_piece_is_loaded(widths: tuple[int, ...], tmp_path: Path) -> None:
+    """A norm reads x beside the product. Triton then has one buffer less of x than of the weights."""
+    site = row_site((widths, 768, RMS, None), "sm90", "bf16")
+    module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"waits_{widths[0]}")
+    function = getattr(module, ROW_LINEAR_TRITON.render(site).function)
+    with gpu_of(site.target) as launches:
+        launch_site(site, function, {"B": 64, "T": 1})
+    (launch,) = launches
+    assert problems(launches, tmp_path) == []
+    loop = launch.code.asm["ttgir"].split("warp_group_dot ")[1:]
+    assert len(loop) == len(widths)
+    for each in loop:
+        copied = each.partition("async_copy_global_to_local")[0]
+        assert "warp_group_dot_wait" in copied and "pendings = 0" in copied
 
 
 def test_tiles_of_one_row_fill_a_gpu_and_divide_the_features() -> None:
