@@ -7,7 +7,7 @@ RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept even where the environment says otherwise: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test soak soak-gpu check golden lock
+.PHONY: setup quickstart test soak soak-gpu check golden lock audit
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -60,8 +60,14 @@ golden: setup
 	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/docs/test_docs.py tests/compiler/passes/test_passes_fuse.py
 	$(BIN)/python docs/generate.py --write
 
-# All packages with the hashes of their files, for `pip install --require-hashes -r requirements.lock`. Needs uv.
-lock:
+# All packages with the hashes of their files, for `pip install --require-hashes -r requirements.lock`, and the bill of
+# materials that lists them, docs/reference/sbom.cdx.json. Needs uv.
+lock: setup
 	uv pip compile pyproject.toml --extra train --extra dev --extra onnx --extra hub --extra parquet --extra bench \
 		--universal --generate-hashes --constraint constraints.txt --python-version 3.11 --no-annotate --quiet \
 		--custom-compile-command "make lock" --output-file requirements.lock
+	$(BIN)/python docs/generate.py --write
+
+# Known vulnerabilities of the locked packages. Needs uv, and a network where the index has the vulnerabilities.
+audit:
+	uvx pip-audit --require-hashes --disable-pip --requirement requirements.lock

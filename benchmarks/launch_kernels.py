@@ -35,7 +35,6 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.profile import CUDA_KERNEL
 from specc.runtime.model.load import device_of, instantiate
-from specc.runtime.tune.candidates import tuned_choices
 from specc.runtime.verify.judge import inputs_of, many_sizes, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
 
@@ -53,7 +52,7 @@ CLEAN = re.compile(r"SUMMARY: 0 (?:errors|hazards)")
 
 def launched(plan: Plan, without: str) -> tuple[Choice, ...]:
     """Returns the choices whose module names do not contain `without`; all choices if it is empty."""
-    chosen = tuple(choice for choice in tuned_choices(plan) if not without or without not in choice.rendered.module)
+    chosen = tuple(choice for choice in plan.generated if not without or without not in choice.rendered.module)
     if not chosen:
         raise SystemExit(f"no kernel is left to launch without {without!r}")
     return chosen

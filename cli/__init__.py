@@ -6,6 +6,7 @@ else, such as torch, when the command runs.
 
 # Folders and modules, lowest layer first. Each may import itself and the entries before it.
 LAYERS = (
+    "help",
     "output",
     "options",
     "processes",

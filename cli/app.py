@@ -13,9 +13,10 @@ from keyword import iskeyword
 from types import FrameType
 from typing import Any, NoReturn
 
-import rich_click as click
-from click.exceptions import Exit
+import click
+from click.exceptions import Exit, NoArgsIsHelpError
 
+from specc.cli.help import HelpContext
 from specc.cli.output import Output, format_option, keep_going
 
 _TRAIN = ("torch", "triton", "sentencepiece", "tiktoken", "tokenizers")
@@ -23,10 +24,8 @@ _ONNX = ("onnx", "onnxscript", "onnxruntime")
 EXTRAS = {**dict.fromkeys(_TRAIN, "train"), **dict.fromkeys(_ONNX, "onnx"), "flash_attn": "flash"}
 EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
-click.rich_click.STYLE_HELPTEXT = ""
 
-
-class LazyGroup(click.RichGroup):
+class LazyGroup(click.Group):
     """A group of commands. Each subcommand is the object `command` of a module. The module is imported when the
     subcommand runs.
 
@@ -40,9 +39,11 @@ class LazyGroup(click.RichGroup):
         help: the help of the group.
     """
 
+    context_class = HelpContext
+
     def __init__(self, name: str, package: str, entries: Mapping[str, str | click.Group], help: str) -> None:
         commands: dict[str, click.Command] = {
-            key: click.RichCommand(name=key, help=entry) if isinstance(entry, str) else entry
+            key: click.Command(name=key, help=entry) if isinstance(entry, str) else entry
             for key, entry in entries.items()
         }
         settings = {"help_option_names": ["-h", "--help"]}
@@ -63,6 +64,7 @@ class LazyGroup(click.RichGroup):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
         command: click.Command = import_module(f"{self.package}.{module}").command
+        command.context_class = HelpContext
         if not any("--format" in parameter.opts for parameter in command.params):
             command.params.append(format_option)
         return command
@@ -208,10 +210,13 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
         return (result if isinstance(result, int) else 0), True
     except Exit as end:
         return int(end.exit_code), False
-    # Click raises this after showing the help for missing arguments, or if the pipe for standard output is closed
+    # Click raises this if the pipe for standard output is closed
     except SystemExit as end:
         left = isinstance(end.__context__, BrokenPipeError)
         return (end.code if isinstance(end.code, int) and not left else 0), False
+    except NoArgsIsHelpError as error:
+        click.echo(error.message, color=True)
+        return int(error.exit_code), False
     except click.ClickException as error:
         _misused(error, output)
         return int(error.exit_code), True

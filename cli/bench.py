@@ -7,9 +7,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
-from specc.cli.options import device_option, json_option, picture_option, set_option, spec_argument
+from specc.cli.options import device_option, json_option, number_option, picture_option, set_option, spec_argument
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
 
@@ -29,42 +29,33 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 @click.option(
     "--at", default="", metavar="TEXT", help="Measure only kernels, groups and int8 products whose path contains TEXT."
 )
-@click.option(
+@number_option(
     "--steps",
-    type=click.IntRange(min=1),
     default=10,
-    show_default=True,
     help="Number of training steps per measurement, for `step`, `optimizer` and each row of `table`.",
 )
-@click.option(
-    "--gpus",
-    type=click.IntRange(min=1),
-    help="Number of processes for the distributed rows of `table`. Each process uses one GPU.",
-)
+@number_option("--gpus", help="Number of processes for the distributed rows of `table`. Each process uses one GPU.")
 @click.option(
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
     help="Weights for `decode`. By default, initial weights, with which decoded lines are long.",
 )
-@click.option(
+@number_option(
     "--batch",
     "batches",
     multiple=True,
-    type=click.IntRange(min=1),
     help="Number of texts to `decode` at once. Repeatable. By default, 1, 8, 64 and 256; on a CPU, 1 and 8.",
 )
-@click.option(
+@number_option(
     "--context",
     "contexts",
     multiple=True,
-    type=click.IntRange(min=1),
     help="Length of each text, in tokens, when `decode` ends. Repeatable. By default, 128, 512, 2048 and 8192, each "
     "at most the model's context; on a CPU, 128 and 512.",
 )
-@click.option(
+@number_option(
     "--tokens",
-    type=click.IntRange(min=1),
     help="Number of tokens at the end of each text that `decode` times. By default, 64, but at most half of the "
     "model's context.",
 )

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import Compiling, all_specs
 from specc.cli.output import command_output

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rich_click as click
+import click
 
 from specc.cli.options import Compiling, SpecPath, all_specs, generated_beside, only_spec
 from specc.cli.output import command_output, tell

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich_click as click
+import click
 
-from specc.cli.options import device_option, json_option, picture_option, tokenizers_option
+from specc.cli.options import device_option, json_option, number_option, picture_option, tokenizers_option
 from specc.cli.output import Stages, say
 
 if TYPE_CHECKING:
@@ -25,26 +25,13 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Measure the expected calibration error of next-token probabilities on the validation split.",
 )
-@click.option(
-    "--max-tokens",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=65536,
-    show_default=True,
-    help="Number of validation tokens for --calibration.",
-)
+@number_option("--max-tokens", metavar="N", default=65536, help="Number of validation tokens for --calibration.")
 @click.option("--prompt", help="Also print the text that the first run of each group writes after this prompt.")
-@click.option(
-    "--length",
-    type=click.IntRange(min=1),
-    default=100,
-    show_default=True,
-    help="Maximum number of tokens of the texts of --prompt.",
-)
+@number_option("--length", default=100, help="Maximum number of tokens of the texts of --prompt.")
 @click.option(
     "--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature of the texts of --prompt."
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the texts of --prompt.")
+@number_option("--seed", default=0, least=0, help="Seed of the texts of --prompt.")
 @device_option
 @tokenizers_option
 @json_option

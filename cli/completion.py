@@ -1,6 +1,6 @@
 """The `completion` command, which prints the script for completion in a shell."""
 
-import rich_click as click
+import click
 from click import get_current_context
 
 

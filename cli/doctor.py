@@ -1,6 +1,6 @@
 """The `doctor` command, which checks the machine."""
 
-import rich_click as click
+import click
 
 from specc.cli.options import json_option
 from specc.cli.output import command_output, say

@@ -5,13 +5,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.options import (
     device_option,
     folder,
     json_option,
     model_argument,
+    number_option,
     stated,
     tokenizers_option,
     with_data,
@@ -29,17 +30,9 @@ from specc.cli.processes import Repeatable, joined_world, launched
     "For a model that maps lines to lines: a file of lines, `polynomial` or `polynomial:SPLIT`. "
     "By default, the data of the run.",
 )
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    help="Number of windows or lines per batch. By default, the number of the spec.",
-)
-@click.option("--window", type=click.IntRange(min=1), help="Tokens per window. By default, the number of the spec.")
-@click.option(
-    "--stride",
-    type=click.IntRange(min=1),
-    help="Tokens between the starts of two windows. By default, the stride of the spec.",
-)
+@number_option("--batch", help="Number of windows or lines per batch. By default, the number of the spec.")
+@number_option("--window", help="Tokens per window. By default, the number of the spec.")
+@number_option("--stride", help="Tokens between the starts of two windows. By default, the stride of the spec.")
 @click.option(
     "--adapt",
     metavar="KIND",
@@ -55,11 +48,10 @@ from specc.cli.processes import Repeatable, joined_world, launched
     metavar="FILE",
     help="Score the examples of a file instead of data: multiple choice, cloze, or texts. Repeatable.",
 )
-@click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), help="Score only the first N tokens.")
+@number_option("--max-tokens", metavar="N", help="Score only the first N tokens.")
 @click.option("--quantized", is_flag=True, help="Score the quantized model of a run.")
-@click.option(
+@number_option(
     "--gpus",
-    type=click.IntRange(min=1),
     help="Number of processes on this machine, one per GPU. The processes use the CPU with --target cpu, or if the run "
     "used the CPU and this machine has no suitable GPU.",
 )

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import Compiling, checked_targets, json_option, set_option, target_option
 

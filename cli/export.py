@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 from click.core import ParameterSource
 
 from specc.cli.committed import require_built_run
-from specc.cli.options import folder, run_argument, tokenizers_option
+from specc.cli.options import folder, number_option, run_argument, tokenizers_option
 from specc.cli.output import find_over_budget, say
 from specc.runtime.export.formats import format_names, format_of, formats_with
 
@@ -47,13 +47,7 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
     type=click.Choice(["f32", "bf16", "f16"]),
     help="Dtype of the weights of hf. By default, the dtypes of the imported weights, or f32 without imported weights.",
 )
-@click.option(
-    "--shard-bytes",
-    type=click.IntRange(min=1),
-    default=5_000_000_000,
-    show_default=True,
-    help="Maximum size of a weight file of hf.",
-)
+@number_option("--shard-bytes", default=5_000_000_000, help="Maximum size of a weight file of hf.")
 @click.option(
     "--codec",
     type=click.Choice(["brotli", "lzma"]),
@@ -68,7 +62,7 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
 @tokenizers_option
 @click.pass_context
 def command(
-    context: click.RichContext,
+    context: click.Context,
     /,
     run: Path,
     kind: str,

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import rich_click as click
+import click
 from click import get_current_context
 from click.core import ParameterSource
 
-from specc.cli.options import device_option, model_argument, tokenizers_option
+from specc.cli.options import device_option, model_argument, number_option, tokenizers_option
 from specc.cli.output import say, stream
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ def _utf8(prompt: str) -> bytes:
     return text
 
 
+def _read_lines(file: BinaryIO) -> list[str]:
+    """Returns the lines of a file. Raises UsageError if the file is not valid UTF-8."""
+    from specc.runtime.data.tokenizers.characters import lines_of
+
+    try:
+        return lines_of(file.read().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file.name} is not valid UTF-8 at byte {error.start}") from None
+
+
 def _write_many(
     opened: "OpenedModel",
     prompts: BinaryIO,
@@ -62,15 +72,11 @@ def _write_many(
     Raises:
         UsageError: if the file has no prompt or is not valid UTF-8, or if the model maps lines to lines.
     """
-    from specc.runtime.data.tokenizers.characters import lines_of
     from specc.runtime.generate import generate_many
 
     if opened.spec.model.reads == "lines":
         raise click.UsageError(f"{opened.spec.name} maps lines to lines: use --lines FILE")
-    try:
-        starts = lines_of(prompts.read().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{prompts.name} is not valid UTF-8 at byte {error.start}") from None
+    starts = _read_lines(prompts)
     if not starts:
         raise click.UsageError(f"{prompts.name} has no prompts: write one per line")
     texts: dict[int, bytes] = {}
@@ -93,26 +99,14 @@ def _write_many(
     type=click.File("rb"),
     help="File with one prompt per line, or `-` for standard input. Texts of different lengths are decoded together.",
 )
-@click.option(
-    "--batch",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Maximum number of texts at once, for --prompts.",
-)
+@number_option("--batch", default=32, help="Maximum number of texts at once, for --prompts.")
 @click.option(
     "--lines",
     type=click.File("rb"),  # opened as binary, because in text mode a single carriage return would end a line
     help="File of lines to transform, or `-` for standard input. For a model that maps lines to lines.",
 )
-@click.option(
-    "--beam",
-    type=click.IntRange(min=1, max=1024),
-    help="Beam width for --lines. By default, the beam width of the spec.",
-)
-@click.option(
-    "--max-tokens", type=click.IntRange(min=0), default=200, show_default=True, help="Maximum number of new tokens."
-)
+@number_option("--beam", most=1024, help="Beam width for --lines. By default, the beam width of the spec.")
+@number_option("--max-tokens", default=200, least=0, help="Maximum number of new tokens.")
 @click.option(
     "--temperature",
     type=float,
@@ -128,14 +122,8 @@ def _write_many(
     show_default=True,
     help="Sample from the smallest set of tokens that has this probability.",
 )
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Seed of the sampling.")
-@click.option(
-    "--samples",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of texts. Their seeds are SEED, SEED + 1, ...",
-)
+@number_option("--seed", default=0, least=0, most=MAX_SEED, help="Seed of the sampling.")
+@number_option("--samples", default=1, help="Number of texts. Their seeds are SEED, SEED + 1, ...")
 @click.option("--compile", is_flag=True, help="Compile decoding steps with torch.compile, which takes a minute.")
 @click.option("--quantized", is_flag=True, help="Use the quantized model of a run.")
 @device_option
@@ -166,15 +154,11 @@ def command(
     _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
         from specc.runtime.data.errors import LineError
-        from specc.runtime.data.tokenizers.characters import lines_of
         from specc.runtime.decode.lines import translator_of
         from specc.runtime.open_model import open_model
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
-        try:
-            sources = lines_of(lines.read().decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
+        sources = _read_lines(lines)
         try:
             translated = translator_of(opened, beam).translate(sources)
         except LineError as error:

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import folder, stated
 from specc.cli.output import say

@@ -3,14 +3,20 @@
 import shlex
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import SPECS, Compiling
 
 
 @click.command("init", cls=Compiling)
 @click.argument("name")
-@click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="Spec to copy.")
+@click.option(
+    "--from",
+    "origin",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Spec to copy: a file, the name of a spec in specs/, or the name of an example of specc, such as gpt_mini.",
+)
 @click.option(
     "--small",
     is_flag=True,
@@ -19,9 +25,9 @@ from specc.cli.options import SPECS, Compiling
 )
 def command(name: str, origin: Path, small: bool) -> None:
     """Copy a spec, with its comments, to a new name."""
-    from specc.compiler.init import copied
+    from specc.compiler.init import copied, origin_of
 
-    path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"
+    path = origin if origin.suffix == ".yaml" else origin_of(str(origin), SPECS)
     target = SPECS / f"{name}.yaml"
     copied(path, target, name, small)
     click.echo(f"wrote {target}; next: specc {'train' if small else 'plan'} {shlex.quote(str(target))}")

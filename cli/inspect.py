@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import (
     device_option,
     folder,
     json_option,
+    number_option,
     run_argument,
     stated,
     tokenizers_option,
@@ -26,37 +27,20 @@ from specc.cli.output import Stages, say
     type=click.Choice(["ranks", "heads", "units", "norms", "experts", "sensitivity"]),
     help="Measure only this part. Repeatable. By default, all parts.",
 )
-@click.option(
+@number_option(
     "--bits",
     multiple=True,
-    type=click.IntRange(1, 16),
+    most=16,
     help="Bits at which the sensitivity is measured. Repeatable. By default, the schemes of the spec.",
 )
-@click.option(
+@number_option(
     "--top",
-    type=click.IntRange(min=1),
     help="Number of largest singular values whose share of the energy is stated. By default, a tenth of all values.",
 )
-@click.option(
-    "--sequences",
-    type=click.IntRange(min=2),
-    default=16,
-    show_default=True,
-    help="Number of rows of text for heads, units and norms.",
-)
-@click.option(
-    "--window",
-    type=click.IntRange(min=4),
-    default=512,
-    show_default=True,
-    help="Number of tokens per row, at most the context.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=65536,
-    show_default=True,
-    help="Number of tokens of the validation split on which the sensitivity is measured.",
+@number_option("--sequences", default=16, least=2, help="Number of rows of text for heads, units and norms.")
+@number_option("--window", default=512, least=4, help="Number of tokens per row, at most the context.")
+@number_option(
+    "--max-tokens", default=65536, help="Number of tokens of the validation split on which the sensitivity is measured."
 )
 @click.option("--data", callback=stated, help="Data to measure on. By default, the data of the run.")
 @click.option(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import rich_click as click
+import click
 
 folder = click.Path(path_type=Path)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,7 +29,7 @@ def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     return value
 
 
-class Compiling(click.RichCommand):
+class Compiling(click.Command):
     """A command that compiles and exits. Garbage collection is disabled, because it would take a quarter of the run
     time.
     """
@@ -73,6 +73,12 @@ model_argument = click.argument("model", type=folder, metavar="RUN|ARTIFACT", ca
 tokenizers_option = click.option(
     "--tokenizers", multiple=True, type=folder, help="Folder to search for the file of the tokenizer. Repeatable."
 )
+
+
+def number_option(*names: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Callable[[F], F]:
+    """Returns an option of a whole number from `least` to `most`. Its help shows the default, if it has one."""
+    shown = "default" in settings
+    return click.option(*names, type=click.IntRange(least, most), show_default=shown, help=help, **settings)
 
 
 def picture_option(text: str) -> Callable[[F], F]:

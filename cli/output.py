@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import rich_click as click
+import click
 from click import get_current_context
 
 if TYPE_CHECKING:

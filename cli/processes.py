@@ -4,13 +4,13 @@ import os
 import sys
 from typing import Any
 
-import rich_click as click
+import click
 from click import get_current_context
 
 from specc.cli.output import say
 
 
-class Repeatable(click.RichCommand):
+class Repeatable(click.Command):
     """A command that stores its arguments, so that other processes can be started with them. The options after
     `--` are for torchrun.
     """

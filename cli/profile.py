@@ -5,9 +5,9 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import rich_click as click
+import click
 
-from specc.cli.options import device_option, json_option, set_option, spec_argument
+from specc.cli.options import device_option, json_option, number_option, set_option, spec_argument
 from specc.cli.output import say
 
 
@@ -15,10 +15,8 @@ from specc.cli.output import say
 @spec_argument
 @device_option
 @set_option
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Number of training steps to record."
-)
-@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Number of kernels to print.")
+@number_option("--steps", default=3, help="Number of training steps to record.")
+@number_option("--top", default=20, help="Number of kernels to print.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -4,12 +4,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.committed import require_built_run
 from specc.cli.options import (
     device_option,
     json_option,
+    number_option,
     run_argument,
     stated,
     tokenizers_option,
@@ -24,10 +25,8 @@ from specc.cli.processes import end_with_parent
 @click.option(
     "--data", callback=stated, help="Data for calibration and for the measured losses. By default, the data of the run."
 )
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    help="Number of tokens on which losses are measured. By default, the whole validation split.",
+@number_option(
+    "--max-tokens", help="Number of tokens on which losses are measured. By default, the whole validation split."
 )
 @click.option(
     "--set",

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import rich_click as click
+import click
 from click import get_current_context
 from click.core import ParameterSource
 
-from specc.cli.options import device_option, folder, run_argument, tokenizers_option
+from specc.cli.options import device_option, folder, number_option, run_argument, tokenizers_option
 from specc.cli.output import say
 
 OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
@@ -25,10 +25,8 @@ OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
     help="Start of a sample, or a line to transform. Repeatable. By default, two texts without a prompt, or lines of "
     "the validation split.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 2), default=0, show_default=True, help="Seed of the samples.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Maximum tokens of a sample."
-)
+@number_option("--seed", default=0, least=0, most=2**63 - 2, help="Seed of the samples.")
+@number_option("--max-tokens", default=200, help="Maximum tokens of a sample.")
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="Temperature of the samples.")
 @click.option(
     "--no-samples", is_flag=True, help="Generate no samples. Samples that the run already stores are still shown."

@@ -1,6 +1,6 @@
 """The `schema` command, which prints the JSON Schemas of specs and of findings."""
 
-import rich_click as click
+import click
 
 from specc.cli.options import SPECS, Compiling
 from specc.cli.output import command_output

@@ -4,15 +4,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import rich_click as click
+import click
 
-from specc.cli.options import Compiling, json_option, model_argument
+from specc.cli.options import Compiling, json_option, model_argument, number_option
 from specc.cli.output import find_over_budget, say
 
 
 @click.command("size", cls=Compiling)
 @model_argument
-@click.option("--budget", type=click.IntRange(min=1), help="Budget in bytes. By default, the budget of the spec.")
+@number_option("--budget", help="Budget in bytes. By default, the budget of the spec.")
 @click.option(
     "--plain",
     is_flag=True,

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich_click as click
+import click
 
-from specc.cli.options import folder, json_option, picture_option, stated, tokenizers_option
+from specc.cli.options import folder, json_option, number_option, picture_option, stated, tokenizers_option, with_data
 from specc.cli.output import say
 
 if TYPE_CHECKING:
@@ -23,14 +23,12 @@ if TYPE_CHECKING:
 @click.option("--out", "directory", type=folder, help="Folder of the sweep. By default, runs/ and the name of FILE.")
 @click.option("--data", callback=stated, help="Training data, instead of the data that FILE names.")
 @click.option("--target", help="Target of all runs, instead of the target that FILE names.")
-@click.option(
+@number_option(
     "--jobs",
-    type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Number of runs at the same time on each GPU, or on the CPU. Runs on the CPU share its cores.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs to use. By default, all visible GPUs.")
+@number_option("--gpus", help="Number of GPUs to use. By default, all visible GPUs.")
 @click.option("--dry-run", is_flag=True, help="Check the file and all specs, list the runs, and start none.")
 @click.option("--table", is_flag=True, help="Start no run, and print the results so far.")
 @click.option("--extend", is_flag=True, help="Accept a FILE with more settings or seeds than the folder has.")
@@ -90,7 +88,7 @@ def command(
         require_free_or_begun(directory)
         with locked(directory):
             sweep_folder = SweepFolder.open(directory, sweep, threads_of(len(slots)), extend)
-            places = (*tokenizers, sweep.spec.parent, *([Path(data)] if data and Path(data).is_dir() else []))
+            places = with_data((*tokenizers, sweep.spec.parent), data)
             outcome = _run(sweep_folder, slots, places, until)
             failed = outcome.failed
             if outcome.left:

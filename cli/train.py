@@ -6,13 +6,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
 from specc.cli.committed import compile_committed, require_built
 from specc.cli.options import (
     SPECS,
     device_option,
     folder,
+    number_option,
     only_spec,
     set_option,
     stated,
@@ -35,9 +36,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     "(the default). For a model that maps lines to lines: a file of lines, or `polynomial` (the default).",
 )
 @device_option
-@click.option(
+@number_option(
     "--gpus",
-    type=click.IntRange(min=1),
     help="Number of processes on this machine, one per GPU. With --target cpu, the processes run on the CPU. "
     "Options of torchrun may follow after `--`.",
 )
@@ -47,11 +47,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     type=click.Choice(["auto"]),
     help="Resume from the newest valid checkpoint. With --run but no SPEC, all settings are taken from the run.",
 )
-@click.option(
-    "--steps",
-    metavar="N",
-    type=click.IntRange(min=0),
-    help="Stop after N steps of the run in total. The schedule does not change.",
+@number_option(
+    "--steps", metavar="N", least=0, help="Stop after N steps of the run in total. The schedule does not change."
 )
 @click.option(
     "--max-seconds",

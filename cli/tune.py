@@ -4,7 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import json_option, set_option, spec_argument, target_option
 from specc.cli.output import say

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import Compiling, SpecPath, set_option
 from specc.cli.output import command_output

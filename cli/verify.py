@@ -4,7 +4,7 @@ import json
 from itertools import chain
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli.options import checked_targets, json_option, spec_argument, target_option
 from specc.cli.output import command_output

@@ -2,6 +2,7 @@
 
 # Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
 LAYERS = (
+    "records",
     "errors",
     "strict",
     "pattern",

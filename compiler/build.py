@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
+from specc.compiler.records import record
 from specc.compiler.spec.check import load, to_diagnostics
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
@@ -32,7 +33,7 @@ DECODING = "decoding"  # the name of plans for decoding steps, which no build wr
 CALLED = "called"  # the name of the function in the result of `called_text`
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Planned:
     """A checked spec and the plans of its targets.
 
@@ -56,7 +57,7 @@ class Planned:
         return lock_use(self.lock, self.plans, self.spec)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Built(Planned):
     """A planned spec with the text of its generated files. Keys of `files` are paths below generated/<name>/."""
 
@@ -142,7 +143,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
     return Built(spec, planned.plans, planned.deployed, lock, files)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _Request:
     """The arguments of `compiled`, as a key of the cache of this function. Two requests are equal if they have the same
     texts and targets."""

@@ -50,10 +50,7 @@ class Schedule(StrictModel):
                 f"the times of points must start at 0 and increase, but are {', '.join(f'{time:g}' for time in times)}"
             )
             yield Problem(
-                ("at",),
-                "S250",
-                message,
-                "start at time 0, and give each point a later time than the point before it",
+                ("at",), "S250", message, "start at time 0, and give each point a later time than the point before it"
             )
         elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
             limit = "below" if self.between == "step" else "at most"

@@ -1,5 +1,6 @@
 """Creates a spec as a copy of another spec."""
 
+import importlib.resources
 import re
 from pathlib import Path
 
@@ -10,6 +11,21 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.json_schema import schema_text
 
 MODELINE = "$schema=schema.json"  # editors read the path of the schema from this line
+
+
+def origin_of(name: str, folder: Path) -> Path:
+    """Returns the file of a spec in `folder` or, if it does not exist, of an example that is installed with specc.
+
+    Raises SpeccError if there is no spec of this name.
+    """
+    path = folder / f"{name}.yaml"
+    if path.exists():
+        return path
+    installed = Path(str(importlib.resources.files("specc.specs")))
+    if (path := installed / f"{name}.yaml").exists():
+        return path
+    names = sorted({path.stem for place in (folder, installed) for path in place.glob("*.yaml")})
+    raise SpeccError(f"there is no spec named {name}", f"name a file, or one of {', '.join(names)}")
 
 
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
@@ -38,10 +54,8 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     text = origin.read_text(encoding="utf-8")
     renamed, count = re.subn(r"(?m)^name:[ \t]*[a-z][a-z0-9_]*", f"name: {name}", text, count=1)
     if not count:
-        raise SpeccError(
-            f"{origin} has no line `name: ...` at the left margin",
-            "write `name: ...` on a separate line, without indentation",
-        )
+        message = f"{origin} has no line `name: ...` at the left margin"
+        raise SpeccError(message, "write `name: ...` on a separate line, without indentation")
     load(renamed)
     renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -52,10 +52,7 @@ FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_product
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
 FOLD_SCALES: Pass = ("fold_scales", lambda programs, spec, target: fold_scales(programs, spec.fold))
 MERGE_LINEARS: Pass = ("merge_linears", lambda programs, spec, target: merge_linears(programs, spec.merge))
-JOIN_GROUPS: Pass = (
-    "join_groups",
-    lambda programs, spec, target: join_groups(programs) if spec.merge else programs,
-)
+JOIN_GROUPS: Pass = ("join_groups", lambda programs, spec, target: join_groups(programs) if spec.merge else programs)
 DERIVE_WEIGHTS: Pass = (
     "derive_weights",
     lambda programs, spec, target: derive_weights(programs) if spec.merge or spec.fold else programs,

@@ -2,12 +2,14 @@
 
 import keyword
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
+
+from specc.compiler.records import record
 
 
 def _usable(name: str) -> str:
@@ -81,7 +83,7 @@ def later(default: Any) -> Any:
     return Field(default, exclude_if=lambda value: value == default)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Problem:
     """One problem of a spec.
 

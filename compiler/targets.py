@@ -1,10 +1,10 @@
 """The compilation targets and their features. Each target is a row of data. No other code of the compiler depends on
 the name of a target."""
 
-from dataclasses import dataclass
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Target:
     """A device to compile for.
 

@@ -1,4 +1,4 @@
-"""The generated files of docs/: every field of a spec, every command, every error code, and pictures.
+"""The generated files of docs/: every field of a spec, every command, every error code, packages and pictures.
 
 `python docs/generate.py --write` writes them, `--check` exits 1 where one is stale.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import click
 from pictures import pictures
 from promise_page import promise_page
+from sbom import sbom
 
 from specc.compiler.errors.codes import CODES, INTERRUPTED, exit_code_of
 from specc.compiler.errors.codes import EXIT_CODES as EXITS
@@ -59,6 +60,7 @@ def files() -> dict[str, str]:
     return {
         **{f"reference/{name}.md": page() for name, page in pages.items()},
         "reference/findings.schema.json": findings_schema(),
+        "reference/sbom.cdx.json": sbom(),
         "promises.md": HEADER + promise_page(),
         **{f"pictures/{name}": text for name, text in pictures().items()},
     }

@@ -197,11 +197,11 @@ class RunFacts:
 
     def commands(self) -> Sequence[str]:
         lines = [
-            f"specc train spec.json --data {_quoted(Path(self.run.data).name)} --target {self.run.target} --run RUN"
+            f"specc train spec.json --data {shlex.quote(Path(self.run.data).name)} --target {self.run.target} --run RUN"
         ]
         if self.quantization is not None:
             overrides = self.quantization.get("overrides")
-            sets = [f" --set {_quoted(str(text))}" for text in overrides] if isinstance(overrides, list) else []
+            sets = [f" --set {shlex.quote(str(text))}" for text in overrides] if isinstance(overrides, list) else []
             lines.append(f"specc quantize RUN{''.join(sets)}")
         return lines
 
@@ -236,7 +236,3 @@ def _split(result: Record) -> str:
 
 def _text(value: object) -> str:
     return MISSING if value is None else str(value)
-
-
-def _quoted(text: str) -> str:
-    return shlex.quote(text)

@@ -8,6 +8,7 @@ FOLDERS = {
     "cli": "cli",
     "compiler": "compiler",
     "runtime": "runtime",
+    "specs": "specs",
     "templates": "templates",
     "docs/reference": "reference",
 }

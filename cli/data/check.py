@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import rich_click as click
+import click
 
 from specc.cli import options
 from specc.cli.options import json_option, tokenizer_of, tokenizers_option

@@ -4,9 +4,9 @@ import shlex
 import sys
 from pathlib import Path
 
-import rich_click as click
+import click
 
-from specc.cli.options import folder
+from specc.cli.options import folder, number_option
 from specc.cli.output import say
 
 
@@ -15,13 +15,7 @@ from specc.cli.output import say
 @click.option(
     "--out", type=folder, required=True, help="Folder to fill. With the same folder, an interrupted download resumes."
 )
-@click.option(
-    "--shards",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    help="Number of training shards, of 100 million tokens each.",
-)
+@number_option("--shards", default=10, help="Number of training shards, of 100 million tokens each.")
 @click.option("--repo", help="Repository with the same files. By default, the official repository.")
 @click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
 @click.option("--yes", is_flag=True, help="Download without asking.")

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
-from specc.cli.options import folder, tokenizer_of, tokenizers_option
+from specc.cli.options import folder, number_option, tokenizer_of, tokenizers_option
 from specc.cli.output import say
 
 
@@ -50,13 +50,7 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
     callback=_plain,
     help="Prefix of the names of the shards, as in NAME_train_000000.bin.",
 )
-@click.option(
-    "--shard-tokens",
-    type=click.IntRange(1, 2**31 - 1),
-    default=100_000_000,
-    show_default=True,
-    help="Tokens per shard.",
-)
+@number_option("--shard-tokens", default=100_000_000, most=2**31 - 1, help="Tokens per shard.")
 @tokenizers_option
 def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
     """Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.

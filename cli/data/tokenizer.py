@@ -4,9 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import rich_click as click
+import click
 
-from specc.cli.options import folder
+from specc.cli.options import folder, number_option
 from specc.cli.output import say
 
 
@@ -18,7 +18,7 @@ from specc.cli.output import say
     required=True,
     help="File to write: *.json or *.tiktoken for a byte-level BPE, *.model for SentencePiece.",
 )
-@click.option("--vocab", type=click.IntRange(1, 2**24), required=True, help="Number of ids, with the special tokens.")
+@number_option("--vocab", required=True, most=2**24, help="Number of ids, with the special tokens.")
 @click.option(
     "--pattern",
     default="gpt2",
@@ -37,9 +37,7 @@ from specc.cli.output import say
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
     help="End of each document, as in `data pack`.",
 )
-@click.option(
-    "--max-bytes", "most_bytes", type=click.IntRange(1), default=10**9, show_default=True, help="Bytes of text to read."
-)
+@number_option("--max-bytes", "most_bytes", default=10**9, help="Bytes of text to read.")
 def command(**given: Any) -> None:
     """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
 

@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Annotated, Any
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic_core import InitErrorDetails
 
 from specc.compiler.architectures.block import Block

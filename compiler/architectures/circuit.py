@@ -1,20 +1,21 @@
 """The expressions in a block, an encoder or a decoder, and the checks of these expressions."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
 from specc.compiler.blocks.parts import Part
 from specc.compiler.blocks.wiring import IDS, Expressions, Learned, number_problem, texts_of
 from specc.compiler.expr import Var
 from specc.compiler.expr.wiring import VALUE, EarlierValue, Wiring, parse_wiring
+from specc.compiler.records import record
 from specc.compiler.strict import Path, Problem
 
 STREAM = "x"  # the name of the residual stream in blocks with a single stream
 Streams = tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@record
 class Circuit:
     """Parts in order, and the expressions between them.
 

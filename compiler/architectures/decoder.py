@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by, refused_at
 from specc.compiler.programs.tables import Tables
+from specc.compiler.records import record
 from specc.compiler.strict import NonNegative, Path, Problem, StrictModel, Unit, accepted_by, later
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class _Trunk(NamedTuple):
     context: LoweringContext
 
 
-@dataclass(frozen=True)
+@record
 class _Lowering:
     """Lowers a decoder in which each schedule is replaced by the value of one phase. A phase is a part of the training
     run in which no schedule of the model changes.

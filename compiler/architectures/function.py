@@ -61,12 +61,7 @@ class Function:
 
 
 def begin_parts(
-    b: Builder,
-    parts: Sequence[tuple[Part, Shape]],
-    context: LoweringContext,
-    names: Sequence[str],
-    at: str,
-    name: str,
+    b: Builder, parts: Sequence[tuple[Part, Shape]], context: LoweringContext, names: Sequence[str], at: str, name: str
 ) -> dict[str, str]:
     """Adds the call that computes the state of parts before the first token. Returns the state by part and key.
 

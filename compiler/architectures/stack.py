@@ -17,13 +17,14 @@ from specc.compiler.expr.wiring import OUTPUT, VALUE, EarlierValue
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import Dim, TypeRuleError
 from specc.compiler.programs.programs import LoweringError
+from specc.compiler.records import record
 from specc.compiler.strict import Path, Problem
 
 DEFAULT_WRITE = f"{STREAM} + y"
 NOTHING: Mapping[Any, str] = {}
 
 
-@dataclass(frozen=True)
+@record
 class Stack:
     """Lowers blocks in one program. The blocks have the paths 0, 1, ... under the path of the call site."""
 

@@ -116,12 +116,7 @@ class Loop(NamedTuple):
         return dict(zip(carried, refs, strict=False))
 
     def _step(
-        self,
-        step: Function,
-        sequences: Mapping[str, str],
-        before: str,
-        read: Sequence[str],
-        context: LoweringContext,
+        self, step: Function, sequences: Mapping[str, str], before: str, read: Sequence[str], context: LoweringContext
     ) -> Mapping[str, str]:
         """Adds one step to the function `step`. Returns the outputs by name. In the inputs and outputs, the state of
         all recurrent stages comes first. The arguments for state are only names. The caller of this method replaces

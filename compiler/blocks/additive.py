@@ -41,12 +41,8 @@ class AdditiveStage(Stage):
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
         if self.form == "relu" and self.width != 1:
-            yield Problem(
-                ("width",),
-                "S232",
-                "additive attention with form relu has no width",
-                "remove width, or use `form: tanh`",
-            )
+            message = "additive attention with form relu has no width"
+            yield Problem(("width",), "S232", message, "remove width, or use `form: tanh`")
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         keys, values = shape.activation("B", "S", self.width), shape.activation("B", "S", shape.source)

@@ -1,7 +1,7 @@
 """The context in which a block is lowered: the model's sizes, shared values, state, and the functions of the model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from specc.compiler.ir.builder import Builder
@@ -9,10 +9,11 @@ from specc.compiler.ir.graph import output_refs
 from specc.compiler.ir.types import COMPUTE, Dim, TensorType
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.tables import Tables
+from specc.compiler.records import record
 from specc.compiler.strict import Path
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shape:
     """The sizes and the settings of the model that the checks and the lowering of a part read.
 
@@ -73,7 +74,7 @@ class Shape:
         return TensorType(dims, COMPUTE)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Lowered:
     """The result of lowering a layer.
 
@@ -107,7 +108,7 @@ class CallSite(NamedTuple):
     phase: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LoweringContext:
     """The values that a part can read besides its input. A value is empty if the program lacks it.
 
@@ -152,7 +153,7 @@ class LoweringContext:
     wire: Callable[[str, str, Mapping[str, str], int], str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shared:
     """A computation that runs once, for several layers.
 

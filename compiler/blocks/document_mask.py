@@ -4,16 +4,16 @@ All layers share the input of the mask, the first position of each token's docum
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from specc.compiler.blocks.context import LoweringContext, Shared
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.documents import DocumentStarts, DocumentStartsCached
 from specc.compiler.ops.previous import KeepLast
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Documents(Shared):
     """The first position of each token's document, i64[B, T]. `mark` is the id that begins a document."""
 

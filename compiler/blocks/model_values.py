@@ -1,14 +1,15 @@
 """Learned values that all blocks of a stack share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from specc.compiler.blocks.context import LoweringContext, Shape, Shared
 from specc.compiler.blocks.wiring import IDS, Learned, add
 from specc.compiler.ir.builder import Builder
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelValue(Shared):
     """The learned value `path`, which may depend on other learned values in `values`."""
 

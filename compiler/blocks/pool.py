@@ -47,10 +47,7 @@ class Pool(StrictModel):
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
-                ("mask",),
-                "S289",
-                message,
-                "add the condition on `document` to both masks, or remove it from pool.mask",
+                ("mask",), "S289", message, "add the condition on `document` to both masks, or remove it from pool.mask"
             )
         if self.block > context:
             message = f"a block has {self.block} tokens, but the context has only {context}"
@@ -62,12 +59,8 @@ class Pool(StrictModel):
             message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
-            yield Problem(
-                ("seed",),
-                "S289",
-                f"seed applies to random tokens, but {self.by} chooses none",
-                "remove seed, or use `by: reservoir`",
-            )
+            message = f"seed applies to random tokens, but {self.by} chooses none"
+            yield Problem(("seed",), "S289", message, "remove seed, or use `by: reservoir`")
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError if the

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import ceil, floor, log, pi
 from typing import Annotated, Literal
 
@@ -15,6 +15,7 @@ from specc.compiler.ir.graph import output_refs
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.positions import Rope, RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
 from specc.compiler.programs.init import formula, reading, value_of
+from specc.compiler.records import record
 from specc.compiler.strict import ExprText, Positive, PositiveFloat, Problem, StrictModel, later
 
 MOST_DIMS = 65_536  # checking the frequencies of a larger head would take minutes
@@ -191,7 +192,7 @@ class RopeSpec(StrictModel):
             yield Problem(("scaling",), "S270", message, "change the scaling, or the base")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RopeTable(Shared):
     """The cosine and sine of the rotary angles at each position."""
 

@@ -10,7 +10,8 @@ from specc.compiler.expr import Binary, Const, Expr, ExprError, Var, parse, subs
 from specc.compiler.expr import number as compute
 from specc.compiler.expr.index import condition_holds, formula_value, names_in
 from specc.compiler.expr.parse import column_of
-from specc.compiler.expr.values import ONE, rebuild
+from specc.compiler.expr.traverse import rebuild
+from specc.compiler.expr.values import ONE
 from specc.compiler.expr.wiring import NUMBERS, Wiring, parse_wiring, repeated, replaced
 from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ops.linear import Linear
@@ -67,16 +68,11 @@ class Learned(StrictModel):
             message = "a learned value without `of` needs a number as its init"
             yield Problem((), "S205", message, "for example `init: 1`, or a formula of `layer`")
         if self.of is not None and isinstance(self.shape, tuple):
-            yield Problem(
-                ("shape",),
-                "S241",
-                "a learned value with `of` cannot be a table",
-                "write one number, the features per token",
-            )
+            message = "a learned value with `of` cannot be a table"
+            yield Problem(("shape",), "S241", message, "write one number, the features per token")
         if self.features is not None and self.of in (None, IDS):
-            yield Problem(
-                ("features",), "S241", "`features` needs `of`, which states the value to read", "remove features"
-            )
+            message = "`features` needs `of`, which states the value to read"
+            yield Problem(("features",), "S241", message, "remove features")
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the dims of one token's value. Raises ExprError if a formula has no value for `sizes`."""

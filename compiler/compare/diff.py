@@ -4,13 +4,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.generated_folder import MANIFEST
 from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.records import record
 from specc.compiler.report.step import Work
 from specc.compiler.report.summary import Summary, milliseconds, quantity
 from specc.compiler.spec.check import load
@@ -21,7 +21,7 @@ WIDTH = 120
 CONTEXT = 0  # context lines in diffs of generated code; none, because reviewers have the kernels next to the diff
 
 
-@dataclass(frozen=True)
+@record
 class Comparison:
     """Two built specs. `before` and `after` are the spec files. `spec_diff` has the lines of the unified diff of both
     files."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
+from specc.compiler.records import record
+
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
 EXIT_BUG = 70
@@ -28,7 +30,7 @@ class Mark:
     column: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Diagnostic:
     """One problem, its location and a hint that states how to fix it.
 

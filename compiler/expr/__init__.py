@@ -9,7 +9,8 @@ from .parse import parse, reread
 from .primitives import PRIMITIVES
 from .simplify import simplify
 from .spell import cuda_functions, cuda_text, cute_text, decided, score_text, torch_text, triton_text
-from .values import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, substitute, variables
+from .traverse import substitute, variables
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var
 
 __all__ = [
     "KEEPS",

@@ -29,22 +29,8 @@ from .derive import derive, homogeneous_degree
 from .evaluate import number
 from .primitives import PRIMITIVES
 from .simplify import simplify
-from .values import (
-    ONE,
-    ZERO,
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Neg,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import ONE, ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
 
 STEEPEST = 2.0  # largest factor by which the relative error of y may grow in the gradient
 

@@ -11,21 +11,8 @@ from .evaluate import number
 from .parse import parse
 from .primitives import PRIMITIVES
 from .simplify import assume, compare, simplify
-from .values import (
-    ONE,
-    ZERO,
-    Binary,
-    Call,
-    Compare,
-    Expr,
-    ExprError,
-    Neg,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import ONE, ZERO, Binary, Call, Compare, Expr, ExprError, Neg, Var, children
 
 CASES = 64  # maximum number of case distinctions
 # Sample points; no common function has a kink at one of them

@@ -1,12 +1,13 @@
 """Compares the planned backward pass of an expression with autograd, on inputs of many magnitudes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..records import record
 from .backward import KEEPS, plan_backward
 from .evaluate import torch_value
-from .values import Compare, Expr, children, variables
+from .traverse import variables
+from .values import Compare, Expr, children
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ HEADROOM = 2.0**-8
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Deviation:
     """A point at which a planned value or gradient is wrong. The planned number differs from two results of Torch, in
     float32 and in float64."""

@@ -8,33 +8,19 @@ over boxes proves that a condition never holds, or finds a pair for which it hol
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache, reduce
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
+from ..records import record
 from .algebra import addends, const, product_of
 from .positional import POSITIONAL, WholeFunction, whole_function
 from .primitives import PRIMITIVES
 from .simplify import simplify
-from .values import (
-    ALWAYS,
-    NEVER,
-    ZERO,
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import ALWAYS, NEVER, ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Var, children
 
 WORK = 50_000  # maximum number of boxes that a proof visits
 FAR = float(1 << 30)  # all positions are below this
@@ -282,7 +268,7 @@ def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
 BOX = ("i0", "i1", "j0", "j1", "d0", "d1", "h0", "h1")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Box:
     """Inclusive bounds of i, j, i - j and h."""
 

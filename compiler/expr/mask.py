@@ -10,21 +10,8 @@ from typing import NamedTuple
 from .interval import WORK, Undecided, atoms, example, largest_distance, negation, over_tile, python_function, truth
 from .parse import Positions, alternatives, parse, reread
 from .simplify import simplify
-from .values import (
-    ALWAYS,
-    NEVER,
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Var,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import ALWAYS, NEVER, Binary, Call, Compare, Const, Expr, ExprError, Logic, Var
 
 CAUSAL = "j <= i"
 FARTHEST = 1 << 20  # a proof first tries to cover all positions below this

@@ -1,7 +1,8 @@
 """Names of epilogues, for files and kernels."""
 
 from .evaluate import number
-from .values import Binary, Call, Expr, ExprError, Var, children, plain, variables
+from .traverse import variables
+from .values import Binary, Call, Expr, ExprError, Var, children, plain
 
 LONGEST = 48
 HINT = "give the activation a name: `act: {expr: ..., name: ...}`"

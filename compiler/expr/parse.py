@@ -164,11 +164,8 @@ def _scan(text: str, deepest: int) -> None:
         if len(opened) > deepest:
             raise ExprError(f"the expression is nested more than {deepest} levels deep", column, "split the expression")
     if opened:
-        raise ExprError(
-            "this parenthesis is not closed",
-            opened[-1],
-            "close it; within { } or [ ], put an expression with commas in quotes",
-        )
+        hint = "close it; within { } or [ ], put an expression with commas in quotes"
+        raise ExprError("this parenthesis is not closed", opened[-1], hint)
 
 
 class _Reader:
@@ -296,11 +293,8 @@ class _Reader:
             fail(f"unknown table {name}", node, hint)
         parts = _indices(index)
         if known[name] not in (0, len(parts)):
-            fail(
-                f"{name} has {known[name]} dims; this element has {len(parts)} indices",
-                node,
-                "give one index for each dim",
-            )
+            message = f"{name} has {known[name]} dims; this element has {len(parts)} indices"
+            fail(message, node, "give one index for each dim")
         return Read(name, tuple(self.whole(part, depth + 1) for part in parts))
 
     def check_positional(self, function: Positional, args: tuple[Expr, ...], nodes: list[ast.expr]) -> None:

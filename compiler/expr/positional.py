@@ -11,11 +11,12 @@ condition.
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from functools import lru_cache
 from math import log2
 from typing import TYPE_CHECKING
 
+from ..records import record
 from .primitives import PRIMITIVES, Function, Primitive
 from .values import ATOM, Call, Compare, Const, Expr, Printer
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 Refusal = tuple[int, str, str]  # the index of the argument at fault, the message, and the hint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Positional(Function):
     """A function of masks and scores. The first argument is a whole number, and all others are constants.
 
@@ -34,11 +35,12 @@ class Positional(Function):
         sign: the sign of the values, as in `Primitive`.
     """
 
+    _: KW_ONLY
     check: Callable[[tuple[Expr, ...]], Refusal | None] = lambda args: None
     sign: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WholeFunction(Positional):
     """A function whose values are whole numbers. Masks, scores and indices of tables may call it.
 
@@ -51,13 +53,14 @@ class WholeFunction(Positional):
             `cute`. The printer prints the arguments. The text needs no parentheses.
     """
 
+    _: KW_ONLY
     value: Callable[..., int]
     bounds: Callable[..., tuple[Expr, Expr]]
     torch: "Callable[..., Tensor]"
     text: Callable[..., str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HeadFunction(Positional):
     """A function that depends on the number of heads. Only scores may call it.
 
@@ -65,6 +68,7 @@ class HeadFunction(Positional):
         expand: `expand(first, heads, *constants)` returns the formula that replaces a call.
     """
 
+    _: KW_ONLY
     expand: Callable[..., Expr]
 
 

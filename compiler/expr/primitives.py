@@ -5,10 +5,12 @@ Functions of positions and heads are in positional.py. Only masks and scores of 
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, field
+
+from ..records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Function:
     """The name of a function and the number of its arguments.
 
@@ -27,7 +29,7 @@ class Function:
         return self.example.count(",") + 1
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Primitive(Function):
     """A function of the language.
 

@@ -1,11 +1,11 @@
-"""Formats generated Python: parenthesizes operands, and breaks long lines at brackets like a code formatter."""
+"""Formats generated Python: parenthesizes operands, and breaks long lines at brackets."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-WIDTH = 100  # the most columns of a line of generated code, except model.py
-INSIDE = WIDTH - 4  # the most columns of a line in a function
-BODY = WIDTH - 8  # the most columns of a line in a block in a function
+WIDTH = 100  # the most columns of a line of generated code
+INSIDE = WIDTH - 4  # the most columns of a line in a function or class
+BODY = WIDTH - 8  # the most columns of a line in a method, or in a block in a function
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -26,7 +26,8 @@ def fitted(line: str, width: int) -> tuple[str, ...]:
     room = width - len(indent)
     broken = _broken(value, room, len(head))
     if broken is None:
-        inside = _tuple(value, room - 4) if isinstance(_parsed(value), ast.Tuple) else _operators(value, room - 4)
+        breaks = _tuple if isinstance(_parsed(value), ast.Tuple) else _operators
+        inside = [value] if len(value) <= room - 4 else breaks(value, room - 4)
         broken = ["(", *(f"    {text}" for text in inside), ")"]
     return tuple(indent + text for text in (f"{head}{broken[0]}", *broken[1:]))
 
@@ -36,7 +37,7 @@ def _parsed(value: str) -> ast.expr:
 
 
 def _tuple(value: str, room: int) -> list[str]:
-    return [value] if len(value) <= room else [text for item in _items(value) for text in _item(item, room)]
+    return [text for item in _items(value) for text in _item(item, room)]
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
@@ -59,8 +60,22 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
     ):
         grouped = [inside] if len(inside) <= room - 4 else _operators(inside, room - 4)
         return [value[: start + 1], *(f"    {text}" for text in grouped), value[end:]]
-    lines = [inside] if len(inside) <= room - 4 else [t for item in _items(inside) for t in _item(item, room - 4)]
+    lines = [inside] if len(inside) <= room - 4 else listed(_items(inside), room - 4)
     return [value[: start + 1], *(f"    {text}" for text in lines), value[end:]]
+
+
+def listed(items: Sequence[str], room: int) -> list[str]:
+    """Returns the lines of the items between brackets: as many items on each line as fit, if every item fits on a line.
+    Otherwise, each item has its own lines."""
+    if any(len(item) >= room for item in items):
+        return [text for item in items for text in _item(item, room)]
+    lines = [f"{items[0]},"]
+    for item in items[1:]:
+        if len(lines[-1]) + len(item) + 2 <= room:
+            lines[-1] += f" {item},"
+        else:
+            lines.append(f"{item},")
+    return lines
 
 
 def _item(item: str, room: int) -> list[str]:

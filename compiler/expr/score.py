@@ -1,9 +1,9 @@
 """Attention scores: expressions of the scaled product of query and key, the positions, and learned tables."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
+from ..records import record
 from .derive import derive
 from .interval import Undecided, example, negation, python_function
 from .mask import LANGUAGE as MASKS
@@ -13,22 +13,8 @@ from .positional import POSITIONAL, HeadFunction
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
-from .values import (
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Neg,
-    Read,
-    Var,
-    children,
-    rebuild,
-    substitute,
-    variables,
-)
+from .traverse import rebuild, substitute, variables
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
 PLAIN = "s"
 
@@ -54,7 +40,7 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
     return expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TableRead:
     """An element of a learned table that a score reads.
 
@@ -75,7 +61,7 @@ class TableRead:
             yield text if fixed else f"{operand(text)}.clamp(0, {self.table}.shape[{dim}] - 1)"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Score:
     """A score and its derivatives, in the variables s, i, j, h and one variable per table element.
 

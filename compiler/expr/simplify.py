@@ -31,22 +31,8 @@ from .algebra import (
 )
 from .evaluate import apply, number
 from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
-from .values import (
-    ZERO,
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Logic,
-    Neg,
-    Read,
-    Var,
-    is_number,
-    rebuild,
-    variables,
-)
+from .traverse import is_number, rebuild, variables
+from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
 
 PASSES = 20  # known expressions need a few passes; the limit stops rules that undo each other
 

@@ -12,6 +12,7 @@ from .interval import FAR, bounds, negation
 from .parse import parse
 from .positional import POSITIONAL, whole_function
 from .primitives import PRIMITIVES
+from .traverse import rebuild, substitute, variables
 from .values import (
     ATOM,
     CHOICE,
@@ -33,9 +34,6 @@ from .values import (
     Printer,
     Var,
     plain,
-    rebuild,
-    substitute,
-    variables,
 )
 
 LONGEST_PRODUCT = 16  # largest integer power that prints as a product in languages without a power operator

@@ -7,11 +7,10 @@ A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a su
 exponentially. The limit bounds the work of every function in this package.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
+
+from ..records import record
 
 
 class ExprError(ValueError):
@@ -84,7 +83,7 @@ class Expr:
         return Const(-self.value) if isinstance(self, Const) else Neg(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Const(Expr):
     """A finite number. -0.0 is stored as 0.0."""
 
@@ -98,7 +97,7 @@ class Const(Expr):
         Expr.__post_init__(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Var(Expr):
     """A variable: a tensor, or a number that is known at build time."""
 
@@ -106,7 +105,7 @@ class Var(Expr):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Call(Expr):
     """A call of one of `PRIMITIVES`. The arguments of `where` are (Compare, then, otherwise)."""
 
@@ -115,7 +114,7 @@ class Call(Expr):
     args: tuple[Expr, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Binary(Expr):
     """`a op b`, where op is one of + - * / ** // %. The exponent of ** has no variables.
 
@@ -128,7 +127,7 @@ class Binary(Expr):
     b: Expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Neg(Expr):
     """The negation -a. A negative number is a Const instead, so each text has exactly one tree."""
 
@@ -143,7 +142,7 @@ class Neg(Expr):
         Expr.__post_init__(self)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Compare(Expr):
     """`a op b`, where op is one of < <= > >= == !=. A comparison is valid only as the condition of `where`, or in a
     `Logic`."""
@@ -154,7 +153,7 @@ class Compare(Expr):
     b: Expr
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Logic(Expr):
     """The conditions `parts`, joined by the op `and`, `or` or `not`. `not` has one part.
 
@@ -166,7 +165,7 @@ class Logic(Expr):
     parts: tuple[Expr, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Read(Expr):
     """The element of a learned table at whole-number indices, one per dim."""
 
@@ -192,45 +191,6 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 ZERO, ONE = Const(0.0), Const(1.0)
 ALWAYS, NEVER = Logic("and", ()), Logic("or", ())
-
-
-def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """Returns `expr` with `change` applied to its direct children."""
-    match expr:
-        case Call(function, args):
-            return Call(function, tuple(change(arg) for arg in args))
-        case Binary(op, a, b):
-            return Binary(op, change(a), change(b))
-        case Compare(op, a, b):
-            return Compare(op, change(a), change(b))
-        case Logic(op, parts):
-            return Logic(op, tuple(map(change, parts)))
-        case Read(table, indices):
-            return Read(table, tuple(map(change, indices)))
-        case Neg(a):
-            return -change(a)
-    return expr
-
-
-@lru_cache(maxsize=2**14)
-def variables(expr: Expr) -> tuple[str, ...]:
-    """Returns the names of the variables without duplicates, in order of first use."""
-    if isinstance(expr, Var):
-        return (expr.name,)
-    return tuple(dict.fromkeys(name for part in children(expr) for name in variables(part)))
-
-
-def is_number(expr: Expr) -> bool:
-    return not isinstance(expr, (Var, Read)) and all(map(is_number, children(expr)))
-
-
-def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
-    """Replaces all variables named in `values` simultaneously."""
-    if isinstance(expr, Var):
-        return values.get(expr.name, expr)
-    if values.keys().isdisjoint(variables(expr)):
-        return expr
-    return rebuild(expr, lambda part: substitute(part, values))
 
 
 # Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.

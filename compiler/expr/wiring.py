@@ -3,19 +3,21 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 
+from ..records import record
 from .index import names_in
 from .parse import column_of, parse
-from .values import Const, Expr, ExprError, Var, children, rebuild, variables
+from .traverse import rebuild, variables
+from .values import Const, Expr, ExprError, Var, children
 
 OUTPUT, VALUE = "output", "value"  # `output(k)` is the stream after run k; `value(k)` is the attention values of run k
 NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
 INDEX = ("layer", "layers", "run", "runs")  # the names that the formula k may read
 
 
-@dataclass(frozen=True)
+@record
 class EarlierValue:
     """A value from an earlier run of a block, such as `output(layer - 1)`.
 
@@ -38,7 +40,7 @@ class EarlierValue:
         return f"{self.function}({self.index})"
 
 
-@dataclass(frozen=True)
+@record
 class Wiring:
     """A parsed expression.
 

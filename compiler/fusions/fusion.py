@@ -1,12 +1,13 @@
 """The interface of a fusion: whether it accepts the members of a fusion point, and the nodes that replace them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
+from specc.compiler.records import record
 
 POINTWISE = frozenset(
     {"outputs", "variables", "labels", "dtype", "title"}
@@ -24,7 +25,7 @@ class Rewrite(NamedTuple):
     learns: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fusion:
     """A rewrite that is more than a pointwise epilogue. Each subclass has one instance at module level, which the
     catalogue finds.

@@ -10,6 +10,7 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
+from specc.compiler.records import record
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.strict import Problem
 
@@ -49,7 +50,7 @@ def covering(names: Sequence[str]) -> str:
     return f"{sides.pop()}.{last}" if len(sides) == 1 else last
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Source:
     """A matrix product of the model. Names are full names in the model.
 

@@ -9,7 +9,7 @@ from specc.compiler.int8.fake_quantized_lstm import cells_apart
 from specc.compiler.int8.products import factors_of, integer_products, places_of, rewritten
 from specc.compiler.ir.graph import Graph, Node, walk
 from specc.compiler.ir.types import TensorType
-from specc.compiler.ops.region import Call, Scan
+from specc.compiler.ops.region import Scan, calling
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import Allocation, allocation, keeping
 from specc.compiler.programs.programs import LoweringError, Phase, Programs
@@ -181,17 +181,13 @@ class _Copied:
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.added)
         edited = rewritten(editor, fake=True)
-        nodes = tuple(self._calling(node) for node in edited.nodes)
+        names = {name: function.name for name, function in self.functions.items()}
+        nodes = tuple(calling(node, names) for node in edited.nodes)
         for at in places:
             self.buffers |= {at + name: type for name, type in editor.added.items()}
         if graph in self._all.functions and nodes == graph.nodes:
             return graph
         return replace(edited, name=f"{graph.name}{SUFFIX}", nodes=nodes)
-
-    def _calling(self, node: Node) -> Node:
-        if not isinstance(node.op, Call) or node.op.callee not in self.functions:
-            return node
-        return replace(node, op=replace(node.op, callee=self.functions[node.op.callee].name))
 
 
 class _Rounding(Editor):

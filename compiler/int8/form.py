@@ -1,7 +1,6 @@
 """The base class of int8 forms. An int8 form computes an op with int8 weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import Expr, name_of, reread, substitute, variables
@@ -11,11 +10,12 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import FINE, Int8Linear, padded
+from specc.compiler.records import record
 
 SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Int8Form:
     """The rule that converts the nodes of one op to int8. Each subclass has one instance at module level, which the
     catalogue finds."""

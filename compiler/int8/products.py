@@ -8,7 +8,7 @@ from specc.compiler.catalog import catalog
 from specc.compiler.int8.editor import STORAGE, Editor, Factor, Source, Unfit
 from specc.compiler.int8.finish import with_unique_titles
 from specc.compiler.int8.form import Int8Form
-from specc.compiler.ir.graph import Graph, Node, node_of, walk
+from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.passes.assign_quant import Allocation, allocation, and_more, keeping, pattern_of, stated
@@ -96,9 +96,7 @@ def _deployed(programs: Programs) -> Programs:
     """Returns the programs without training programs, and without functions that only training programs call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
-    table = {graph.name: graph for graph in programs.graphs}
-    called = {graph.name for program in remaining for graph in walk(table, program)}
-    functions = tuple(graph for graph in programs.functions if graph.name in called)
+    functions = programs.called_from(remaining)
     whole = tuple(name for name in programs.whole if name not in dropped)
     return replace(programs, programs=remaining, functions=functions, whole=whole, phases=())
 

@@ -1,6 +1,6 @@
 """The builder of graphs. It infers the type of each node."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -118,6 +118,15 @@ def first_free(name: str, free: Callable[[str], object], separator: str = "") ->
     """Returns `name` if this name is free. Otherwise, appends the smallest number from 2 on that makes the name
     free."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
+
+
+def underscored(name: str, taken: set[str], reserved: Collection[str] = ()) -> str:
+    """Appends underscores to `name` until it is neither taken nor reserved. Adds the result to `taken`, and returns
+    it."""
+    while name in taken or name in reserved:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def _same_name(path: str) -> TypeRuleError:

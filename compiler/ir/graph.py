@@ -5,15 +5,16 @@ the second output of the node. `@mlp.up` is a parameter. `$norm_scale` is a numb
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Node:
     """One operation of a graph.
 
@@ -55,7 +56,7 @@ class Node:
 Named = tuple[str, TensorType]
 
 
-@dataclass(frozen=True)
+@record
 class Graph:
     """A program or a function, immutable.
 

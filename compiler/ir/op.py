@@ -1,19 +1,20 @@
 """The base class of the operations of a graph, and the interface of derivative rules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Protocol
 
-from specc.compiler.ir.torch_call import TorchCall
+from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 # Metadata of an op's field that was added later: digests in locks of earlier versions do not contain the field while it
 # has its default.
 ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Op:
     """The base class of operations. The fields of an instance are its settings.
 
@@ -203,6 +204,14 @@ class Op:
         """Returns the fields as text. Fields with the default value are omitted."""
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return "{" + ", ".join(shown) + "}" if shown else ""
+
+
+class SupportCall(Op):
+    """The base class of ops that a support function of the same name computes. The arguments of the function are the
+    inputs of the op, followed by its fields."""
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
+        return TorchCall(self.name, (*map(Input, range(self.arity)), *(getattr(self, f.name) for f in fields(self))))
 
 
 class Scaled(NamedTuple):

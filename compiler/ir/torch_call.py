@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.types import spelled
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Input:
     """Input `index` of an op, in a `TorchCall`."""
 
@@ -22,7 +22,7 @@ COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "
 OPERATORS = {"[]": "getitem", ".": "getattr", "@": "matmul", **ARITHMETIC, **COMPARISONS}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TorchCall:
     """A Torch call, as generated code contains it and torch.fx records it.
 

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from specc.compiler.records import record
 
 if TYPE_CHECKING:
     from torch import Tensor as Tensor
@@ -69,7 +70,7 @@ class TypeRuleError(ValueError):
         self.hint = hint
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TensorType:
     """The shape and dtype of a value.
 

@@ -2,10 +2,12 @@
 
 import keyword
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+from functools import partial
 from typing import Literal, NamedTuple
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
+from specc.compiler.ir.builder import underscored
 from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.dropout import DRAW
@@ -13,6 +15,7 @@ from specc.compiler.ops.fp8 import MOST
 from specc.compiler.ops.fp8 import STORAGE as STATE
 from specc.compiler.ops.fp8_codes import FORMATS, CodesLinear
 from specc.compiler.ops.linear import Product
+from specc.compiler.records import record
 
 VECTOR = 16  # in bytes; row sizes must be multiples of this for vector loads, TMA and CUTLASS
 FLOATS = ("bf16", "f16", "f32")
@@ -38,7 +41,7 @@ HELPERS = [name for primitive in PRIMITIVES.values() for name in primitive.cuda_
 RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split(), *HELPERS))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Value:
     """A tensor that a kernel reads or writes, and its name in the generated code."""
 
@@ -89,7 +92,7 @@ class Result(NamedTuple):
     rounding: Rounding | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Epilogue:
     """All inputs and outputs of a kernel. The kernel multiplies the rows `x` [rows, K] with one or more weights.
 
@@ -164,13 +167,7 @@ def epilogue_of(site: Site) -> Epilogue:
     # A [K, N] weight is the stored weight of a linear layer. The product is the gradient of the layer's input.
     x, y = {"nk": ("x", "y"), "kn": ("dy", "dx")}[op.layout]
     taken = {x}
-
-    def pick(name: str) -> str:
-        while name in taken or name in RESERVED:
-            name += "_"
-        taken.add(name)
-        return name
-
+    pick = partial(underscored, taken=taken, reserved=RESERVED)
     suffixes = [""] if count == 1 else [f"_{head}" for head in heads]
     weights = tuple(pick(f"w{suffix}") for suffix in suffixes)
     accumulators = tuple(pick(f"p{suffix}") for suffix in suffixes)

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import name_of, reread
@@ -11,13 +10,14 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 NOT_REPEATABLE = "may return other bits in repeated calls, but train.deterministic is set"
 Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Site:
     """A node that needs a kernel, with its types, its target, and its name in generated files.
 
@@ -80,7 +80,7 @@ class Rendered(NamedTuple):
     tile: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Kernel(ABC):
     """One implementation of some ops. Each subclass has one instance at module level, which the catalogue finds.
 
@@ -153,6 +153,14 @@ class Kernel(ABC):
 def unless_cpu(site: Site, reason: str) -> str | None:
     """Returns `reason` for a GPU target, and None for the CPU. Kernels in plain Torch reject GPU targets."""
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
+
+
+def lacks_memory(site: Site, needed: int, use: str) -> str | None:
+    """Returns the reason to reject a kernel that needs more bytes of shared memory than the target has; None if they
+    fit. `use` names what the memory holds."""
+    if needed <= site.target.shared_memory:
+        return None
+    return f"needs {needed:,} bytes of shared memory for {use}; {site.target.name} has {site.target.shared_memory:,}"
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:

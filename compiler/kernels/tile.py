@@ -1,9 +1,8 @@
 """The tile of a matrix product, and the rule for the default tile. One thread block computes one tile of the result."""
 
-from dataclasses import dataclass
-
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.epilogue import Epilogue
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 ROWS = 128
@@ -57,7 +56,7 @@ def power(name: str, value: int, least: int, most: int) -> None:
         raise ValueError(f"{name} is {value}, but must be a power of two from {least} to {most}")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Tile:
     """The tile of one program instance of a matrix product.
 

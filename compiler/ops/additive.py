@@ -1,15 +1,15 @@
 """Additive attention: a small network scores each source position (Bahdanau, Cho and Bengio, 2015)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Additive(Op):
     """Computes softmax(scores) v over the source positions at which `seen` is True.
 

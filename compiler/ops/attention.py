@@ -5,7 +5,6 @@ Specs lower to these ops. In training programs, the fusion pass replaces them wi
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from textwrap import wrap
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from specc.compiler.expr.values import Expr, Logic, Read
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -104,7 +104,7 @@ _SYMBOLS = {
 _SAME_DOCUMENT = "document(i) == document(j)"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttendContext:
     """The context of templates/torch/ops/attend_scored.py.jinja and attend_scored_cached.py.jinja.
 
@@ -153,7 +153,7 @@ class AttendContext:
         return any("F." in line for line in (*self.score, *self.eager))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoreFields(Op):
     """The settings of causal attention with a score and a mask that are expressions.
 
@@ -226,7 +226,7 @@ class ScoreFields(Op):
                 raise TypeRuleError(f"needs one sink per head of q {q}, not {type}", (0, i))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredBase(ScoreFields, Attention):
     """The base class of causal attention with a score and a mask. The additional inputs of `ScoreFields` follow the
     inputs of the subclass."""
@@ -400,10 +400,7 @@ class Sdpa(ScoredBase):
         else:
             flex += [f"y = flex_attention(q, k, v, {', '.join(settings)})"]
         return {
-            "eager": (
-                "i, j = position[:, None], position",
-                *self._eager(scored, tables),
-            ),
+            "eager": ("i, j = position[:, None], position", *self._eager(scored, tables)),
             "tiles": (*starts, *_tile_lines("some", mask.any), *_tile_lines("every", mask.all)),
             "rows": "len(x)" if self.documents else "1",
             "read": "x i64[B, T], the starts of documents" if self.documents else "x [B, T, ...]",

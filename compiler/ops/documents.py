@@ -1,16 +1,16 @@
 """First positions of documents in a token stream. Each document begins with a marker token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentStarts(Moves):
+@record
+class DocumentStarts(SupportCall, Moves):
     """The position at which a token's document begins, i64[B, T], for each token of ids [B, T]. A document begins at a
     token `mark`. Tokens before the first `mark` belong to a document that begins at 0.
     """
@@ -25,15 +25,12 @@ class DocumentStarts(Moves):
             raise TypeRuleError(f"takes ids [B, T], not {inputs[0]}", (0,))
         return (inputs[0],)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("document_starts", (Input(0), self.mark))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         return _starts(inputs[0], self.mark, [0] * len(inputs[0]), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class DocumentStartsCached(Moves):
+@record
+class DocumentStartsCached(SupportCall, Moves):
     """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
     before the input tokens. The first earlier token has position 0.
 
@@ -52,9 +49,6 @@ class DocumentStartsCached(Moves):
         if len(ids.shape) != 2 or state.shape != (ids.shape[0], 1):
             raise TypeRuleError(f"needs a state [B, 1] for ids {ids}, not {state}", (0, 1))
         return (ids,)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("document_starts_cached", (Input(0), Input(1), Input(2), self.mark))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         ids, state, start = inputs

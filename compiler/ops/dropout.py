@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ PHILOX = 0xD256D193, 0x9E3779B9  # the multiplier of a round, and the increment 
 ROUNDS = 7  # the fewest that pass all tests of BigCrush
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dropout(Op):
     """Sets each element of x to 0 with probability `p`, and divides the other elements by 1 - p. The op occurs only in
     training programs.

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
-from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 
-class Exclusive(Op):
+class Exclusive(SupportCall):
     """Exclusive self-attention: y - (y . u) u with u = v / |v| (XSA, arXiv 2603.09078).
 
     y [B, T, H, C] is the attention output and v [B, T, G, C] the value of the same token, where G divides H. Query
@@ -33,9 +32,6 @@ class Exclusive(Op):
     def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         y, v = inputs  # the operations for u, the length of v, and y . u
         return v.bytes(sizes) + sum(type.with_shape(*type.shape[:-1]).bytes(sizes) for type in (v, y))
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("exclusive", (Input(0), Input(1)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         y, v = inputs

@@ -1,13 +1,12 @@
 """Linear layers whose matrix products multiply 8-bit floats."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.linear import Linear, rows
+from specc.compiler.ops.linear import Linear, MatrixProduct, rows
+from specc.compiler.records import record
 
 STORAGE = "fp8"  # the storage format that marks the buffer of a layer with delayed scaling
 FACTORS = ("x", "weight", "dy")  # the factors of a layer's three products, in the order of the buffer's columns
@@ -16,8 +15,14 @@ USUAL = (16.0, 4.0, 1.0)  # the assumed magnitudes before the first step
 SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the last steps begin at row HISTORY
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Linear(Op):
+def check_state(type: TensorType, index: int) -> None:
+    """Raises TypeRuleError if input `index` is not a state of scales."""
+    if (type.width, type.dtype, type.storage) != (len(FACTORS), "f32", STORAGE):
+        raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {type}", (index,))
+
+
+@record
+class Fp8Linear(MatrixProduct):
     """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 
     Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each tensor is divided by a
@@ -33,8 +38,6 @@ class Fp8Linear(Op):
     """
 
     name: ClassVar[str] = "fp8_linear"
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     speed: ClassVar[int] = 2
     inline: ClassVar[bool] = False
     by_rows: bool = False
@@ -51,8 +54,8 @@ class Fp8Linear(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         outputs = Linear().infer(inputs[:2])
-        if self.delayed and (inputs[2].width, inputs[2].dtype, inputs[2].storage) != (len(FACTORS), "f32", STORAGE):
-            raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {inputs[2]}", (2,))
+        if self.delayed:
+            check_state(inputs[2], 2)
         return outputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

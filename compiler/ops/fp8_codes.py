@@ -4,22 +4,17 @@ The ops are separate, so that a kernel of a fused group can compute a factor and
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
-from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.fp8 import FACTORS, MOST, SCALES, STORAGE
-from specc.compiler.ops.linear import Linear, Product, Wgrad, rows
+from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType
+from specc.compiler.ops.fp8 import MOST, SCALES, check_state
+from specc.compiler.ops.linear import Linear, MatrixProduct, Product, Wgrad, rows
+from specc.compiler.records import record
 
 FORMATS = ("e4m3", "e4m3", "e5m2")  # the dtypes of the codes of x, of the weight and of dy
 Role = Literal["y", "dx", "dw"]
-
-
-def _check_state(type: TensorType, index: int) -> None:
-    if (type.width, type.dtype, type.storage) != (len(FACTORS), "f32", STORAGE):
-        raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {type}", (index,))
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
@@ -33,8 +28,8 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
     return scaled.to(dtype).to(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Codes(Op):
+@record
+class Fp8Codes(SupportCall):
     """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
@@ -58,11 +53,8 @@ class Fp8Codes(Op):
         return f"rounding to {FORMATS[self.factor]}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        _check_state(inputs[1], 1)
+        check_state(inputs[1], 1)
         return (TensorType(inputs[0].shape, FORMATS[self.factor]),)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("fp8_codes", (Input(0), Input(1), self.factor))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         value, state = inputs
@@ -72,7 +64,7 @@ class Fp8Codes(Op):
         return tape.grad(), None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Transposed(Op):
     """Stores the transposed matrix."""
 
@@ -90,7 +82,7 @@ class Transposed(Op):
         return inputs[0].T
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CodesLinear(Product):
     """Computes y = x w^T for codes x [..., K] and w [N, K], without scales. The epilogue of the kernel applies the
     scales."""
@@ -118,8 +110,8 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Product(Op):
+@record
+class Fp8Product(MatrixProduct):
     """One of the three products of a linear layer: y = x w^T, dx = dy w, or dw = dy^T x. The op multiplies codes in
     f32, and applies the scales of both factors.
 
@@ -134,8 +126,6 @@ class Fp8Product(Op):
 
     name: ClassVar[str] = "fp8_product"
     arity: ClassVar[int] = 3
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     speed: ClassVar[int] = 2
     inline: ClassVar[bool] = False
     role: Role
@@ -147,7 +137,7 @@ class Fp8Product(Op):
         return f"fp8 product, {self.role}, a scale per tensor, delayed"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        _check_state(inputs[2], 2)
+        check_state(inputs[2], 2)
         (product,) = ROLES[self.role][0].infer(inputs[:2])
         return (TensorType(product.shape, self.dtype),)
 

@@ -1,18 +1,17 @@
 """Hash buckets of token pairs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
-from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 TOKEN, BEFORE = 36313, 27191  # the multipliers of the token id and of the previous token id
 
 
-@dataclass(frozen=True, slots=True)
-class BigramHash(Op):
+@record
+class BigramHash(SupportCall):
     """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 
     The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A token
@@ -30,9 +29,6 @@ class BigramHash(Op):
         if ids != previous or ids.floating:
             raise TypeRuleError(f"needs previous ids of the same type as the ids, {ids}, not {previous}", (0, 1))
         return (TensorType(ids.shape, "i32"),)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("bigram_hash", (Input(0), Input(1), self.buckets))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch

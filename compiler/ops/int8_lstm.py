@@ -1,7 +1,6 @@
 """One time step of an LSTM with an int8 recurrent product."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
@@ -18,9 +17,10 @@ from specc.compiler.ops.quantized import (
     wide,
 )
 from specc.compiler.ops.recurrent import GATES, updated
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Int8LstmStep(Int8Product):
     """Computes the next h and c [..., H] of an LSTM with an int8 recurrent product.
 

@@ -1,12 +1,13 @@
 """Matrix products: the linear layer and its two gradients. The operations after a product become its epilogue."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
@@ -14,14 +15,23 @@ def rows(type: TensorType) -> tuple[Dim, ...]:
     return type.shape[:-1]
 
 
-class Product(Op):
+class MatrixProduct(Op):
+    """A product of rows [..., K] and one or more weights."""
+
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, *weights = inputs[: self.arity]
+        return 2 * x.with_shape(*rows(x)).count(sizes) * sum(weight.count(sizes) for weight in weights)
+
+
+class Product(MatrixProduct):
     """A matrix product of rows [..., K] and a stored weight, for a GEMM kernel.
 
     `layout` is the layout of the weight: `nk` is [N, K] and `kn` is [K, N], both row-major.
     """
 
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     planned: ClassVar[bool] = True
     rowwise: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]]
@@ -29,10 +39,6 @@ class Product(Op):
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         n, k = self.extent(inputs[1])
         return self.name, f"n{n}_k{k}"
-
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        x, *weights = inputs[: self.arity]
-        return 2 * x.with_shape(*rows(x)).count(sizes) * sum(weight.count(sizes) for weight in weights)
 
     def product_text(self, rows: str, weight: str) -> str:
         """Returns the product of `rows` with one weight, as a Python expression."""
@@ -45,7 +51,7 @@ class Product(Op):
         return n, k
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Linear(Product):
     """Computes y = x w^T for x [..., K] and `weights` weights w [N, K] of equal shape. Each product has its own
     accumulator."""
@@ -84,8 +90,8 @@ class Linear(Product):
         return tape.add("dgrad", Dgrad(), (grad, weight)), tape.add("wgrad", Wgrad(), (grad, x))
 
 
-@dataclass(frozen=True, slots=True)
-class WideLinear(Op):
+@record
+class WideLinear(SupportCall, MatrixProduct):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
     w is split into a sum of three bf16 matrices. Tensor cores multiply x with all three in one product. x is therefore
@@ -93,8 +99,6 @@ class WideLinear(Op):
     """
 
     name: ClassVar[str] = "wide_linear"
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     rowwise: ClassVar[bool] = True
     arity: ClassVar[int] = 2
 
@@ -104,19 +108,13 @@ class WideLinear(Op):
             raise TypeRuleError(f"multiplies bf16 values with f32 weights, not {x} with {weight}", (0, 1))
         return tuple(replace(type, dtype="f32") for type in Linear().infer(inputs))
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return Linear().flops(inputs, outputs, sizes)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall(self.name, (Input(0), Input(1)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         x, weight = inputs
         return x.to(weight.dtype) @ weight.T
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLinear(Op):
+@record
+class HeadLinear(MatrixProduct):
     """Multiplies each of H heads by its own matrix [N, K]. The weight w [H N, K] is these matrices, stacked along the
     rows.
 
@@ -124,8 +122,6 @@ class HeadLinear(Op):
     """
 
     name: ClassVar[str] = "head_linear"
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     arity: ClassVar[int] = 2
     transposed: bool = False
 
@@ -155,7 +151,7 @@ class HeadLinear(Op):
         return products.sum(-1 if self.transposed else -2)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Dgrad(Product):
     """The input gradient of a linear layer: dx = dy w for dy [..., N] and the stored weight w [N, K]."""
 
@@ -179,12 +175,10 @@ class Dgrad(Product):
         return torch.einsum("...n,nk->...k", *inputs)
 
 
-class Wgrad(Op):
+class Wgrad(MatrixProduct):
     """The weight gradient of a linear layer: dw = dy^T x, summed over all rows of dy [..., N] and x [..., K]."""
 
     name: ClassVar[str] = "wgrad"
-    matrix: ClassVar[bool] = True
-    work: ClassVar[str] = "products"
     gradient: ClassVar[bool] = True
     arity: ClassVar[int] = 2
 

@@ -1,20 +1,21 @@
 """The cross-entropy loss of logits, alone and fused with a pointwise function of the logits."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
 from specc.compiler.expr.values import Binary, Const, Expr, Var
-from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, Tape
+from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 ROWS = 1 << 11  # the rows of logits that a reference processes at a time
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CrossEntropy(Op):
     """The loss -log softmax(logits)[target] in nats, for logits f32[B, T, V] and targets i64[B, T].
 
@@ -47,19 +48,16 @@ class CrossEntropy(Op):
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
-        if self.per_token != "nats":
-            return self._weighted_call()
-        if self.reduction == "mean":
+        if self.reduction == "mean" and self.per_token == "nats":
             rows = TorchCall(".flatten", (Input(0), 0, 1)), TorchCall(".flatten", (Input(1),))
             return TorchCall("F.cross_entropy", rows, ignored)
         transposed = TorchCall(".transpose", (Input(0), 1, 2))
-        return TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
+        nats = TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
+        return nats if self.per_token == "nats" else self._weighted(nats, transposed)
 
-    def _weighted_call(self) -> TorchCall:
-        ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
-        transposed = TorchCall(".transpose", (Input(0), 1, 2))
+    def _weighted(self, nats: TorchCall, transposed: TorchCall) -> TorchCall:
         values: dict[str, object] = {
-            "nats": TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none"))),
+            "nats": nats,
             "lse": TorchCall("torch.logsumexp", (Input(0), -1)),
             **{name: Input(2 + len(self.further) + i) for i, name in enumerate(self.weights)},
         }
@@ -97,7 +95,7 @@ def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
 IGNORED = -1  # a target that does not count toward the loss
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class IgnoreFirst(Moves):
     """Replaces the first `count` targets of each row of i64[B, T] by `value`."""
 
@@ -126,7 +124,7 @@ def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
     raise TypeRuleError(f"{expr} is not a sum of weighted losses")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SoftmaxLoss(Op):
     """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...]. The loss is computed in
     f32 or wider.
@@ -232,7 +230,7 @@ class SoftmaxLoss(Op):
         return Scaled(tape.output(1), tape.grad()), *(None for _ in range(1, self.arity))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
@@ -296,7 +294,24 @@ class MeanSquare(Op):
         return inputs[0].flatten().dot(inputs[0].flatten()) / inputs[0].numel()
 
 
-class AttachLoss(Moves):
+def attached(x: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+    """Returns `x` unchanged. The backward pass gives `other` the gradient that `gradient` returns."""
+    from torch.autograd import Function
+
+    class Attached(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+            return grads[0], gradient()
+
+    result: Tensor = Attached.apply(x, other)  # type: ignore[no-untyped-call]
+    return result
+
+
+class AttachLoss(SupportCall, Moves):
     """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
     A block can therefore add an auxiliary loss without passing it to the loss of the program (as in DeepSeek-AI 2024,
@@ -313,24 +328,9 @@ class AttachLoss(Moves):
             raise TypeRuleError(f"needs a loss and a weight of type {SCALAR}, not {loss} and {weight}", (1, 2))
         return (x,)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("attach_loss", (Input(0), Input(1), Input(2)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         x, loss, weight = inputs
-        from torch.autograd import Function
-
-        class Attached(Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-                return grads[0], weight.to(loss.dtype)
-
-        result: Tensor = Attached.apply(x, loss)  # type: ignore[no-untyped-call]
-        return result
+        return attached(x, loss, lambda: weight.to(loss.dtype))
 
 
 SCALAR = TensorType((), "f32")

@@ -1,12 +1,12 @@
 """Normalization over the last dim."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 def _check(inputs: Sequence[TensorType]) -> TensorType:
@@ -17,7 +17,7 @@ def _check(inputs: Sequence[TensorType]) -> TensorType:
     return x
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RmsNorm(Op):
     """Computes x / sqrt(mean(x^2) + eps), times a weight [D] if `affine` (Zhang and Sennrich, 2019)."""
 
@@ -44,7 +44,7 @@ class RmsNorm(Op):
         return y * weight[0] if weight else y
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LayerNorm(Op):
     """Computes (x - mean) / sqrt(variance + eps), times a weight [D] if `weight`, plus a bias [D] if `bias` (Ba, Kiros
     and Hinton, 2016)."""

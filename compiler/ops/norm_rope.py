@@ -1,19 +1,20 @@
 """RMSNorm, rotary embedding and gain of attention heads as one op, and its gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from specc.compiler.expr import name_of, reread, torch_value
 from specc.compiler.ir.graph import output_ref
 from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.positions import rotated
+from specc.compiler.ops.positions import rotated, rotation_flops
+from specc.compiler.records import record
 
 USUAL_EPS = 1e-6  # the default epsilon, which names and plans omit
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeadRotation(Op):
     """The base class of NormRope and its gradient.
 
@@ -85,7 +86,7 @@ class NormRope(HeadRotation):
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         each = 4 * (self.eps is not None) + len(self.learned)
-        return _turns(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
+        return rotation_flops(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
         """Rounds after the norm, the rotation and the gain, as separate Torch operations do."""
@@ -157,7 +158,7 @@ class NormRopeGrad(HeadRotation):
         # the norm takes a sum of squares and a multiple of x; norm and gain take s and a factor; the weight takes a
         # factor, and its gradient a sum of products
         each = 4 * (self.eps is not None) + 3 * self.reads_x + 4 * bool(self.weight)
-        return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
+        return rotation_flops(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
@@ -176,7 +177,7 @@ class NormRopeGrad(HeadRotation):
         return NormRopeGradInto(self.eps, self.gain, self.neighbors, self.weight, at)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NormRopeGradInto(NormRopeGrad):
     """The gradients of NormRope, with dx [..., T, H, C] written into a wider tensor [..., T, D]. This tensor is the
     last input and the first output. dx replaces H C features of this tensor from `at` on."""
@@ -234,11 +235,6 @@ def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *l
     for i, (name, type) in enumerate(zip(op.learned, learned, strict=True), 3):
         if type.shape != shapes[name]:
             raise TypeRuleError(f"needs a {name} {shapes[name]}, not {type}", (0, i))
-
-
-def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
-    assert isinstance(cos.width, int)
-    return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 
 
 def _size(x: TensorType, cos: TensorType) -> str:

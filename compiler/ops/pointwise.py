@@ -1,7 +1,7 @@
 """The pointwise op: expressions of the pointwise language over values that broadcast together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
@@ -12,6 +12,7 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.dropout import mask
 from specc.compiler.ops.fp8 import SCALES
+from specc.compiler.records import record
 
 CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # the tensor methods that convert to each dtype
 
@@ -37,7 +38,7 @@ def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
     return tuple(result)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Pointwise(Op):
     """Evaluates expressions element by element.
 
@@ -124,7 +125,7 @@ class Pointwise(Op):
         return values | {name: mask(first.shape, given[name], p).to(first) for name, p in self.draws}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SumTo(Op):
     """The gradient of broadcasting a value of `shape`. Sums x over the broadcast dims."""
 

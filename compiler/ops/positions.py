@@ -1,13 +1,14 @@
 """Positions of tokens: rotary embedding (Su et al., 2021) of the first channels of each head, and sinusoids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import ClassVar
 
-from specc.compiler.ir.op import ADDED, Op
+from specc.compiler.ir.op import ADDED, Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import CASTS
+from specc.compiler.records import record
 
 
 class Positions(Op):
@@ -35,8 +36,8 @@ class Positions(Op):
         return counted if len(inputs) == 1 else inputs[1] + counted
 
 
-@dataclass(frozen=True, slots=True)
-class RopeAngles(Op):
+@record
+class RopeAngles(SupportCall):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims)."""
 
     name: ClassVar[str] = "rope_angles"
@@ -51,9 +52,6 @@ class RopeAngles(Op):
         angle = TensorType((inputs[0].shape[0], self.dims // 2), "f32")
         return angle, angle
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("rope_angles", (Input(0), self.dims, self.base))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -62,8 +60,8 @@ class RopeAngles(Op):
         return angle.cos(), angle.sin()
 
 
-@dataclass(frozen=True, slots=True)
-class RopeRows(Op):
+@record
+class RopeRows(SupportCall):
     """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). Reads rows of a table that is
     computed once for all positions below `context`."""
 
@@ -79,14 +77,11 @@ class RopeRows(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return RopeAngles(self.dims, self.base).infer(inputs)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("rope_rows", (Input(0), self.dims, self.base, self.context))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         return RopeAngles(self.dims, self.base).reference(*inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryPairs(Op):
     """The indices 0, 1, ... of `count` pairs of channels, i64[count], on the device of the input."""
 
@@ -108,7 +103,7 @@ class RotaryPairs(Op):
         return torch.tensor(range(self.count), device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryFrequencies(Op):
     """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, for pair indices i i64[R]."""
 
@@ -129,7 +124,7 @@ class RotaryFrequencies(Op):
         return self.base ** -(inputs[0].double() / inputs[0].shape[0])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RotaryAngles(Op):
     """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both, f32[T, R], are multiplied by
     `magnitude`."""
@@ -155,7 +150,7 @@ class RotaryAngles(Op):
         return self.magnitude * angle.cos(), self.magnitude * angle.sin()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
@@ -179,9 +174,7 @@ class Rope(Op):
         return (x,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        x, cos, _ = inputs
-        assert isinstance(x.width, int) and isinstance(cos.width, int)
-        return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
+        return rotation_flops(inputs[0], inputs[1], sizes)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         x, cos, _ = inputs
@@ -198,6 +191,12 @@ class Rope(Op):
         return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
 
 
+def rotation_flops(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
+    """Counts the operations that rotate the channels of x, two channels per angle."""
+    assert isinstance(cos.width, int)
+    return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
+
+
 def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:
     """Returns the first 2R of C channels of x [..., C], rotated by the complex numbers `by` [..., R]."""
     import torch
@@ -209,7 +208,7 @@ def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:
     return torch.view_as_real(turned).flatten(-2) if neighbors else torch.cat((turned.real, turned.imag), -1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Sinusoid(Op):
     """Sinusoidal encoding of positions i64[T] as [T, dim] in `dtype` (Vaswani et al., 2017).
 

@@ -1,15 +1,16 @@
 """The value of the previous token: by a shift of a whole sequence, or from a state in decoding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Previous(Moves):
     """Shifts x [B, T, ...] by one token: row t has x of token t - 1, and the first row is `fill`."""
 
@@ -37,8 +38,8 @@ class Previous(Moves):
         return shifted
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousCached(Moves):
+@record
+class PreviousCached(SupportCall, Moves):
     """Shifts x [B, T, ...] by one token in decoding. `start` (i64[]) is the number of tokens before the input tokens.
 
     The first row is the state [B, 1, ...], the value of the last earlier token. If `start` is 0, it is `fill`.
@@ -55,9 +56,6 @@ class PreviousCached(Moves):
         x, state, _ = inputs
         _check_state(x, state)
         return (x,)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("previous_cached", (Input(0), Input(1), Input(2), self.fill))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x, state, start = inputs
@@ -88,7 +86,7 @@ class KeepLast(Moves):
         return x.select(1, x.shape[1] - 1).unsqueeze(1).clone()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reset(Moves):
     """Replaces x [B, T, ...] by `fill` where ids [B, T] equal `token`, the marker that begins a document."""
 

@@ -1,13 +1,13 @@
 """Integer products: quantization of rows to int8 codes, products with stored codes, and removal of padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
+from specc.compiler.records import record
 
 LARGEST = 127  # the largest code; -128 is not used, so that codes are symmetric
 # Steps of the second code per step of the first: the largest rounding error, half a step, is then 127 steps of the
@@ -60,7 +60,7 @@ def check_scales(x: TensorType, inverse: TensorType) -> None:
         raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class QuantizeRows(Op):
     """Quantizes x [..., K] to i8 codes [..., columns]: x * inverse, rounded and clamped to [-127, 127].
 

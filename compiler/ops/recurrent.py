@@ -4,12 +4,12 @@ The gates are in the order i, f, g, o. Whole sequences are computed by Torch's L
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 GATES = 4
 SAVED = GATES + 2  # values per output that the backward pass reads: the gates, c and tanh(c)
@@ -41,7 +41,7 @@ def updated(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return o.sigmoid() * c.tanh(), c
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Lstm(Op):
     """Runs x [B, T, D] through an LSTM. With `directions` 2, a second LSTM runs backward in time.
 
@@ -99,7 +99,7 @@ class Lstm(Op):
         return y.transpose(0, 1), h, c
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LstmCell(Op):
     """Runs one step of an LSTM. Outputs are the new h and c [B, H].
 

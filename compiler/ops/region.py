@@ -1,18 +1,39 @@
 """Ops that run another graph: a function call, a fused group, a loop over time."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
+from specc.compiler.ir.graph import Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
+from specc.compiler.records import record
 
 STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time, without and with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Op):
+class Region(Op):
+    """The base class of ops that run another graph.
+
+    `returns` states the shapes and dtypes of the outputs, and `labels` states their names in generated code.
+    """
+
+    arity: ClassVar[int] = 0
+    flops_per_output: ClassVar[int] = 0
+    returns: Types
+    labels: tuple[str, ...]
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+
+@record
+class Call(Region):
     """Calls function `callee`.
 
     Attributes:
@@ -26,8 +47,6 @@ class Call(Op):
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     returns: Types
@@ -35,42 +54,33 @@ class Call(Op):
     labels: tuple[str, ...] = ()
     formulas: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
-
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
-@dataclass(frozen=True, slots=True)
-class Fused(Op):
+def calling(node: Node, names: Mapping[str, str]) -> Node:
+    """Returns the node, where a call of a function in `names` calls the function of the new name."""
+    if not isinstance(node.op, Call) or node.op.callee not in names:
+        return node
+    return replace(node, op=replace(node.op, callee=names[node.op.callee]))
+
+
+@record
+class Fused(Region):
     """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of its
     nodes. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     group: str
     returns: Types
     labels: tuple[str, ...] = ()
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
-@dataclass(frozen=True, slots=True)
-class Scan(Op):
+@record
+class Scan(Region):
     """Runs function `callee` once per time step. The first `carried` outputs of a step are the first inputs of the
     next step.
 
@@ -83,8 +93,6 @@ class Scan(Op):
     apart: ClassVar[bool] = True
     unexportable: ClassVar[str] = "a loop over tokens: an exported program would have a fixed number of steps"
     inline: ClassVar[bool] = False
-    arity: ClassVar[int] = 0
-    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     carried: int
@@ -96,13 +104,6 @@ class Scan(Op):
     def drops(self) -> bool:
         """Whether the step function has dropout. Only training programs have such a step."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return self.labels
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
         return replace(self, returns=returned(list(map(change, self.infer(())))))

@@ -1,18 +1,18 @@
 """Fake quantization: training rounds inputs exactly as deployed int8 products do. Gradients ignore the rounding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import FINE, LARGEST, check_scales, wide
 from specc.compiler.ops.recurrent import GATES, updated
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RoundRows(Op):
     """Quantizes x [..., K] as `QuantizeRows` does, and dequantizes the result.
 
@@ -49,7 +49,7 @@ class RoundRows(Op):
         return torch.where(inside, x + (nearest - x.detach()), nearest)
 
 
-class LstmGates(Op):
+class LstmGates(SupportCall):
     """Computes the new h and c [B, H] from the old c [B, H] and the gate sums [B, 4H], in the order i, f, g, o."""
 
     name: ClassVar[str] = "lstm_gates"
@@ -61,9 +61,6 @@ class LstmGates(Op):
         if not isinstance(c.width, int) or sums.shape != (*rows(c), GATES * c.width):
             raise TypeRuleError(f"the cell {c} needs {GATES} gate sums per feature, not {sums}", (0, 1))
         return c, c
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall(self.name, (Input(0), Input(1)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         return updated(*inputs)

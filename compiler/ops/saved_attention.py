@@ -4,13 +4,14 @@ In training programs, the fusion pass replaces the ops of `attention` by these o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.ir.graph import output_ref
 from specc.compiler.ir.op import Gradients, Op, Tape
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.attention import Attention, ScoreFields, Sdpa, SdpaSeen
+from specc.compiler.records import record
 
 SCORES = 1 << 24  # number of scores that a reference holds at a time
 
@@ -162,7 +163,7 @@ class CausalAttentionGrad(SavedAttentionGrad):
         return CausalAttention()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredAttention(ScoreFields, SavedAttention):
     """`Sdpa` with any score and mask. It also returns the log-sum-exp, which includes the sinks.
 
@@ -205,7 +206,7 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return self.gradients(tape, ScoredAttentionGrad(self.score, self.mask, self.scale, self.tables, self.sinks))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
     """The gradients of ScoredAttention: dq, dk and dv, then the gradients of the sinks and of the tables, in f32.
 

@@ -1,15 +1,15 @@
 """Operations on sequences in encoder-decoder models: shifts, masks, states and time steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Seen(Moves):
     """The padding mask bool[B, S] of ids i64[B, S]: True for tokens, False for `pad`."""
 
@@ -27,7 +27,7 @@ class Seen(Moves):
         return (inputs[0] - self.pad).bool()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shift(Moves):
     """The decoder inputs for teacher forcing: `start`, then all target ids i64[B, T] except the last."""
 
@@ -45,7 +45,7 @@ class Shift(Moves):
         return shifted
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Zeros(Moves):
     """An initial state: zeros [B, *shape] in the dtype of x [B, ...]."""
 

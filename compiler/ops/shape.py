@@ -1,12 +1,12 @@
 """Ops that only move data: embedding lookup, heads, slices, padding, layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.op import Gradients, Op, SupportCall, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 class Moves(Op):
@@ -38,7 +38,7 @@ class Embedding(Moves):
         return table[ids]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SplitHeads(Moves):
     """Reshapes [..., H C] to [..., H, C] for `heads` heads of equal size."""
 
@@ -76,7 +76,7 @@ class MergeHeads(Moves):
         return inputs[0].reshape(*inputs[0].shape[:-2], -1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ExpandHeads(Moves):
     """Repeats the single head of [..., 1, C] as a view [..., H, C]."""
 
@@ -96,7 +96,7 @@ class ExpandHeads(Moves):
         return inputs[0].repeat_interleave(self.heads, -2)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FirstFeatures(Moves):
     """Returns the first `features` features of x [..., D]."""
 
@@ -124,7 +124,7 @@ class CropColumns(FirstFeatures):
     listed: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Split(Moves):
     """Splits the features of x [..., n D] into n equal parts [..., D]. `labels` are the names of the parts in
     generated code."""
@@ -151,7 +151,7 @@ class Split(Moves):
         return tuple(inputs[0].narrow(-1, i * width, width) for i in range(len(self.labels)))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SplitFeatures(Moves):
     """Splits the features of x [..., D] into consecutive parts of `sizes` features, as views of x. `labels` are the
     names of the parts in generated code."""
@@ -183,17 +183,22 @@ class SplitFeatures(Moves):
         return (tape.add("joined", JoinFeatures(len(self.sizes)), [tape.grad(i) for i in range(len(self.sizes))]),)
 
 
-@dataclass(frozen=True, slots=True)
-class JoinFeatures(Op):
-    """Concatenates `count` values [..., D] along their features."""
+@record
+class Concatenation(Op):
+    """Concatenates `count` inputs along one dim."""
 
-    name: ClassVar[str] = "join_features"
     flops_per_output: ClassVar[int] = 0
     count: int
 
     @property
     def arity(self) -> int:
         return self.count
+
+
+class JoinFeatures(Concatenation):
+    """Concatenates `count` values [..., D] along their features."""
+
+    name: ClassVar[str] = "join_features"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         first = inputs[0]
@@ -223,7 +228,7 @@ class PartHeads(SplitHeads):
         return (tape.add("merged", MergeHeads(), (tape.grad(),)),)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NewFeatures(Moves):
     """Returns an uninitialized tensor [..., `width`]. The input [..., H, C] gives the leading dims and the dtype."""
 
@@ -246,8 +251,8 @@ class NewFeatures(Moves):
         return x.new_zeros(*x.shape[:-2], self.width)
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFeatures(Moves):
+@record
+class WriteFeatures(SupportCall, Moves):
     """Writes a part [..., N] or [..., H, C] to the features of x [..., D] from `at` on, in place, and returns x."""
 
     name: ClassVar[str] = "write_features"
@@ -272,9 +277,6 @@ class WriteFeatures(Moves):
     def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 2 * inputs[1].bytes(sizes)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("write_features", (Input(0), Input(1), self.at))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         x, part = inputs
         part = part.reshape(*x.shape[:-1], -1)
@@ -283,7 +285,7 @@ class WriteFeatures(Moves):
         return written
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part(Moves):
     """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
 
@@ -322,7 +324,7 @@ class Last(Moves):
         return inputs[0].select(1, inputs[0].shape[1] - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PadRows(Moves):
     """Pads a matrix [N, K] with rows of zeros at the end to [rows, K]."""
 
@@ -353,7 +355,7 @@ class PadRows(Moves):
         return (tape.add("crop", CropRows(rows), (tape.grad(),)),)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CropRows(Moves):
     """Returns the first `rows` rows of a matrix [N, K]."""
 
@@ -374,17 +376,10 @@ class CropRows(Moves):
         return inputs[0].narrow(0, 0, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class ConcatRows(Op):
+class ConcatRows(Concatenation):
     """Concatenates `count` matrices [N, K] of equal K along their rows."""
 
     name: ClassVar[str] = "concat_rows"
-    flops_per_output: ClassVar[int] = 0
-    count: int
-
-    @property
-    def arity(self) -> int:
-        return self.count
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if any(len(x.shape) != 2 or x.width != inputs[0].width or x.dtype != inputs[0].dtype for x in inputs):
@@ -435,7 +430,7 @@ class RowByRow(Moves):
         return inputs[0]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TimeMajor(Moves):
     """Transposes [B, T, D] to a contiguous [T, B, D]. With `backward`, the result is also reversed in time. With
     `back`, the input is [T, B, D], and the output is a view [B, T, D].

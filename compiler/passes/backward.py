@@ -23,6 +23,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.fp8_codes import Fp8Product
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.records import record
 
 SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending factor
 
@@ -214,7 +215,7 @@ class Derivation:
         return results
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeTape(Tape):
     """The tape for the derivative rule of one node. `grads` maps the index of an output to its gradient. Outputs
     without a gradient are absent."""

@@ -35,12 +35,7 @@ def count_dropout(programs: Programs, text: bool) -> Programs:
         if isinstance(node.op, Dropout)
         for at in places.get(graph.name, ())
     }
-    return replace(
-        programs,
-        functions=tuple(map(_counted, programs.functions)),
-        programs=tuple(map(_counted, programs.programs)),
-        buffers=(*programs.buffers, *buffers.items()),
-    )
+    return replace(programs.rewritten(_counted), buffers=(*programs.buffers, *buffers.items()))
 
 
 def _counted(graph: Graph) -> Graph:

@@ -7,7 +7,7 @@ from specc.compiler.ir.graph import Graph, Node, walk
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.fp8 import FACTORS, HISTORY, STORAGE, Fp8Linear
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.region import Call
+from specc.compiler.ops.region import Call, calling
 from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.spec.precision import Fp8Spec
@@ -62,7 +62,7 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     copies = {name: f"{name}{SUFFIX}" for name, graph in changed.items() if name in functions and graph != table[name]}
     functions |= {copy: replace(changed[name], name=copy) for name, copy in copies.items()}
     graphs = tuple(
-        replace(changed[graph.name], nodes=tuple(_calling(node, copies) for node in changed[graph.name].nodes))
+        replace(changed[graph.name], nodes=tuple(calling(node, copies) for node in changed[graph.name].nodes))
         if graph.name in names
         else graph
         for graph in programs.programs
@@ -86,12 +86,6 @@ def _unable(target: Target) -> Iterator[Problem]:
         yield Problem(
             _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply 8-bit floats"
         )
-
-
-def _calling(node: Node, copies: Mapping[str, str]) -> Node:
-    if not isinstance(node.op, Call) or node.op.callee not in copies:
-        return node
-    return replace(node, op=replace(node.op, callee=copies[node.op.callee]))
 
 
 class _Products:

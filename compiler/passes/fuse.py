@@ -61,19 +61,14 @@ def _fuse_point(
     chosen = [key for key, covered in places.items() if any(covered.values())]
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
-        raise _unmatched(
-            "S302", f"fusion point {pattern} matches no part of the model", f"the parts are {_short(known)}"
-        )
+        message = f"fusion point {pattern} matches no part of the model"
+        raise _unmatched("S302", message, f"the parts are {_short(known)}")
     for key in chosen:
         covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
-            hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
-            raise _unmatched(
-                "S303",
-                f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code",
-                hint,
-            )
+            message = f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code"
+            raise _unmatched("S303", message, "match all blocks that share their code, e.g. `blocks.*.mlp`")
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:
@@ -128,16 +123,8 @@ def _fuse_graph(
         fused if node is last else node for node in graph.nodes if node is last or node.name not in inside
     )
     changed = replace(graph, nodes=remaining)
-
-    def swap(graphs: tuple[Graph, ...]) -> tuple[Graph, ...]:
-        return tuple(changed if other.name == name else other for other in graphs)
-
-    return replace(
-        programs,
-        programs=swap(programs.programs),
-        functions=swap(programs.functions),
-        groups=programs.groups if known else (*programs.groups, group),
-    )
+    programs = programs.rewritten(lambda other: changed if other.name == name else other)
+    return programs if known else replace(programs, groups=(*programs.groups, group))
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:

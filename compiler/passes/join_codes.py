@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from specc.compiler.expr import reread, substitute
+from specc.compiler.ir.builder import underscored
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.fp8_codes import Fp8Codes
 from specc.compiler.ops.linear import Product
@@ -31,14 +32,14 @@ def _joined(graph: Graph, source: Node, codes: Node) -> Graph:
     i = source.outputs.index(codes.inputs[0])
     labels = list(op.labels or ("y",) * len(op.outputs))
     taken = {*op.variables, *labels}
-    state = _free("state", taken)
+    state = underscored("state", taken)
     outputs, types, index = list(op.outputs), list(source.types), i
     if graph.uses(codes.inputs[0]) > 1:
         saved = {name: reread(text) for name, text in zip(labels[1:], outputs[1:], strict=True)}
         saved = {name: text for name, text in saved.items() if name not in op.variables}
         index = len(outputs)
         outputs.append(str(substitute(reread(outputs[i]), saved) if i == 0 else reread(outputs[i])))
-        labels.append(_free(f"{labels[i]}_codes", taken))
+        labels.append(underscored(f"{labels[i]}_codes", taken))
         types.append(codes.type)
     else:
         types[i] = codes.type
@@ -61,10 +62,3 @@ def _joined(graph: Graph, source: Node, codes: Node) -> Graph:
     )
     nodes = tuple(node if old is source else old for old in graph.nodes if old is not codes)
     return rename(replace(graph, nodes=nodes), {codes.name: node.outputs[index]})
-
-
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name

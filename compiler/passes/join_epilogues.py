@@ -4,6 +4,7 @@ epilogue before it stores the result."""
 from dataclasses import replace
 
 from specc.compiler.expr import Expr, Var, name_of, reread, substitute
+from specc.compiler.ir.builder import underscored
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.fp8_codes import ROLES, CodesLinear, Fp8Product
@@ -78,7 +79,7 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
 
 
 def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
-    scale = _free("scale", {*op.variables, *op.labels})
+    scale = underscored("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
     title = _title(op)
@@ -124,7 +125,7 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
         texts = whole  # an expression reads an output that no longer exists
     taken = {*before.variables, *labels, *after.labels, "y"}
     last = first.members[-1].rpartition(".")[2]
-    names = {i: labels[i] if i and labels[i] else _free(last, taken) for i in returned}
+    names = {i: labels[i] if i and labels[i] else underscored(last, taken) for i in returned}
     renamed: dict[str, Expr] = {}
     for ref, variable in zip(second.inputs, after.variables, strict=True):
         if ref in first.outputs:
@@ -132,7 +133,7 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
             renamed[variable] = whole[i] if len(after.outputs) > 1 else Var(names[i]) if i in names else texts[i]
             continue
         if ref not in known:
-            known[ref] = _free(variable, taken)
+            known[ref] = underscored(variable, taken)
         renamed[variable] = Var(known[ref])
     outputs = [str(substitute(reread(text), renamed)) for text in after.outputs] + [str(whole[i]) for i in returned]
     labels = (*(after.labels or ("y",)), *names.values()) if names or after.labels else ()
@@ -147,13 +148,6 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     nodes = tuple(node if old.name == second.name else old for old in graph.nodes if old is not first)
     moved = zip((*second.outputs, *(first.outputs[i] for i in returned)), node.outputs, strict=True)
     return rename(replace(graph, nodes=nodes), dict(moved))
-
-
-def _free(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
 
 
 def _title(op: Pointwise) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from specc.compiler.ir.graph import needed, walk
+from specc.compiler.ir.graph import needed
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.programs.programs import Programs, flatten
 
@@ -35,6 +35,5 @@ def with_logits(programs: Programs) -> Programs:
         nodes=nodes,
         outputs=((LOGITS, loss.inputs[0]),),
     )
-    called = {graph.name for graph in walk({graph.name: graph for graph in programs.graphs}, score)}
-    functions = tuple(graph for graph in programs.functions if graph.name in called)
+    functions = programs.called_from((score,))
     return replace(programs, programs=(score, logits), functions=functions, whole=(SCORE, LOGITS), phases=())

@@ -7,7 +7,7 @@ in different variants, these values share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import chain, count, pairwise
 from typing import ClassVar, Literal
 
@@ -15,6 +15,7 @@ from specc.compiler.ir.graph import Graph, Node, output_refs
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.records import record
 
 NONE = "None"  # the argument that is passed if a variant does not have the value
 Where = frozenset[int]
@@ -32,7 +33,7 @@ class Move(Op):
         return args[0]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Slot:
     """A merged node. `name` is the name of the node's first output. `nodes` maps each variant with this node to the
     node in that variant's graph."""
@@ -64,7 +65,7 @@ class Slot:
             yield dict(zip(self.nodes, refs, strict=True))
 
 
-@dataclass(frozen=True)
+@record
 class Merged:
     """Several graphs merged into one.
 

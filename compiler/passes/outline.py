@@ -1,7 +1,7 @@
 """Moves the common parts of several programs, called sections, into methods that the programs call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node, needed, node_of, output_refs, rename
@@ -9,11 +9,12 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, free, merge
 from specc.compiler.passes.roll import STATES, Loop
+from specc.compiler.records import record
 
 WORTH = 3  # a section that contains no loop over blocks becomes a method only if it has more nodes than this
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Section(Op):
     """Calls a method, which contains a common part of several programs.
 

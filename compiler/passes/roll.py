@@ -1,7 +1,7 @@
 """Replaces the calls of a stack of blocks by one node, a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -10,12 +10,13 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import NONE
 from specc.compiler.programs.programs import Programs, without_scoring_groups
+from specc.compiler.records import record
 
 STATES = ("cache.", "state.")  # prefixes of the names of values that persist between tokens
 Layers = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Loop(Op):
     """Runs the blocks of the module list `at` in sequence. A run is one call of a block. A block may have several
     runs.
@@ -65,7 +66,7 @@ class Loop(Op):
         return len(set(self.runs)) < len(self.runs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Begin(Op):
     """Creates the initial state of every block in the list `at`, by a call of the block's `method`."""
 

@@ -14,11 +14,7 @@ def wide_linears(programs: Programs) -> Programs:
 
     A layer is not changed if another node reads the converted value, because the value is then stored in f32 anyway.
     """
-    return replace(
-        programs,
-        functions=tuple(map(_widened, programs.functions)),
-        programs=tuple(map(_widened, programs.programs)),
-    )
+    return programs.rewritten(_widened)
 
 
 def _widened(graph: Graph) -> Graph:

@@ -3,7 +3,7 @@ all tokens that were generated so far."""
 
 from dataclasses import replace
 
-from specc.compiler.ir.graph import Graph, Named, Node, needed, node_of, walk
+from specc.compiler.ir.graph import Graph, Named, Node, needed, node_of
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.region import Fused
 from specc.compiler.ops.sequence import Shift
@@ -43,9 +43,7 @@ def uncached(programs: Programs) -> Programs:
         _program(score, READ, score.inputs[:1], nodes, {f"state.encoder.{name}": ref for ref, name in names.items()}),
         _program(score, WRITE, inputs, needed(renamed, [logits]), {"logits": logits}),
     )
-    table = {graph.name: graph for graph in programs.graphs}
-    called = {graph.name for graph in walk(table, score)}
-    functions = tuple(graph for graph in programs.functions if graph.name in called)
+    functions = programs.called_from((score,))
     return replace(programs, programs=(score, *halves), functions=functions, whole=(score.name, WRITE))
 
 

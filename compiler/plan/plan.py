@@ -1,16 +1,16 @@
 """The plan for one target: programs, and a kernel for every node that needs one."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.plan.lock import Entry, GroupEntry, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Choice:
     """The kernel of one node of a graph.
 
@@ -60,7 +60,7 @@ class SaveChoice(NamedTuple):
         return tuple(name for name in self.group.saved if name not in inputs)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SaveChoices:
     """All save choices of one group.
 
@@ -85,7 +85,7 @@ class SaveChoices:
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Plan:
     """The input of rendering.
 
@@ -117,6 +117,15 @@ class Plan:
         """The choices of the plan and of every save choice, with possible duplicates."""
         options = (option for choices in self.save_choices for option in choices.options)
         return (*self.choices, *(choice for option in options for choice in option.choices))
+
+    @property
+    def generated(self) -> tuple[Choice, ...]:
+        """The choices that have generated kernel files, one choice per file."""
+        choices: dict[str, Choice] = {}
+        for choice in self.choices:
+            if choice.rendered.function:
+                choices.setdefault(choice.rendered.module, choice)
+        return tuple(choices.values())
 
     def called(self, choice: Choice) -> str:
         """Returns the name under which model.py calls the function of a kernel. This is the name of the function, or

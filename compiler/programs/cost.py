@@ -1,15 +1,16 @@
 """The cost of a model, from its graphs: parameters, floating-point operations and bytes, per node or per token."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NodeCost:
     """The cost of one node of a flattened program.
 
@@ -40,8 +41,7 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
     for node in graph.nodes:
         if isinstance(node.op, Scan):
             step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
-            steps = node.types[-1].shape[1]
-            times = sizes[steps] if isinstance(steps, str) else steps
+            times = node.types[-1].extents(sizes)[1]
             for cost in graph_costs(step, sizes):
                 costs.append(replace(cost, flops=times * cost.flops, bytes=times * cost.bytes))
     return tuple(costs)

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from specc.compiler.expr import ExprError, number, parse, variables
-from specc.compiler.expr.values import Const, substitute
+from specc.compiler.expr.traverse import substitute
+from specc.compiler.expr.values import Const
 from specc.compiler.strict import Problem, StrictModel, accepted_by
 
 

@@ -1,17 +1,18 @@
 """The result of lowering a spec: programs, functions and fused groups over one parameter table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from specc.compiler.expr import KEEPS, Keep
-from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
+from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped, walk
 from specc.compiler.ir.types import COMPUTE, Dim, TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.programs.init import Init
+from specc.compiler.records import record
 from specc.compiler.strict import Path, Problem
 
 
@@ -42,7 +43,7 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
         raise LoweringError((Problem(path, "S301", error.message, hint, related),)) from None
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Parameter:
     """One learned tensor. The optimizer stores it in f32, and programs read it in `dtype`.
 
@@ -69,7 +70,7 @@ class Parameter:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Group:
     """A fused group of nodes.
 
@@ -114,7 +115,7 @@ class Group:
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Phase:
     """A phase of a training run.
 
@@ -137,7 +138,7 @@ class Phase:
     writes: tuple[str, str] = ("encode", "extend")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class DerivedWeight:
     """A matrix that a block computes from its parameters alone.
 
@@ -176,7 +177,7 @@ class Rewriting(NamedTuple):
     refusal: str = ""
 
 
-@dataclass(frozen=True)
+@record
 class Programs:
     """All programs of a model.
 
@@ -269,6 +270,16 @@ class Programs:
             for at in dict.fromkeys(self.call_paths[name])
         )
 
+    def rewritten(self, change: Callable[[Graph], Graph]) -> "Programs":
+        """Returns the programs with `change` applied to all programs and functions, but not to groups."""
+        return replace(self, programs=tuple(map(change, self.programs)), functions=tuple(map(change, self.functions)))
+
+    def called_from(self, graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+        """Returns the functions that `graphs` call, directly or through other functions."""
+        table = {graph.name: graph for graph in self.graphs}
+        called = {graph.name for start in graphs for graph in walk(table, start)}
+        return tuple(graph for graph in self.functions if graph.name in called)
+
     def program(self, name: str) -> Graph:
         return next(graph for graph in self.programs if graph.name == name)
 
@@ -292,8 +303,7 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
 
     params = (replace(p, dtype=dtype) if p.dtype == COMPUTE else p for p in programs.params)
-    functions, graphs = (tuple(retyped(g, change) for g in group) for group in (programs.functions, programs.programs))
-    return replace(programs, params=tuple(params), functions=functions, programs=graphs)
+    return replace(programs.rewritten(lambda graph: retyped(graph, change)), params=tuple(params))
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:

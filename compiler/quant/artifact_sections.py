@@ -7,10 +7,10 @@ roles of the same kind share a stream. A stream is cut between rows into section
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 from specc.compiler.quant.scheme import Stored
+from specc.compiler.records import record
 
 CHUNK_BYTES = 512 * 2**10  # the largest size of a section, before compression
 # Smaller roles share a stream, because each section needs a header entry and is compressed separately
@@ -51,7 +51,7 @@ def kind_of(stored: Stored) -> Kind:
     return Kind.SCALES if (stored.suffix, stored.dtype) == ("scale", "f16") else Kind[stored.dtype.upper()]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stream:
     """The concatenation of the arrays `members`, as `rows` rows of `columns` items. `members` are indices into the
     layout."""

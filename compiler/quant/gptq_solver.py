@@ -6,11 +6,11 @@ of H with reversed columns yields H = R R^T with R upper triangular, and U = R^-
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import SchemeError, Solution, Use
+from specc.compiler.records import record
 
 TINY = 1e-300
 SMALLEST_SHARE = 10  # weights below 2^-10 of the largest count as 2^-10 of it
@@ -18,7 +18,7 @@ SMALLEST_SHARE = 10  # weights below 2^-10 of the largest count as 2^-10 of it
 LARGEST_DAMPING = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Factor:
     """A factorized Hessian.
 

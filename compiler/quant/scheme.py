@@ -8,10 +8,10 @@ runtime/quantize/assignment.py decides the scheme of each parameter.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from specc.compiler.ir.types import Tensor
+from specc.compiler.records import record
 from specc.compiler.strict import StrictModel
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SchemeError(ValueError):
     the parameter to the message."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Stored:
     """One stored array of a parameter, such as its codes or its row scales.
 
@@ -56,7 +56,7 @@ class Stored:
         return np.dtype(NUMPY_TYPES[self.dtype])
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Range:
     """Calibration statistics of the input x [.., K] of a matrix product, in f64.
 
@@ -77,7 +77,7 @@ class Range:
         return self.products.diagonal()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Solution:
     """How the Hessian was used to quantize a matrix.
 
@@ -92,7 +92,7 @@ class Solution:
     dead: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Use:
     """One product or lookup that reads a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i
     rows_i d_i columns d_i^T.
@@ -109,7 +109,7 @@ class Use:
     columns: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Seen:
     """Calibration data for the weight or the bias of a matrix product.
 

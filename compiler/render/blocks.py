@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from specc.compiler.expr.python_lines import fitted
+from specc.compiler.expr.python_lines import WIDTH, fitted
 from specc.compiler.ir.graph import Graph, Named, Node, walk
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
@@ -16,7 +16,7 @@ from specc.compiler.passes.recompute import PREFIX
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
-from specc.compiler.render.body import WIDTH, Body, constants_of
+from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.conditions import Fact, facts_of
 from specc.compiler.render.flags import Flags, block_variants, flag_variants, flags_of
 from specc.compiler.render.formula import python_formula

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from specc.compiler.expr.python_lines import BODY
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused, Scan
@@ -16,10 +17,7 @@ from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 from specc.compiler.render.conditions import TEST, Conditions, Fact
 
-WIDTH = 120  # the most columns of a line of model.py, more than in kernels, so that a model fits on few pages
-INSIDE = WIDTH - 4  # the most columns of a line in a class body
-BODY = WIDTH - 8  # the most columns of a line in a method's body
-THOUGHT = 5  # the highest `_cost` of a line; a line has at most one product, fused group or kernel
+THOUGHT = 4  # the highest `_cost` of a line; a line has at most one product, fused group or kernel
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 Guarded = tuple[Where, str]  # a line with the variants that run it
@@ -278,6 +276,8 @@ class Body:
     def _may_wait(self, slot: Slot) -> bool:
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
+            return False
+        if isinstance(slot.node.op, Section):  # all programs name the result of a method that they share
             return False
         if len(reads) != 1:  # if each variant has exactly one reader, the first of these assigns the value
             return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)

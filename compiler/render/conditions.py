@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 from specc.compiler.passes.merge import Merged, Where
+from specc.compiler.records import record
 
 STATE = ("cache", "state")  # the arguments that hold the state of earlier tokens
 TEST = re.compile(r"\b(?:if|and|or)\b")  # the words that precede the facts that a line tests
@@ -17,7 +17,7 @@ class Indistinguishable(LookupError):
     function."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fact:
     """A condition in generated code that holds in the variants `where`, and in no other variants.
 
@@ -35,7 +35,7 @@ class Fact:
         return f"{'not ' * (not holds)}{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Condition:
     """A condition in generated code: the source texts `tests`, joined by `word`. `names` are the names of the tested
     facts."""

@@ -1,7 +1,8 @@
 """Converts formulas of a spec to Python: `1/sqrt(layer + 1)` becomes `1 / math.sqrt(layer + 1)`."""
 
 from specc.compiler.expr import Expr, ExprError, parse
-from specc.compiler.expr.values import ATOM, CHOICE, Const, Printer, substitute
+from specc.compiler.expr.traverse import substitute
+from specc.compiler.expr.values import ATOM, CHOICE, Const, Printer
 
 MATH = frozenset({"sqrt", "exp", "log", "tanh", "sin", "cos", "erf"})
 BUILTIN = frozenset({"abs", "max", "min"})

@@ -2,9 +2,9 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
-from specc.compiler.expr.python_lines import fitted, operand
+from specc.compiler.expr.python_lines import BODY, INSIDE, fitted, listed, operand
 from specc.compiler.ir.graph import Graph, Named, Node
 from specc.compiler.ir.types import TensorType, spelled
 from specc.compiler.ops.region import Call, Fused, Scan
@@ -12,13 +12,14 @@ from specc.compiler.passes.merge import NONE, Merged, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
-from specc.compiler.render.body import BODY, INSIDE, Body
+from specc.compiler.records import record
+from specc.compiler.render.body import Body
 
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
 LOCALS |= {"earlier", "state", "cache", "name", "shape"}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Function:
     """A Python function as text.
 
@@ -39,7 +40,7 @@ class Function:
         inside = ", ".join(self.arguments)
         lines = [f"def {self.name}({inside}) -> {self.annotation}:"]
         if len(lines[0]) > INSIDE:
-            arguments = [inside] if len(inside) + 4 <= INSIDE else [f"{argument}," for argument in self.arguments]
+            arguments = [inside] if len(inside) + 4 <= INSIDE else listed(self.arguments, INSIDE - 4)
             lines = [f"def {self.name}(", *(f"    {text}" for text in arguments), f") -> {self.annotation}:"]
         above = (self.decorator,) if self.decorator else ()
         return (*above, *lines, *(f"    {text}" for text in docstring(self.doc)))
@@ -128,7 +129,7 @@ def applied(group: Group, name: str, args: Sequence[str]) -> str:
     return f"{text}.unflatten(0, {operand(first)}.shape[:-1])" if first and result.shape else text
 
 
-@dataclass(frozen=True)
+@record
 class Speller:
     """Renders nodes that are not plain ops: kernels of the plan, fused groups, loops over time and calls.
 

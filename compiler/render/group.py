@@ -102,7 +102,7 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
     lines += [f"for {', '.join(rows)} in rows:", *(f"    {line}" for line in inside)]
     places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
     gradient = "Keeps its gradients for the backward." if gradients else "Has no gradient."
-    doc = f"Fused group {places}, in {group.chunks} chunks of rows. {gradient}"
+    doc = f"{places}, in {group.chunks} chunks of rows. {gradient}"
     inputs = list(types)
     learned = [f"d * d_{label}" if f"d_{label}" in gradients else "None" for label in inputs]
     many = "tuple[" + ", ".join("None" if text == "None" else "Tensor" for text in learned) + "]"
@@ -173,7 +173,7 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     many = "tuple[" + ", ".join("Tensor" if ref else "None" for ref in learned) + "]"
     values = ", ".join(label for label in group.saved if label not in inputs)
     places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
-    doc = f"Fused group {places}. " + (f"Keeps {values} for the backward." if values else "Keeps only its inputs.")
+    doc = f"{places}. " + (f"Keeps {values} for the backward." if values else "Keeps only its inputs.")
     arguments = tuple(f"{label}: Tensor" for label in inputs)
     restored = ", ".join(stored)
     lines, returns = backward.lines, ", ".join(backward.text(ref) if ref else "None" for ref in learned)

@@ -29,7 +29,7 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
                 if layers is not None and key == name and name not in given.setdefault((loop.at, tuple(layers)), []):
                     given[loop.at, tuple(layers)].append(name)
     for (at, layers), names in given.items():
-        comment = f"blocks that are given {', '.join(names)}"
+        comment = f"blocks given {', '.join(names)}"
         table = tables.add(at, names[0].upper(), set_text(layers), comment, layers)
         tables.arguments |= {(at, name): table for name in names}
     for loop in loops:

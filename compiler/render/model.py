@@ -4,9 +4,10 @@ tables as text."""
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
+from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.ir.graph import Graph, Named
 from specc.compiler.ir.torch_call import TorchCall
 from specc.compiler.ops.region import Call
@@ -22,8 +23,9 @@ from specc.compiler.programs.programs import (
     owner,
     without_scoring_groups,
 )
+from specc.compiler.records import record
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
-from specc.compiler.render.body import WIDTH, Body, constants_of
+from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.flags import flags_of
 from specc.compiler.render.formula import python_formula
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring, method, types_doc
@@ -34,7 +36,7 @@ from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_table
 from specc.compiler.render.program import METHODS, Methods, keeper_of, new_cache
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OpContext:
     """The context of an op's file.
 
@@ -47,7 +49,7 @@ class OpContext:
     cpu: bool = field(default=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ModelContext:
     """The context of model.py.
 
@@ -66,7 +68,6 @@ class ModelContext:
     groups: tuple[GroupContext, ...]
     blocks: tuple[ClassContext, ...]
     model: ClassContext
-    uses_functional: bool
     uses_math: bool
 
 
@@ -110,7 +111,6 @@ def model_context(plan: Plan) -> ModelContext:
     functions += [function for group in groups for function in (group.forward, group.backward) if function is not None]
     code = [line for cls in (model, *blocks) for line in cls.init]
     code += [line for function in functions for line in (*function.lines, function.returns)]
-    functional = any("F." in line for line in code)
     doc = f"{plan.name} for {plan.target.name}: {plan.title}."
     stored = [table for cls in (*blocks, model) for table in cls.tables]
     stated = [*tables.texts.values(), *stored]
@@ -130,7 +130,6 @@ def model_context(plan: Plan) -> ModelContext:
         groups,
         blocks,
         model,
-        functional,
         any("math." in line for line in (*constants, *code)),
     )
 

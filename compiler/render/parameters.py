@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specc.compiler.expr.python_lines import fitted
+from specc.compiler.expr.python_lines import BODY, fitted
 from specc.compiler.ir.graph import Named
 from specc.compiler.ir.types import DTYPES, TensorType, spelled
-from specc.compiler.render.body import BODY
 from specc.compiler.render.function import Function, tuple_text
 
 BUFFERS = "BUFFERS"

@@ -1,7 +1,7 @@
 """Renders programs as methods of the model, and their common parts as shared methods."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Named
 from specc.compiler.ir.types import DTYPES, TensorType, spelled
@@ -9,6 +9,7 @@ from specc.compiler.passes.merge import Merged, Slot, Where, merge
 from specc.compiler.passes.roll import Begin, Loop, field_of, index_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Programs
+from specc.compiler.records import record
 from specc.compiler.render.blocks import BlockClass, Tables
 from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.conditions import Fact, Indistinguishable, facts_of
@@ -28,7 +29,7 @@ def keeper_of(programs: Programs) -> str:
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
 
-@dataclass(frozen=True)
+@record
 class Methods:
     """The context in which the methods of the model are rendered."""
 

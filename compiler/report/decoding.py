@@ -1,7 +1,6 @@
 """The bytes of weights that a decoding step reads: as floats, and as codes of an artifact."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +9,12 @@ from specc.compiler.passes.select_kernels import together
 from specc.compiler.pipeline import lower, reads_codes, run
 from specc.compiler.programs.cost import decode_cost
 from specc.compiler.programs.programs import Programs, Rewriting
+from specc.compiler.records import record
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 
 
-@dataclass(frozen=True)
+@record
 class Decoding:
     """A step that decodes one token of one text, with the GPU kernels for few rows."""
 
@@ -58,12 +58,16 @@ def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
 
 
 def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
-    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and each product whose weights
-    stay floats."""
+    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and the products whose weights
+    stay floats, one line for each reason."""
     if decoding is None:
         return
     floats, packed = decoding.float_bytes, decoding.packed_bytes
     share = f"{100 * packed / floats:.0f} % of {decoding.dtype}"
     yield f"decoding     {packed:,} bytes of weights per token from an artifact, {share}: {floats:,}"
+    reasons: dict[str, list[str]] = {}
     for rewriting in decoding.refused:
-        yield f"  {together(rewriting.nodes)} reads {decoding.dtype}: {rewriting.refusal}"
+        nodes = together(rewriting.nodes)
+        reasons.setdefault(rewriting.refusal.removeprefix(f"{nodes}: "), []).append(nodes)
+    for reason, alike in reasons.items():
+        yield f"  {together(alike)} {'read' if len(alike) > 1 else 'reads'} {decoding.dtype}: {reason}"

@@ -3,17 +3,17 @@
 import difflib
 import importlib.resources
 import re
-from dataclasses import dataclass
 
 from specc.compiler.errors import UsageProblem, one_of
 from specc.compiler.errors.codes import CODES, exit_code_of
+from specc.compiler.records import record
 
 CODE = re.compile(r"[A-Za-z]{1,2}\d{1,5}")  # also matches misspelled codes
 _SECTION = r"^## {code}: .*?$(.*?)(?=^## |\Z)"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ErrorPage:
     """The explanation of one code.
 

@@ -1,7 +1,7 @@
 """Explains which kernel computes a node, and why the other kernels do not."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from specc.compiler.ir.graph import Node
@@ -11,9 +11,10 @@ from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pattern import matches
 from specc.compiler.plan.plan import Plan, place_pattern
 from specc.compiler.programs.programs import Parameter, Programs
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Explained:
     """The kernel of one node on one target.
 

@@ -6,7 +6,6 @@ Torch's compiler decides: it saves the values around matrix products, attention 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.programs.programs import Group, Programs, flatten
+from specc.compiler.records import record
 
 Sizes = Mapping[str, int]
 _F32 = BYTES["f32"]
@@ -70,7 +70,7 @@ class SavedByGroup(NamedTuple):
     computed: int
 
 
-@dataclass(frozen=True)
+@record
 class Pass:
     """One forward and backward pass of a flattened training program, with groups as nodes.
 

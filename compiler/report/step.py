@@ -7,7 +7,7 @@ A floor is a lower bound of a time: the time of a node's operations and bytes at
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import flatten
+from specc.compiler.records import record
 from specc.compiler.report.memory import Memory, memory_of
 from specc.compiler.report.saved import aliases, is_barrier
 from specc.compiler.spec.spec import Spec
@@ -32,7 +33,7 @@ TORCH = "torch"
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StepRow:
     """One row of the table of a step: a group of equivalent nodes.
 
@@ -87,7 +88,7 @@ class Work(NamedTuple):
         return self.floor_ms if self.ms is None else self.ms
 
 
-@dataclass(frozen=True)
+@record
 class Step:
     """A training step on one target. `key` is a digest of the step's programs, kernels, tiles and sizes."""
 
@@ -176,8 +177,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
                     yield replace(row, calls=again if inner is group.forward else 1)
     elif isinstance(node.op, Scan):
         step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
-        steps = node.types[-1].shape[1]
-        times = sizes[steps] if isinstance(steps, str) else steps
+        times = node.types[-1].extents(sizes)[1]
         costs = list(graph_costs(step, {**sizes}))
         flops, moved = (times * sum(values) for values in zip(*((c.flops, c.bytes) for c in costs), strict=True))
         path, what = _pattern(node.name), f"a loop of {times:,} steps"

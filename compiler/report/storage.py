@@ -3,7 +3,6 @@
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specc.compiler.passes.assign_quant import Allocation, allocation, observed
@@ -12,6 +11,7 @@ from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Programs
 from specc.compiler.quant.artifact_sections import DATA_DIGEST_BYTES, overhead_bytes, streams
 from specc.compiler.quant.scheme import variants
+from specc.compiler.records import record
 from specc.compiler.spec.spec import QuantSpec, Spec
 
 ROW_BYTES = 24  # compressed bytes per row of the table of int8 arrays
@@ -20,7 +20,7 @@ ROUNDED = 1024
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StoredAs:
     """The parameters of one storage form.
 

@@ -2,7 +2,7 @@
 two specs."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
 from specc.compiler.programs.cost import cached_bytes, cached_numbers, flops_per_token, used_parameters
+from specc.compiler.records import record
 from specc.compiler.report.decoding import Decoding, decoding_data, decoding_lines, decoding_of
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
@@ -19,7 +20,7 @@ from specc.compiler.report.storage import Storage, storage_of
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import values_in
 
-LINES, WIDTH = 25, 120
+LINES, WIDTH = 24, 120  # `specc plan` adds a line about files, and then prints at most 25 lines
 
 
 def quantity(value: float) -> str:
@@ -39,7 +40,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-@dataclass(frozen=True)
+@record
 class Summary:
     """The main facts about the plans of a spec. `deployed` has the plan of the model that runs from an artifact. It
     contains only targets for which this plan differs from the plan in `plans`."""
@@ -176,7 +177,7 @@ class Summary:
 
 
 def lines(summary: Summary) -> tuple[str, ...]:
-    """Returns the lines of `specc plan`: at most 25 lines of at most 120 columns."""
+    """Returns the lines of `specc plan`: at most 24 lines of at most 120 columns, all but the one about files."""
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",

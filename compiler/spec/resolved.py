@@ -7,7 +7,7 @@ from typing import Any
 
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Path
-from specc.compiler.text.source import Source, step
+from specc.compiler.text.source import Source
 
 # Texts that YAML reads as strings without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./*()+ -]*(?<! )")
@@ -79,24 +79,13 @@ def _scalar(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
-    value = source.data
-    for depth, part in enumerate(path):
-        inner = step(value, part)
-        if inner is None:
-            return not isinstance(value, dict | tuple), path[:depth]
-        value = inner[0]
-    return True, path
-
-
 def _is_stated(source: Source, path: Path) -> bool:
-    known, nearest = _nearest(source, path)
-    return known and nearest == path
+    return source.known(path)[0] == path
 
 
 def _origin(source: Source, path: Path) -> str:
-    stated, nearest = _nearest(source, path)
-    if not stated:
+    nearest, value = source.known(path)
+    if nearest != path and isinstance(value, dict | tuple):
         return "default"
     place = source.value(nearest)
     return place.file if place.file.startswith("--set") else f"{place.file}:{place.mark.line}"

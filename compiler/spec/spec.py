@@ -186,12 +186,8 @@ class QuantSpec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
-            yield Problem(
-                ("promote",),
-                "S203",
-                "promote needs a count or a byte budget",
-                "add `count: N` here, or `budget_bytes: N` under quant",
-            )
+            message = "promote needs a count or a byte budget"
+            yield Problem(("promote",), "S203", message, "add `count: N` here, or `budget_bytes: N` under quant")
         if self.allocate is not None and self.promote is not None:
             message = "promote and allocate both choose bits"
             yield Problem(("allocate",), "S245", message, "remove one of the two", (("the other", ("promote",)),))
@@ -239,10 +235,6 @@ class Spec(StrictModel):
         """The spec without fusion points, merged layers and folded factors. The programs of this spec are exactly
         those of the model."""
         return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
-
-    @property
-    def is_plain(self) -> bool:
-        return not (self.fuse or self.merge or self.fold)
 
     @property
     def at_rest(self) -> "Spec":

@@ -8,15 +8,7 @@ from pydantic import BeforeValidator, Field
 from specc.compiler import losses
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import Kinds
-from specc.compiler.changing_values import (
-    ForcingSchedule,
-    Schedule,
-    Sizes,
-    SizeSchedule,
-    last,
-    points_of,
-    values_of,
-)
+from specc.compiler.changing_values import ForcingSchedule, Schedule, Sizes, SizeSchedule, last, points_of, values_of
 from specc.compiler.losses.next_token import NextToken
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.spec import adapt, data, optimizers
@@ -237,24 +229,19 @@ class TrainSpec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokens_per_step is None) == (self.batch is None):
-            yield Problem(
-                ("batch",) if self.batch is not None else (),
-                "S224",
-                "train needs exactly one of tokens_per_step and batch",
-                "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
-            )
+            message = "train needs exactly one of tokens_per_step and batch"
+            hint = "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines"
+            yield Problem(("batch",) if self.batch is not None else (), "S224", message, hint)
         if self.stop_at_loss is not None and not self.validate_every:
             message = "stop_at_loss compares the loss of each validation, but the run validates only at its end"
-            yield Problem(
-                ("stop_at_loss",), "S266", message, "set `validate_every:`, the steps between two validations"
-            )
+            hint = "set `validate_every:`, the steps between two validations"
+            yield Problem(("stop_at_loss",), "S266", message, hint)
         names = [term.title for term in self.losses]
         for i, name in enumerate(names):
             if name in names[:i]:
                 message = f"the term {name} is listed twice"
-                yield Problem(
-                    ("losses", i), "S264", message, "remove one of the two, and give the other the sum of both weights"
-                )
+                hint = "remove one of the two, and give the other the sum of both weights"
+                yield Problem(("losses", i), "S264", message, hint)
         if "next_token" not in names:
             message = f"the loss has no term next_token, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
@@ -263,25 +250,21 @@ class TrainSpec(StrictModel):
                 message = f"{part} is already recomputed"
                 yield Problem(("recompute", i), "S295", message, "remove it")
         if (self.steps is None) == (self.budget_seconds is None):
-            yield Problem(
-                ("steps",) if self.steps is not None else (),
-                "S201",
-                "train needs exactly one of steps and budget_seconds",
-                "set one of the two; the run ends after that many steps or seconds, and schedules follow them",
-            )
+            message = "train needs exactly one of steps and budget_seconds"
+            hint = "set one of the two; the run ends after that many steps or seconds, and schedules follow them"
+            yield Problem(("steps",) if self.steps is not None else (), "S201", message, hint)
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
         if self.steps is None and fractions > 1 + 1e-9:
             message = f"warm-up and warm-down take {fractions:g} of the run"
             yield Problem(("schedule", longer), "S202", message, "shorten them to at most 1 in total")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
-            yield Problem(
-                ("schedule", longer if fractions else "warmdown_steps"),
-                "S202",
-                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but the run has {self.steps}",
-                "shorten them, or give the run more steps",
-                related=(("the run's length", ("steps",)),),
+            path = ("schedule", longer if fractions else "warmdown_steps")
+            message = (
+                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but the run has {self.steps}"
             )
+            related = (("the run's length", ("steps",)),)
+            yield Problem(path, "S202", message, "shorten them, or give the run more steps", related)
         for i, optimizer in enumerate(self.optimizers):
             if self.steps is not None and optimizer.every > self.steps:
                 message = f"the optimizer updates every {optimizer.every} steps, but the run has {self.steps}"

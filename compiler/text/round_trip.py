@@ -12,6 +12,7 @@ def _yaml() -> YAML:
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
     yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.brace_single_entry_mapping_in_flow_sequence = True  # [{kind: token}] stays as it is written
     return yaml
 
 

@@ -4,11 +4,12 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
+from specc.compiler.records import record
 from specc.compiler.strict import Path
 from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
 
@@ -37,7 +38,7 @@ class Place(NamedTuple):
     mark: Mark
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Source:
     """The parsed data of a text and the location of each part.
 
@@ -66,7 +67,7 @@ class Source:
         For a scalar, this is the position of the value. For a list or mapping, it is the position of the key. If
         `path` does not exist, the nearest existing parent is used.
         """
-        known, value = self._known(path)
+        known, value = self.known(path)
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
 
     def value(self, path: Path) -> Place:
@@ -85,7 +86,8 @@ class Source:
     def texts(self) -> dict[str, str]:
         return {self.file: self.text} | {over.file: over.text for _, over in self.overlays}
 
-    def _known(self, path: Path) -> tuple[Path, object]:
+    def known(self, path: Path) -> tuple[Path, object]:
+        """Returns the longest part of a path that exists, and its value."""
         value = self.data
         for depth, part in enumerate(path):
             inner = step(value, part)

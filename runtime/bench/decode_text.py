@@ -215,11 +215,7 @@ def _contiguous(spec: Spec) -> Spec:
 
 
 def _decoders(
-    setup: Setup,
-    weights: Mapping[str, Tensor],
-    artifact: Verified | None,
-    programs: Programs,
-    missing: dict[str, str],
+    setup: Setup, weights: Mapping[str, Tensor], artifact: Verified | None, programs: Programs, missing: dict[str, str]
 ) -> Iterator[tuple[str, _Decoder]]:
     """Yields the name and the decoder, for each decoder that this machine can run. The contiguous cache comes first.
 

@@ -67,6 +67,10 @@ class Config:
         self.read.add(key)
         return self.fields.get(key, default)
 
+    def _value_or(self, key: str, default: Any) -> Any:
+        value = self.value(key)
+        return default if value is None else value
+
     def absent(self, key: str, default: T | None) -> T | None:
         """Returns `default` if a field is absent, otherwise None. A field with the value null is present."""
         self.read.add(key)
@@ -90,8 +94,7 @@ class Config:
         Raises:
             ConfigError: the field is missing, or is not an integer in the range.
         """
-        value = self.value(key)
-        value = default if value is None else value
+        value = self._value_or(key, default)
         if value is None:
             raise self.error(key, "the field is missing", f"state a whole number, at least {least}")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -100,8 +103,7 @@ class Config:
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
         """Returns a finite number above `least`. `default` replaces a field that is absent or null."""
-        value = self.value(key)
-        value = default if value is None else value
+        value = self._value_or(key, default)
         if value is None:
             raise self.error(key, "the field is missing", f"state a number above {least:g}")
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
@@ -111,8 +113,7 @@ class Config:
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns a boolean field. `default` replaces a field that is absent or null."""
-        value = self.value(key)
-        value = default if value is None else value
+        value = self._value_or(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "is neither true nor false", "use true or false")
         return value
@@ -132,8 +133,7 @@ class Config:
         Raises:
             ConfigError: the value of the field is not in `choices`.
         """
-        value = self.value(key)
-        value = default if value is None else value
+        value = self._value_or(key, default)
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, f"is not one of {', '.join(choices)}", needed)
         return choices[value]

@@ -10,24 +10,11 @@ from specc.compiler.blocks.rope import Yarn
 from specc.compiler.programs.init import value_of
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family, NotOfFamily
+from specc.runtime.families.fields import eps_of, feed_forward, first_of, layer_of, sizes
 from specc.runtime.families.positions import rope, rope_parameters
 from specc.runtime.families.qwen3_moe import EXPERTS
-from specc.runtime.families.sections import (
-    BLOCK,
-    DENSE,
-    LAYER,
-    OUTSIDE,
-    decoder,
-    eps_of,
-    feed_forward,
-    first_moe,
-    layer_of,
-    mlp,
-    moe,
-    norm,
-    require_divisor,
-    sizes,
-)
+from specc.runtime.families.sections import decoder, mlp, moe, norm, require_divisor
+from specc.runtime.families.tables import BLOCK, DENSE, LAYER, OUTSIDE
 from specc.runtime.families.tensors import TensorMapping, joint_heads, joint_rows, same
 
 SELF = f"{LAYER}.self_attn"
@@ -82,7 +69,7 @@ def _latent(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    latent, experts = layer_of(model, Latent), first_moe(model)
+    latent, experts = layer_of(model, Latent), first_of(model, Moe)
     kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in range(model.blocks.count)]
     dense = [i for i, kind in enumerate(kinds) if Moe not in kind]
     fields = sizes(model) | feed_forward(model, Moe)

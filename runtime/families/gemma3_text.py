@@ -5,31 +5,12 @@ from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.conditions import where
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes, softcap_of, window_of
 from specc.runtime.families.olmo2 import AFTER
 from specc.runtime.families.positions import rope, rope_parameters
 from specc.runtime.families.qwen3 import layer_types
-from specc.runtime.families.sections import (
-    ATTENTION,
-    BLOCK,
-    DENSE,
-    LAYER,
-    OUTSIDE,
-    QK_NORMS,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    qk_norm,
-    require_divisor,
-    sizes,
-    softcap_of,
-    window_of,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, qk_norm, require_divisor
+from specc.runtime.families.tables import ATTENTION, BLOCK, DENSE, LAYER, OUTSIDE, QK_NORMS
 from specc.runtime.families.tensors import same
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -52,10 +33,7 @@ def model(config: Config) -> Data:
     fields: Data = {"qk_norm": qk_norm(eps, weight="1 + w"), **bias(config, "attention_bias")}
     fields |= {"scale": f"1/sqrt({scale:g})"} if scale != size else {}
     fields |= {"mask": masks[first]} if first == LOCAL else {}
-    layers = [
-        attention(config, turned[first], 256, 4, **fields),
-        mlp(config, "gelu_pytorch_tanh", "hidden_activation"),
-    ]
+    layers = [attention(config, turned[first], 256, 4, **fields), mlp(config, "gelu_pytorch_tanh", "hidden_activation")]
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
     more: Data = {}
     if full and first == LOCAL:

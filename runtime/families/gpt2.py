@@ -7,7 +7,9 @@ from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.activations import activation
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
-from specc.runtime.families.sections import BLOCK, eps_of, feed_forward, layer_of, norm
+from specc.runtime.families.fields import eps_of, feed_forward, layer_of
+from specc.runtime.families.sections import norm
+from specc.runtime.families.tables import BLOCK
 from specc.runtime.families.tensors import TensorMapping, joint_columns, same, transposed, with_biases
 
 H = "transformer.h.{i}"

@@ -6,21 +6,11 @@ from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, layer_of, sizes
 from specc.runtime.families.gpt2 import QKV, norms
 from specc.runtime.families.positions import rope, rope_parameters
-from specc.runtime.families.sections import (
-    BLOCK,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    layer_of,
-    mlp,
-    norm,
-    require_divisor,
-    sizes,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, require_divisor
+from specc.runtime.families.tables import BLOCK
 from specc.runtime.families.tensors import TensorMapping, joint_heads, same, with_biases
 
 NEOX = "gpt_neox.layers.{i}"

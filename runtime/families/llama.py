@@ -5,22 +5,10 @@ from specc.compiler.blocks.attention import Attention
 from specc.compiler.blocks.mlp import Mlp
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    LLAMA,
-    ROTARY_BUFFERS,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    require_divisor,
-    sizes,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, require_divisor
+from specc.runtime.families.tables import LLAMA, ROTARY_BUFFERS
 
 
 def model(config: Config) -> Data:

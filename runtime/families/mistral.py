@@ -4,22 +4,10 @@ from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes, window_of
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    LLAMA,
-    ROTARY_BUFFERS,
-    attention,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    sizes,
-    window,
-    window_of,
-)
+from specc.runtime.families.sections import attention, decoder, mlp, norm, window
+from specc.runtime.families.tables import LLAMA, ROTARY_BUFFERS
 
 
 def model(config: Config) -> Data:

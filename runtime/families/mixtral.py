@@ -5,27 +5,10 @@ from specc.compiler.blocks.attention import Attention
 from specc.compiler.blocks.moe import Moe
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, first_of, heads, layer_of, sizes, window_of
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    ATTENTION,
-    BLOCK,
-    LAYER,
-    NORMS,
-    OUTSIDE,
-    attention,
-    decoder,
-    eps_of,
-    feed_forward,
-    first_moe,
-    heads,
-    layer_of,
-    moe,
-    norm,
-    sizes,
-    window,
-    window_of,
-)
-from specc.runtime.families.tensors import experts, same
+from specc.runtime.families.sections import attention, decoder, moe, norm, window
+from specc.runtime.families.tables import ATTENTION, LAYER, NORMS, OUTSIDE, routed_experts
 
 
 def model(config: Config) -> Data:
@@ -37,19 +20,12 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    experts = first_moe(model)
+    experts = first_of(model, Moe)
     fields = sizes(model) | heads(model) | feed_forward(model, Moe) | {"rms_norm_eps": eps_of(model.norm)}
     fields["sliding_window"] = window_of(layer_of(model, Attention).mask)
     return fields | {"num_local_experts": experts.experts, "num_experts_per_tok": experts.top_k}
 
 
-PLACE = f"{LAYER}.block_sparse_moe"
-EXPERTS = (
-    same(f"{BLOCK}.mlp.router", f"{PLACE}.gate.weight"),
-    *(
-        experts(f"{BLOCK}.mlp.{ours}", f"{PLACE}.experts.{{e}}.{theirs}.weight")
-        for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
-    ),
-)
+EXPERTS = routed_experts(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2"))
 TABLE = (*OUTSIDE, *ATTENTION, *NORMS, *EXPERTS)
 FAMILY = Family("mixtral", "Mixtral", "MixtralForCausalLM", model, config, lambda config: TABLE)

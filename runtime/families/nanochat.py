@@ -4,25 +4,10 @@ from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes, softcap_of
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    ATTENTION,
-    BLOCK,
-    LAYER,
-    OUTSIDE,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    qk_norm,
-    sizes,
-    softcap_of,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, qk_norm
+from specc.runtime.families.tables import ATTENTION, BLOCK, LAYER, OUTSIDE
 from specc.runtime.families.tensors import same
 
 
@@ -43,9 +28,6 @@ def config(model: Decoder) -> Data:
     return fields | more | {"final_logit_softcapping": softcap_of(model)}
 
 
-PLAIN = (
-    same(f"{BLOCK}.mlp.up", f"{LAYER}.mlp.fc1.weight"),
-    same(f"{BLOCK}.mlp.down", f"{LAYER}.mlp.fc2.weight"),
-)
+PLAIN = (same(f"{BLOCK}.mlp.up", f"{LAYER}.mlp.fc1.weight"), same(f"{BLOCK}.mlp.down", f"{LAYER}.mlp.fc2.weight"))
 TABLE = (*OUTSIDE, *ATTENTION, *PLAIN)
 FAMILY = Family("nanochat", "nanochat", "NanoChatForCausalLM", model, config, lambda config: TABLE)

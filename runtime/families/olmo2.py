@@ -4,26 +4,10 @@ from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    ATTENTION,
-    BLOCK,
-    DENSE,
-    LAYER,
-    OUTSIDE,
-    QK_NORMS,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    qk_norm,
-    sizes,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, qk_norm
+from specc.runtime.families.tables import ATTENTION, BLOCK, DENSE, LAYER, OUTSIDE, QK_NORMS
 from specc.runtime.families.tensors import same
 
 AFTER = (

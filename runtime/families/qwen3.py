@@ -5,24 +5,10 @@ from specc.compiler.blocks.attention import Attention
 from specc.runtime.families.conditions import where
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, heads, layer_of, sizes, window_of
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    LLAMA,
-    QK_NORMS,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    heads,
-    layer_of,
-    mlp,
-    norm,
-    qk_norm,
-    sizes,
-    window,
-    window_of,
-)
+from specc.runtime.families.sections import attention, bias, decoder, mlp, norm, qk_norm, window
+from specc.runtime.families.tables import LLAMA, QK_NORMS
 
 KINDS = ("full_attention", "sliding_attention")
 WINDOW = 4096  # the default number of tokens with use_sliding_window

@@ -7,29 +7,10 @@ from specc.compiler.blocks.moe import Moe
 from specc.runtime.families.conditions import where
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data, Family
+from specc.runtime.families.fields import eps_of, feed_forward, first_of, heads, layer_of, sizes, window_of
 from specc.runtime.families.positions import rope
-from specc.runtime.families.sections import (
-    BLOCK,
-    LAYER,
-    LLAMA,
-    QK_NORMS,
-    attention,
-    bias,
-    decoder,
-    eps_of,
-    feed_forward,
-    first_moe,
-    heads,
-    layer_of,
-    mlp,
-    moe,
-    norm,
-    qk_norm,
-    sizes,
-    window,
-    window_of,
-)
-from specc.runtime.families.tensors import experts, same
+from specc.runtime.families.sections import attention, bias, decoder, mlp, moe, norm, qk_norm, window
+from specc.runtime.families.tables import LAYER, LLAMA, QK_NORMS, routed_experts
 
 
 def model(config: Config) -> Data:
@@ -57,7 +38,7 @@ def _dense(config: Config, count: int) -> list[int]:
 
 
 def config(model: Decoder) -> Data:
-    experts, every = first_moe(model), range(model.blocks.count)
+    experts, every = first_of(model, Moe), range(model.blocks.count)
     kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in every]
     dense = [i for i in every if Moe not in kinds[i]]
     fields = sizes(model) | heads(model) | feed_forward(model, Moe)
@@ -76,18 +57,7 @@ def config(model: Decoder) -> Data:
     }
 
 
-EXPERTS = (
-    same(f"{BLOCK}.mlp.router", f"{LAYER}.mlp.gate.weight"),
-    *(
-        experts(f"{BLOCK}.mlp.{name}", f"{LAYER}.mlp.experts.{{e}}.{name}_proj.weight")
-        for name in ("gate", "up", "down")
-    ),
-)
+EXPERTS = routed_experts(f"{LAYER}.mlp", ("gate_proj", "up_proj", "down_proj"))
 FAMILY = Family(
-    "qwen3_moe",
-    "Qwen3-MoE",
-    "Qwen3MoeForCausalLM",
-    model,
-    config,
-    lambda config: (*LLAMA, *QK_NORMS, *EXPERTS),
+    "qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", model, config, lambda config: (*LLAMA, *QK_NORMS, *EXPERTS)
 )

@@ -1,22 +1,13 @@
-"""Parts of specs that several families share, and the corresponding fields of configs."""
+"""Sections of specs, from the fields of a config. Several families share them."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from specc.compiler.architectures.decoder import Decoder
-from specc.compiler.blocks.attention import Attention
-from specc.compiler.blocks.mlp import FeedForward, Mlp
-from specc.compiler.blocks.moe import SINGLE_EXPERT, Moe
-from specc.compiler.blocks.parts import Norm
-from specc.runtime.families.activations import activation, name_of
+from specc.compiler.blocks.moe import SINGLE_EXPERT
+from specc.runtime.families.activations import activation
 from specc.runtime.families.config import Config
-from specc.runtime.families.family import Data, NotOfFamily
-from specc.runtime.families.positions import rope_parameters
-from specc.runtime.families.tensors import TensorMapping, same, with_biases
+from specc.runtime.families.family import Data
 
-L = TypeVar("L")
-LAYER = "model.layers.{i}"
-BLOCK = "blocks.{i}"
 EPS = {"rms": 1e-6, "layer": 1e-5}  # these values are the defaults of a spec
 
 
@@ -121,78 +112,6 @@ def window(config: Config, usual: int | None = None) -> Data:
     return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
 
-def window_of(mask: Any) -> int | None:
-    """Returns the window length of a mask from `window`; None for any other mask."""
-    start = "j <= i and i - j < "
-    digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
-    return int(digits) if digits.isdecimal() else None
-
-
-def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
-    for layer in model.blocks.every[index].layers:
-        if isinstance(layer, kind):
-            return layer
-    raise NotOfFamily(f"block {index} has no layer of kind {kind.__name__.lower()}")
-
-
-def eps_of(norm: Norm | None) -> float:
-    if norm is None:
-        raise NotOfFamily("the model lacks a norm that every model of the family has")
-    return float(getattr(norm, "eps", EPS["rms"]))
-
-
-def sizes(model: Decoder) -> Data:
-    """Returns the fields of a config that state the sizes of a model."""
-    return {
-        "vocab_size": model.vocab,
-        "hidden_size": model.dim,
-        "num_hidden_layers": model.blocks.count,
-        "max_position_embeddings": model.context,
-        "tie_word_embeddings": model.head.tied,
-    }
-
-
-def softcap_of(model: Decoder) -> float | None:
-    """Returns the softcap of the logits; None if there is no softcap, or a schedule of softcaps."""
-    cap = model.head.softcap
-    return cap if isinstance(cap, float) else None
-
-
-def heads(model: Decoder) -> Data:
-    """Returns the fields of a config for the first attention layer: heads and rotary positions."""
-    layer = layer_of(model, Attention)
-    return {
-        "num_attention_heads": layer.heads,
-        "num_key_value_heads": layer.kv_heads or layer.heads,
-        "head_dim": layer.size(model.dim),
-        "rope_parameters": rope_parameters(layer.rope),
-    }
-
-
-def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of a config for the first layer of a kind: its width and its activation.
-
-    Args:
-        model: the model.
-        kind: the kind of the layer.
-        key: the field that names the activation.
-        gated: whether the layers of the family have a gate.
-
-    Returns:
-        The fields of a config.
-
-    Raises:
-        NotOfFamily: the model has no layer of this kind, or its activation has no name in config.json.
-    """
-    layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
-    if not layers:
-        raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")
-    name = name_of(layers[0].expression, gated)
-    if name is None:
-        raise NotOfFamily(f"configs have no name for the activation {layers[0].expression}", 50)
-    return {"intermediate_size": layers[0].width(model.dim), key: name}
-
-
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
     """Returns a layer with routed experts, named `mlp`.
 
@@ -216,35 +135,3 @@ def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) ->
     act = activation(config, "hidden_act", "silu", True)
     stated = {"router": router} if router else {}
     return {"kind": "moe", "name": "mlp", **chosen, **more, "hidden": hidden, "act": act, **stated}
-
-
-def first_moe(model: Decoder) -> Moe:
-    for _, _, layer in model.blocks.all_layers:
-        if isinstance(layer, Moe):
-            return layer
-    raise NotOfFamily("the model has no layer of kind moe")
-
-
-OUTSIDE = (
-    same("embed.token", "model.embed_tokens.weight"),
-    same("norm_weight", "model.norm.weight"),
-    same("head.logits", "lm_head.weight"),
-)
-ATTENTION = with_biases(
-    [
-        same(f"{BLOCK}.attention.{ours}", f"{LAYER}.self_attn.{theirs}_proj.weight")
-        for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o"))
-    ]
-)
-DENSE = with_biases(
-    [same(f"{BLOCK}.mlp.{name}", f"{LAYER}.mlp.{name}_proj.weight", dims=2) for name in ("gate", "up", "down")]
-)
-NORMS = (
-    same(f"{BLOCK}.attention.norm_weight", f"{LAYER}.input_layernorm.weight"),
-    same(f"{BLOCK}.mlp.norm_weight", f"{LAYER}.post_attention_layernorm.weight"),
-)
-QK_NORMS = tuple(
-    same(f"{BLOCK}.attention.{name}_norm_weight", f"{LAYER}.self_attn.{name}_norm.weight") for name in ("q", "k")
-)
-LLAMA: tuple[TensorMapping, ...] = (*OUTSIDE, *ATTENTION, *DENSE, *NORMS)
-ROTARY_BUFFERS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

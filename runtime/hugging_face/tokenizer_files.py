@@ -8,10 +8,10 @@ from typing import Any
 from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.spec import Spec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.tokenizers.files import read_file
 from specc.runtime.data.tokenizers.open import find_file, open_tokenizer
 from specc.runtime.data.tokenizers.ranks import tokenizer_json
 from specc.runtime.data.tokenizers.tiktoken import parse_ranks
-from specc.runtime.data.tokenizers.tokenizer import read_file
 from specc.runtime.data.tokenizers.tokenizer_json import JsonTokenizer
 
 SEPARATOR = "<|endoftext|>"

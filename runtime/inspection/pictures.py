@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.runtime.errors import EnvironmentFailure, cannot_write
 from specc.runtime.inspection.inspect import Inspection
+from specc.runtime.pictures import new_figure
 from specc.runtime.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
@@ -72,11 +73,7 @@ def role_of(name: str) -> tuple[str, int | None]:
 
 
 def _figure(width: float, height: float, title: str) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width, height)
     figure.suptitle(title, fontsize=12)
     return figure
 

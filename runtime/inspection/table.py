@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from specc.runtime.inspection.inspect import Inspection
+from specc.runtime.tables import spaced
 
 SHOWN = 16  # the most experts of a layer in a table
 
@@ -95,13 +96,4 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = [head, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines = []
-    for row in cells:
-        parts = [
-            f"{row[0]:<{widths[0]}}",
-            *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)
+    return spaced([head, *rows])

@@ -12,6 +12,7 @@ from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.quantize.quantizer import Quantizer
+from specc.runtime.tables import spaced
 
 COLUMNS = 100  # the maximum number of columns of a text table
 MANY = 40  # a table with more rows than this has one line per role
@@ -135,7 +136,7 @@ def input_table(rows: Sequence[InputRow]) -> str:
         more = f" and {len(row.weights) - 1} more" if len(row.weights) > 1 else ""
         numbers = (f"{row.peak:.4g}", f"{row.rms:.4g}", f"{row.scale:.4g}", f"{row.spread:.3g}")
         cells.append((f"{row.weights[0]}{more}", row.maker, *numbers, str(row.bits), f"{row.error:.3%}"))
-    return _aligned(cells)
+    return spaced(cells, left=2)
 
 
 def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ...]:
@@ -219,7 +220,7 @@ def table(rows: Sequence[Row]) -> str:
     if all(row.added_nats is None for row in rows):
         cells = [(*line[:4], *line[5:]) for line in cells]
     room = COLUMNS - sum(2 + max(len(line[i]) for line in cells) for i in range(1, len(cells[0])))
-    return _aligned([(_shortened(line[0], room), *line[1:]) for line in cells], left=1)
+    return spaced([(_shortened(line[0], room), *line[1:]) for line in cells])
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
@@ -241,13 +242,3 @@ def _shortened(name: str, room: int) -> str:
         return name
     end = (room - 1) // 2
     return f"{name[: room - 1 - end]}…{name[len(name) - end :]}"
-
-
-def _aligned(cells: Sequence[tuple[str, ...]], left: int = 2) -> str:
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line[:left], widths[:left], strict=True)]
-        padded += [cell.rjust(width) for cell, width in zip(line[left:], widths[left:], strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)

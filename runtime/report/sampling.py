@@ -84,10 +84,7 @@ def _texts(opened: OpenedModel, options: SampleOptions) -> Samples:
         text = generate(opened, prompt, options.max_tokens, Sampling(options.temperature), seed)
         samples.append(Sample(prompt=prompt, text=text.decode(errors="replace"), seed=seed))
     return Samples(
-        step=opened.step or 0,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        samples=tuple(samples),
+        step=opened.step or 0, max_tokens=options.max_tokens, temperature=options.temperature, samples=tuple(samples)
     )
 
 

@@ -1,11 +1,11 @@
 """Reads the history of a run from its log: steps, validations and the end. Repeated steps are removed."""
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from specc.runtime.storage.records import Records
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class RunHistory:
     def read(cls, log: Path) -> "RunHistory":
         """Reads a log. A missing log gives an empty history. Incomplete lines of a killed process are skipped."""
         history = cls()
-        for event in _events(log):
-            history._add(event)
+        for record in Records.read(log).all:
+            history._add(record)
         return history
 
     @property
@@ -89,10 +89,8 @@ class RunHistory:
         return self.steps[-1].tokens / self.seconds if self.steps and self.seconds else None
 
     def _add(self, event: Mapping[str, Any]) -> None:
-        match event.get("event"):
+        match event["event"]:
             case "start":
-                self.steps = [step for step in self.steps if step.step <= event["step"]]
-                self.validations = [v for v in self.validations if v.step <= event["step"]]
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
@@ -106,12 +104,3 @@ class RunHistory:
                 self.end = event
             case "stopped" | "failure":
                 self.message = str(event.get("message", ""))
-
-
-def _events(log: Path) -> Iterator[Mapping[str, Any]]:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    for line in lines:
-        with suppress(json.JSONDecodeError):
-            event = json.loads(line)
-            if isinstance(event, dict):
-                yield event

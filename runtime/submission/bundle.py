@@ -43,6 +43,7 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
+    ("specc.compiler.records", "record"): (_KNOWN, "record"),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.compiler.changing_values", "formula"): (_KNOWN, "formula"),

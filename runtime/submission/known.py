@@ -6,8 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from specc.runtime.data.shards.record import ShardRecord
 
 SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
+
+
+T = TypeVar("T")
+
+
+def record(cls: type[T]) -> type[T]:
+    return dataclass(frozen=True)(cls)
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:

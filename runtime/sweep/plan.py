@@ -338,11 +338,7 @@ class _Plan:
         raise SpecError(diagnostics, self._texts)
 
     def _note(
-        self,
-        error: SpecError,
-        setting: str,
-        overrides: Sequence[_Override],
-        instead: tuple[str, Any] | None = None,
+        self, error: SpecError, setting: str, overrides: Sequence[_Override], instead: tuple[str, Any] | None = None
     ) -> None:
         """Records problems in the spec of a setting.
 

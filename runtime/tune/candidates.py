@@ -36,16 +36,11 @@ class Candidate:
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
-def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices of a plan that have generated kernel files, one choice per file."""
-    return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
-
-
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `tuned_choices` of the plan, followed by the choices for kernels that save other tensors for the backward
+    """Returns `generated` of the plan, followed by the choices for kernels that save other tensors for the backward
     pass.
     """
-    modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
+    modules = {choice.rendered.module: choice for choice in plan.generated}
     for choice in plan.every_choice:
         if choice.rendered.function:
             modules.setdefault(choice.rendered.module, choice)

@@ -22,7 +22,7 @@ from specc.runtime.bench.kernels import work_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.support.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
-from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
+from specc.runtime.tune.candidates import Candidate, all_choices, candidates
 from specc.runtime.tune.journal import Journal, key
 from specc.runtime.tune.library_times import measure_rest
 from specc.runtime.tune.measure import Measurement
@@ -133,7 +133,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     say("ceilings")
     ceiling = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
-    needed = {choice.rendered.module for choice in tuned_choices(plan)}
+    needed = {choice.rendered.module for choice in plan.generated}
     for choice in choices:
         try:
             result = _search(options, choice, plan, machine, ceiling, say)

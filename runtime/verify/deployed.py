@@ -137,11 +137,7 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     plan = pipeline.deployed_plan(spec, loaded.target.name, "")
     assert plan is not None
     source = sys.modules[type(loaded.model).__module__]
-    seen: set[str] = set()
-    for choice in plan.choices:
-        if choice.rendered.module in seen or not choice.rendered.function:
-            continue
-        seen.add(choice.rendered.module)
+    for choice in plan.generated:
         function, device = vars(source)[plan.called(choice)], device_of(loaded.target)
         error = _product_error if isinstance(choice.site.node.op, Int8Linear) else _judged_error
         worst = max(error(choice.site, function, rows, device) for rows in ROWS)

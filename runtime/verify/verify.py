@@ -315,11 +315,8 @@ def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
 def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
     source = sys.modules[type(loaded.model).__module__]
     plan = pipeline.plan(spec, loaded.target.name, "", lock)
-    seen: set[str] = set()
-    for choice in plan.choices:
-        if choice.rendered.function and choice.rendered.module not in seen:
-            seen.add(choice.rendered.module)
-            yield from _kernel(choice.site, choice.rendered, vars(source)[plan.called(choice)], loaded)
+    for choice in plan.generated:
+        yield from _kernel(choice.site, choice.rendered, vars(source)[plan.called(choice)], loaded)
 
 
 def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> Iterator[Check]:

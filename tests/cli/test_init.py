@@ -54,6 +54,24 @@ def test_an_editor_finds_the_schema_of_a_copy(
     assert Path("specs/schema.json").read_text() == "{}"
 
 
+def test_examples_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name without a file in specs/ is that of an example; a file in specs/ comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["init", "first", "--from", "gpt_mini"]) == 0
+    text = (ROOT / "specs/gpt_mini.yaml").read_text()
+    assert Path("specs/first.yaml").read_text() == text.replace("name: gpt_mini\n", "name: first\n")
+    Path("specs/gpt_mini.yaml").write_text(text + "# mine\n")
+    assert app.run(["init", "second", "--from", "gpt_mini"]) == 0
+    assert Path("specs/second.yaml").read_text().endswith("# mine\n")
+    capsys.readouterr()
+    assert app.run(["init", "third", "--from", "gpt_mimi"]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "there is no spec named gpt_mimi" in shown
+    assert f"name a file, or one of {', '.join(sorted({'first', 'second', *SPECS}))}" in shown
+
+
 def test_a_spec_without_a_small_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,6 @@ from specc.compiler.expr.python_lines import WIDTH
 from specc.compiler.generated_folder import drift
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
-from specc.compiler.render.body import WIDTH as MODEL_WIDTH
 from specc.compiler.spec.check import load
 from specc.runtime.model.load import import_model
 
@@ -27,7 +26,6 @@ SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 TARGETS = [(path.stem, target) for path in SPECS for target in load(path)[0].targets]
 FILES = sorted(path for path in GENERATED.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 SOURCES = [path for path in FILES if path.suffix in (".py", ".cu")]
-WIDE = ("triton/cached_attention.py",)  # templates whose lines have up to 120 columns
 built = cache(compile_spec)
 
 
@@ -37,13 +35,13 @@ def test_it_is_as_built(path: Path) -> None:
 
 
 def test_every_spec_has_a_folder_and_every_folder_a_spec() -> None:
-    assert sorted(path.name for path in GENERATED.iterdir()) == [path.stem for path in SPECS]
+    assert sorted(path.name for path in GENERATED.iterdir() if path.is_dir()) == [path.stem for path in SPECS]
     for name, target in TARGETS:
         assert (GENERATED / name / target / "model.py").is_file()
 
 
 def test_it_is_ruff_clean() -> None:
-    settings = str(ROOT / "pyproject.toml")
+    settings = str(GENERATED / "ruff.toml")
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", settings, str(GENERATED)]
     end = subprocess.run(command, capture_output=True, text=True)
     assert end.returncode == 0, end.stdout
@@ -62,18 +60,13 @@ def test_it_is_type_checked() -> None:
 
 
 def test_lines_are_short() -> None:
-    """A line of model.py may be longer, so that the module of a model is read on few pages."""
-    assert WIDTH == 100 and MODEL_WIDTH == 120
-    wide = {"model.py": MODEL_WIDTH, **dict.fromkeys(WIDE, MODEL_WIDTH)}
+    assert WIDTH == 100
     for path in SOURCES:
-        text = path.read_text()
-        template = text.split("templates/", 1)[1].split(".jinja", 1)[0]
-        most = wide.get(path.name, wide.get(template, WIDTH))
-        long = [f"{path}:{i}" for i, line in enumerate(text.splitlines(), 1) if len(line) > most]
-        assert long == []
+        lines = path.read_text().splitlines()
+        assert [f"{path}:{i}" for i, line in enumerate(lines, 1) if len(line) > WIDTH] == []
 
 
-@pytest.mark.parametrize(("name", "most"), [("gpt_mlp35", 300), ("gpt2_124m", 170)])
+@pytest.mark.parametrize(("name", "most"), [("gpt_mlp35", 310), ("gpt2_124m", 180)])
 def test_the_module_of_a_model_is_short(name: str, most: int) -> None:
     counts = {path: len(path.read_text().splitlines()) for path in (GENERATED / name).glob("*/model.py")}
     assert counts and max(counts.values()) <= most, counts

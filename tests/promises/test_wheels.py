@@ -1,6 +1,8 @@
 """The package is reproducible, and can be installed from pinned hashes only."""
 
 import hashlib
+import importlib.resources
+import json
 import os
 import re
 import shutil
@@ -14,7 +16,7 @@ import pytest
 from tiers import Trials, tiers
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("cli", "compiler", "runtime", "templates", "docs/reference", "build_backend")
+PARTS = ("cli", "compiler", "runtime", "templates", "specs", "docs/reference", "build_backend")
 FILES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 BUILD = """
 import os, sys, time
@@ -82,8 +84,8 @@ def pinned() -> dict[str, str]:
     return {normal(name): version for name, version in lines}
 
 
-def test_the_lock_has_hashes_of_the_pinned_versions() -> None:
-    """Every requirement has at least one SHA-256, and the version of constraints.txt, where that has one."""
+def locked() -> dict[str, str]:
+    """The versions of requirements.lock, by name. Asserts that every requirement has at least one SHA-256."""
     hashed: dict[str, str] = {}
     for block in (ROOT / "requirements.lock").read_text().replace("\\\n", " ").splitlines():
         if block and not block.lstrip().startswith("#"):
@@ -91,6 +93,12 @@ def test_the_lock_has_hashes_of_the_pinned_versions() -> None:
             name, version = requirement.split(";")[0].strip().split("==")
             assert hashes and all(len(word.strip()) == 64 for word in hashes), block
             hashed[normal(name.split("[")[0])] = version
+    return hashed
+
+
+def test_the_lock_has_hashes_of_the_pinned_versions() -> None:
+    """Every requirement has at least one SHA-256, and the version of constraints.txt, where that has one."""
+    hashed = locked()
     assert len(hashed) > 90
     outside = {"nvidia-cutlass"}  # installed without its dependencies
     assert {name: hashed.get(name) for name in pinned() if name not in outside} == {
@@ -103,3 +111,26 @@ def test_the_dependencies_of_the_project_are_pinned() -> None:
     extras = project["optional-dependencies"]
     for requirement in (*project["dependencies"], *extras["train"], *extras["dev"], *extras["onnx"]):
         assert normal(re.split(r"[><=!\[; ]", requirement)[0]) in pinned(), requirement
+
+
+def test_the_bill_of_materials_lists_the_packages_of_the_lock() -> None:
+    """The bill is installed with specc. It names the lock by its digest, and the direct dependencies of specc."""
+    text = importlib.resources.files("specc.reference").joinpath("sbom.cdx.json").read_text(encoding="utf-8")
+    bill = json.loads(text)
+    root, parts = bill["metadata"]["component"], bill["components"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    assert (root["name"], root["version"]) == (project["name"], project["version"])
+    assert {part["name"]: part["version"] for part in parts} == locked() and len(parts) == len(locked())
+    assert all(part["purl"] == part["bom-ref"] == f"pkg:pypi/{part['name']}@{part['version']}" for part in parts)
+    digest = hashlib.sha256((ROOT / "requirements.lock").read_bytes()).hexdigest()
+    assert root["properties"] == [{"name": "specc:requirements.lock", "value": f"sha256:{digest}"}]
+    (direct,) = bill["dependencies"]
+    names = {re.split(r"[><=!\[; ]", requirement)[0] for requirement in project["dependencies"]}
+    wanted = {f"pkg:pypi/{name}@{locked()[name]}" for name in map(normal, names)}
+    assert wanted <= set(direct["dependsOn"]) <= {part["bom-ref"] for part in parts}
+
+
+def test_actions_are_pinned_by_commit() -> None:
+    used = re.findall(r"uses: (\S+)", (ROOT / "docs/github/specc.yml").read_text())
+    assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used)

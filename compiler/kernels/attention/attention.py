@@ -1,6 +1,6 @@
 """Causal attention and its gradient, by kernels of cuDNN, Torch's flash attention, or flash-attn-4."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from specc.compiler.expr.mask import CAUSAL
@@ -10,6 +10,7 @@ from specc.compiler.kernels.generated import GeneratedFunction, generated_functi
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import ScoreFields
 from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad, SavedAttentionGrad, SeenOp
+from specc.compiler.records import record
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
 VALUES = frozenset({"v", "y", "dy", "dv"})  # tensors with as many channels as values
@@ -76,7 +77,7 @@ class AttentionContext(NamedTuple):
     fake: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class AttentionKernel(Kernel):
     """A kernel of a library, forward or backward. The kernel accepts 16-bit values, and the head sizes that the
     library supports."""
@@ -188,6 +189,14 @@ def fake_outputs(site: Site) -> str:
 
 def is_gradient(site: Site) -> bool:
     return isinstance(site.node.op, SavedAttentionGrad)
+
+
+def heads_refusal(q: TensorType, widest: int) -> str | None:
+    """Returns the reason to reject queries that are not 16-bit floats or have more than `widest` channels per head.
+    None if there is no reason."""
+    if q.dtype not in ("bf16", "f16"):
+        return f"computes in bf16 or f16, not in {q.dtype}"
+    return f"takes heads of at most {widest} channels; these have {q.width}" if number_of(q.width) > widest else None
 
 
 def unequal(site: Site) -> str | None:

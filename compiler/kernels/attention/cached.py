@@ -7,7 +7,7 @@ writes partial sums. The program instance that finishes last adds the partial su
 kernel adds them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.ir.types import BYTES
@@ -19,6 +19,7 @@ from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.decoding.rope_attention import RopeAttention
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 WIDEST = 512  # largest number of channels of keys or of values
@@ -33,7 +34,7 @@ MOST_PROGRAMS = 32  # of a multiprocessor
 TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachedAttention(Kernel):
     """Accepts 16-bit queries over contiguous caches, ring buffers and pages. The cache may hold e4m3 codes. For
     `RopeAttention`, the kernel also rotates the new queries and keys, and writes the new rows to the cache. `tile` is

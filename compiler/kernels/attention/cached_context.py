@@ -1,7 +1,5 @@
 """The template context for attention over a cache, and the tile of its kernel."""
 
-from dataclasses import dataclass
-
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.attention import table_name
 from specc.compiler.kernels.attention.score_tile import NARROWEST
@@ -10,9 +8,10 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.caches.key_value_cache import LARGEST
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachedTile:
     """The tile of a program instance. A program instance has `warps` warps, and reads `keys` keys at a time, with
     `stages` reads in flight.
@@ -43,7 +42,7 @@ class CachedTile:
         return self.stages * self.keys * row
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Loop:
     """A loop over tiles of keys.
 
@@ -61,7 +60,7 @@ class Loop:
     new: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachedContext:
     """The context of templates/triton/cached_attention.py.jinja, which includes cached_attention_ranges.jinja.
 

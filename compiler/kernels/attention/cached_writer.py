@@ -43,8 +43,8 @@ JOINED = 32  # partial sums that a thread loads at once; 64 would need too many 
 UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
 PROMISE = """\
-    On one GPU; a cache may have any strides, and is read in place if its positions have no gaps. Raises
-    ValueError for other shapes or dtypes.
+    On one GPU; a cache may have any strides, and is read in place if its positions have no gaps.
+    Raises ValueError for other shapes or dtypes.
     \"\"\""""
 JOIN = ("D", "ROWS", "CHANNELS", "BLOCK_P")  # constants of `join`
 DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
@@ -359,7 +359,8 @@ class Writer:
 
     def _sizes(self, launched: bool) -> tuple[str, ...]:
         if not self.page:
-            return ("(b, t), s = q.shape[:2], k.shape[1]",)
+            tiles = ("tiles = triton.cdiv(s, KEYS) + triton.cdiv(t, KEYS)",)
+            return ("(b, t), s = q.shape[:2], k.shape[1]", *(tiles if launched and self.ring is not None else ()))
         if launched:
             return ("b, n = table.shape", "t = q.shape[1] // b")
         return ("(b, n), s = table.shape, len(k)", "t = q.shape[1] // max(b, 1)")
@@ -374,7 +375,7 @@ class Writer:
     def _most_parts(self) -> str:
         keys = "n * PAGE" if self.page else "s"
         if self.ring is not None:
-            return "triton.cdiv(s, KEYS) + triton.cdiv(t, KEYS)"
+            return "tiles"
         if (window := self._window()) is not None:
             keys = f"min({keys}, {sum(window) + 2 * self.tile.keys} + t)"
         return f"triton.cdiv({keys}, KEYS)"

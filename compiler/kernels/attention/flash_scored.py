@@ -20,12 +20,7 @@ from specc.compiler.kernels.attention.attention import (
 )
 from specc.compiler.kernels.attention.block_lists import BlockLists
 from specc.compiler.kernels.attention.score_lines import Reading
-from specc.compiler.kernels.attention.scored_context import (
-    Writer,
-    is_gradient,
-    op_of,
-    prefix_reason,
-)
+from specc.compiler.kernels.attention.scored_context import Writer, is_gradient, op_of, prefix_reason
 from specc.compiler.kernels.generated import GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.kernels.lines import flowed

@@ -1,7 +1,7 @@
 """Attention with a score and a mask, and its gradient, by Torch's FlexAttention."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import score_text, torch_text
@@ -14,6 +14,7 @@ from specc.compiler.kernels.generated import GeneratedFunction, number_of, pytho
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.records import record
 
 BLOCK = 128  # queries and keys per block, as in FlexAttention's own masks
 NARROWEST = 16  # channels of a head
@@ -65,7 +66,7 @@ class FlexContext(NamedTuple):
         return any("F." in line for line in self.score)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class FlexKernel(Kernel):
     """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
 

@@ -13,7 +13,6 @@ Each position is converted to fp32 once. A conversion per score would take as lo
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import NamedTuple
 
@@ -23,8 +22,10 @@ from specc.compiler.expr.positional import whole_function
 from specc.compiler.expr.score import Score, TableRead
 from specc.compiler.expr.simplify import simplify
 from specc.compiler.expr.spell import triton_text
-from specc.compiler.expr.values import Binary, Call, Const, Expr, Var, rebuild, substitute, variables
+from specc.compiler.expr.traverse import rebuild, substitute, variables
+from specc.compiler.expr.values import Binary, Call, Const, Expr, Var
 from specc.compiler.kernels.lines import nested
+from specc.compiler.records import record
 
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
@@ -32,7 +33,7 @@ NEAREST = 256  # in a computed tile, no key is this many positions or more after
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Reading:
     """A read of a learned table by a score. Each score reads one element.
 

@@ -1,16 +1,16 @@
 """Tiles of attention with a score and a mask."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from specc.compiler.kernels.generated import constants
 from specc.compiler.kernels.tile import between, counted, power
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 NARROWEST = 16  # the fewest rows and columns of a product on tensor cores
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoreTile:
     """A tile of `queries` by `keys` attention scores. One program instance computes the tiles in sequence, with
     `warps` warps and `stages` loads in flight.
@@ -38,7 +38,7 @@ class ScoreTile:
         return constants({prefix + name: value for name, value in zip(names, values, strict=True)})
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoreGradTile:
     """The tiles of the two gradient kernels: `queries` is the tile of the kernel for dq, and `keys` the tile of the
     kernel for dk and dv."""

@@ -1,10 +1,10 @@
 """Causal attention and its gradient in Triton, with a score and a mask that are expressions. The kernels skip fully
 masked tiles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
-from specc.compiler.kernels.attention.attention import inputs_of, unequal
+from specc.compiler.kernels.attention.attention import heads_refusal, inputs_of, unequal
 from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
@@ -17,6 +17,7 @@ from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer
 from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.records import record
 
 WIDEST = 256  # channels of a head
 RANK = 3  # ranks after the libraries' kernels for plain causal attention
@@ -32,15 +33,10 @@ class ScoredKernel(Kernel):
     RANK: ClassVar[int] = RANK
 
     def rejects(self, site: Site) -> str | None:
-        q = inputs_of(site)["q"]
-        if q.dtype not in ("bf16", "f16"):
-            return f"computes in bf16 or f16, not in {q.dtype}"
-        if number_of(q.width) > WIDEST:
-            return f"takes heads of at most {WIDEST} channels; these have {q.width}"
-        return prefix_reason(site) or unequal(site)
+        return heads_refusal(inputs_of(site)["q"], WIDEST) or prefix_reason(site) or unequal(site)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredForward(ScoredKernel):
     """The forward kernel. `tile` is the measured tile. If it is None, the kernel uses the first tile that fits."""
 
@@ -59,7 +55,7 @@ class ScoredForward(ScoredKernel):
         return python_file(context.op, "triton/scored_attention.py.jinja", context, str(tile))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoredBackward(ScoredKernel):
     """The two gradient kernels. `tile` holds the measured tiles. If it is None, each kernel uses the first tile that
     fits."""

@@ -1,6 +1,5 @@
 """The template contexts for attention with a score and a mask."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from specc.compiler.expr.mask import sees_later
@@ -13,6 +12,7 @@ from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, g
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.records import record
 
 # The most elements of a table whose index is not a function of i - j: a program instance holds one sum per element
 MOST_ENTRIES = 2048
@@ -36,7 +36,7 @@ SINK = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Part:
     """One of two loops over a row of tiles. One loop visits the tiles with masked pairs. The other loop visits the
     remaining tiles.

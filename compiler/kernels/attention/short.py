@@ -1,18 +1,19 @@
 """Attention over short sequences, and its gradient. The Triton kernels hold all scores of a head in registers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.attention.attention import (
     attention_function,
     fake_outputs,
+    heads_refusal,
     input_check,
     inputs_of,
     is_gradient,
     unequal,
 )
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, number_of, python_file
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.saved_attention import (
@@ -22,6 +23,7 @@ from specc.compiler.ops.saved_attention import (
     SeenAttentionGrad,
     SeenOp,
 )
+from specc.compiler.records import record
 
 LONGEST = 128  # tokens; registers must hold two copies of the scores
 WIDEST = 128  # channels of a head
@@ -33,7 +35,7 @@ FIRST, LAST = 0, 7
 MOST_PAIRS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PairTile:
     """The work of one program instance, in pairs. A pair is one key head of one sequence.
 
@@ -92,7 +94,7 @@ class ShortContext(NamedTuple):
     fake: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShortAttention(Kernel):
     """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. `tile` is the measured tile. If it
     is None, the kernel uses the result of `pair_tile`."""
@@ -103,11 +105,7 @@ class ShortAttention(Kernel):
     def rejects(self, site: Site) -> str | None:
         inputs = inputs_of(site)
         q = inputs["q"]
-        if q.dtype not in ("bf16", "f16"):
-            return f"computes in bf16 or f16, not in {q.dtype}"
-        if number_of(q.width) > WIDEST:
-            return f"takes heads of at most {WIDEST} channels; these have {q.width}"
-        if reason := unequal(site):
+        if reason := heads_refusal(q, WIDEST) or unequal(site):
             return reason
         if site.context is None:
             return f"accepts at most {LONGEST} tokens; the number of tokens is unknown"
@@ -117,10 +115,7 @@ class ShortAttention(Kernel):
         grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys then stay in shared memory for the next query head
         # Bytes for the gradient, which needs more than the forward
         held = 2 * ((4 + grouped) * rows * width + rows * rows)
-        if is_gradient(site) and held > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {held:,} bytes of shared memory for {rows} tokens of {width} channels; {known}"
-        return None
+        return lacks_memory(site, held, f"{rows} tokens of {width} channels") if is_gradient(site) else None
 
     def rank(self, site: Site) -> int:
         return FIRST if site.context is not None and site.context <= SHORT else LAST

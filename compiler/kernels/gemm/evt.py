@@ -1,7 +1,7 @@
 """A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a CUTLASS visitor tree. It has
 one generated functor per output."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
@@ -10,9 +10,10 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.gemm.split import split
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tiles
+from specc.compiler.records import record
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
@@ -23,7 +24,7 @@ LARGEST_CLUSTER = 8  # thread blocks; supported on any GPU that has clusters
 RASTERS = ("", "along M", "along N")
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GemmTile:
     """The tile of a CUTLASS GEMM.
 
@@ -172,7 +173,7 @@ class LauncherContext(NamedTuple):
     library: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class GemmEvt(Kernel):
     """Accepts one or more matrix products of the same rows, with any number of outputs. The expressions may read tiles
     and columns.
@@ -198,9 +199,9 @@ class GemmEvt(Kernel):
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
         # Producer and consumer need at least two stages. A value has 2 bytes.
-        if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for two stages of {self.tile}; {known}"
+        needed = 4 * self.tile.k * (self.tile.m + self.tile.n)
+        if reason := lacks_memory(site, needed, f"two stages of {self.tile}"):
+            return reason
         for value in epilogue_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"

@@ -1,15 +1,15 @@
 """The Python function for a matrix product and its epilogue. Kernels in all languages have the same signature."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import Epilogue, Value
 from specc.compiler.kernels.generated import GeneratedFunction, generated_function
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Product:
     """The fields of a matrix product's templates in every language.
 

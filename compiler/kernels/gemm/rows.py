@@ -1,7 +1,6 @@
 """Linear layers with few input rows, in Triton. The kernel reads each weight once, at the memory bandwidth."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import ExprError, Var, triton_text
@@ -19,6 +18,7 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.records import record
 
 MULTIPROCESSORS = 132  # the fewest programs for one row of x, if the weights have enough rows
 LOADED = 4096  # elements of a weight that a program instance for one row of x loads at once
@@ -59,7 +59,7 @@ PARTIAL = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RowTile:
     """The tile of a kernel for one row of x. A program instance multiplies `n` rows of the weights, and reads `k`
     features at a time. If codes are packed, it reads `k` lanes at a time. A lane holds eight codes."""
@@ -72,7 +72,7 @@ class RowTile:
         return f"{self.n}x{self.k}, {self.warps} warps"
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TritonContext:
     """The context of templates/triton/row_linear.py.jinja.
 

@@ -1,24 +1,25 @@
 """A matrix product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and
 uses TMA. On other targets, it uses pointers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.expr import triton_text
 from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 from specc.compiler.ops.dropout import least_word
 from specc.compiler.ops.fp8_codes import FORMATS
+from specc.compiler.records import record
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 GROUP = 8  # number of row tiles that run at the same time, so that they read the same weight columns from L2
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TmaContext:
     """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the signatures of functions. The
     tuples hold lines of function bodies."""
@@ -38,7 +39,7 @@ class TmaContext:
     rounds: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PointerContext:
     """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the kernel's loop, and `dots`
     are lines in the loop."""
@@ -59,7 +60,7 @@ class PointerContext:
     rounds: bool
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LinearTriton(Kernel):
     """Accepts one or two matrix products of the same rows, with any epilogue, operands and outputs.
 
@@ -79,10 +80,7 @@ class LinearTriton(Kernel):
         if epilogue.n * epilogue.k >= LARGEST_WEIGHT:
             return f"addresses weights with 32-bit offsets; {epilogue.n} x {epilogue.k} elements need more"
         needed = loaded_bytes(epilogue, self.tile) if self.tile is not None else 0
-        if needed > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for the loads of {self.tile}; {known}"
-        return None
+        return lacks_memory(site, needed, f"the loads of {self.tile}")
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         return tuple(replace(self, tile=tile) for tile in candidates(site.target, epilogue_of(site)))

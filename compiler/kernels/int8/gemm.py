@@ -3,6 +3,7 @@
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, torch_text, variables
+from specc.compiler.ir.builder import underscored
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS, RESERVED, Value
 from specc.compiler.kernels.generated import GeneratedFunction, generated_function, python_file
@@ -49,10 +50,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
     named: dict[str, Expr] = {epilogue.variables[0]: Var("p")}
     operands = []
     for variable, type in site.operands:
-        name = variable
-        while name in taken or (name in RESERVED and name != "scale"):
-            name += "_"
-        taken.add(name)
+        name = underscored(variable, taken, RESERVED - {"scale"})
         named[variable] = Var(name)
         operands.append(Value(name, type))
     expr = substitute(reread(epilogue.outputs[0]), named)

@@ -1,13 +1,14 @@
 """One time step of an int8 LSTM as one Triton kernel. A program instance computes all four gates, for a tile of rows
 and hidden units."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.kernels.int8.lstm import StepFunction, extent, step_function, step_refusal
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.tile import Tile, whole_tiles
 from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.records import record
 
 NARROWEST_K = 32  # the number of codes that one tensor-core instruction multiplies
 WHOLE_K = 256  # up to this K, a program instance loads all of K at once
@@ -26,7 +27,7 @@ class StepContext(NamedTuple):
     tile: Tile
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Int8LstmTriton(Kernel):
     """Accepts any number of rows and any H. `tile` is the measured tile. If it is None, the kernel uses the result of
     `step_tile`."""
@@ -41,10 +42,7 @@ class Int8LstmTriton(Kernel):
         tile = self.tile or step_tile(k)
         if tile.k < NARROWEST_K:
             return f"multiplies at least {NARROWEST_K} codes at a time; a tile of {tile} has {tile.k}"
-        if (needed := _loaded_bytes(tile)) > site.target.shared_memory:
-            known = f"{site.target.name} has {site.target.shared_memory:,}"
-            return f"needs {needed:,} bytes of shared memory for the loads of {tile}; {known}"
-        return step_refusal(site)
+        return lacks_memory(site, _loaded_bytes(tile), f"the loads of {tile}") or step_refusal(site)
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         _, k = extent(site)

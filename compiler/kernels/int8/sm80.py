@@ -1,15 +1,15 @@
 """Int8 matrix products by CUTLASS 2.x with mma.sync and cp.async, for sm80 and later GPUs."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.kernels.int8.cutlass import rendered
 from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class MmaTile:
     """The tile of a thread block has `m` x `n` outputs, and the tile of a warp has `warp_m` x `warp_n`. An iteration
     covers `k` elements of the reduction dim, with `stages` loads in flight."""

@@ -1,16 +1,15 @@
 """The code that all kernels of this folder share: sizes, tensor names, and descriptions in generated files."""
 
-from dataclasses import dataclass
-
 from specc.compiler.expr import derive, number, reread, variables
 from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad, NormRopeGradInto
+from specc.compiler.records import record
 
 WHOLE = "whole"  # the name of the tensor that dx is a part of
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Heads:
     """A site of `NormRope` or its gradient. `inputs` and `outputs` map names in generated code to types. If dx is
     written to a part of a wider tensor, `at` is the index of the first feature of this part."""

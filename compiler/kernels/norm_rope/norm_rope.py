@@ -1,6 +1,6 @@
 """Norm, rotary embedding and gain of attention heads, forward and backward: Triton kernels with plain pointers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import ExprError, reread, torch_text, triton_text
@@ -13,6 +13,7 @@ from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_function, heads_of
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
+from specc.compiler.records import record
 
 LARGEST_HEAD = 4096  # the most channels of a head; a head stays in registers
 MOST_GAINS = 256  # the most heads whose gains a program instance can sum at its end
@@ -20,7 +21,7 @@ LARGEST_TILE = 1 << 17  # the number of elements that a program instance holds a
 LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vector load
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class HeadTile:
     """The work of one program instance with `warps` warps. A row is a pair of position and head. The program instance
     processes the same `rows` rows in `sequences` sequences, one after another.
@@ -121,7 +122,7 @@ class HeadContext(NamedTuple):
     ending: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class NormRopeTriton(Kernel):
     """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. `tile` is the measured tile. If
     it is None, the kernel uses the result of `head_tile`."""

@@ -1,11 +1,11 @@
 """Softmax cross-entropy of long rows and, in training, its gradient, in CUDA C++. A row of logits is copied to shared
 memory once, then read twice."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
-from specc.compiler.expr.values import rebuild
+from specc.compiler.expr.traverse import rebuild
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
@@ -23,6 +23,7 @@ from specc.compiler.kernels.softmax_loss.softmax_loss import (
 )
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
+from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 ELEMENTS = {"bf16": "__nv_bfloat16", "f32": "float"}
@@ -35,7 +36,7 @@ WARP = 32  # threads; with bulk copies, a further warp issues the copies
 TANH = parse("2 * sigmoid(2 * x) - 1")  # has no branches, unlike tanhf
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class StagedTile:
     """The launch configuration of the kernel.
 
@@ -136,7 +137,7 @@ class LauncherContext(NamedTuple):
     refusal: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SoftmaxLossCuda(Kernel):
     """Accepts rows that fit into shared memory but not into registers. `tile` is the measured tile. If it is None, the
     kernel uses the result of `staged_tile`.

@@ -1,7 +1,7 @@
 """Softmax cross-entropy of logits and, in training, its gradient. There is a Triton kernel, and plain Torch code for
 the CPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 from specc.compiler.expr import (
@@ -31,6 +31,7 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless
 from specc.compiler.kernels.lines import flowed, listed, nested, returned
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
+from specc.compiler.records import record
 
 LOGITS = ("bf16", "f32")
 WHOLE = 8192  # columns; longer rows do not fit in registers
@@ -38,7 +39,7 @@ LARGEST = 1 << 17  # elements per tile
 TILE = 4096  # elements that a program instance holds: 32 per thread, each of which needs two to four floats
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RowTile:
     """The work of one program instance: `rows` rows, read `columns` columns at a time, by `warps` warps.
 
@@ -161,7 +162,7 @@ class LossContext(NamedTuple):
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SoftmaxLossTriton(Kernel):
     """Accepts any vocabulary size and any function of the logits. `tile` is the measured tile. If it is None, the
     kernel uses the result of `row_tile`."""
@@ -410,13 +411,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         begun=tuple(line for name in loss.further for line in _begun(loss, name, whole)),
         weighted=()
         if plain
-        else (
-            *loads,
-            *lse,
-            f"nats = {nats}",
-            *losses,
-            nested("factor", triton_text(share, known)),
-        ),
+        else (*loads, *lse, f"nats = {nats}", *losses, nested("factor", triton_text(share, known))),
         value=nats if plain else "loss",
         share="scale / total" if plain else "scale / total * factor",
         scaled=(*scales, *scaled),

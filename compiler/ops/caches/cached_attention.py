@@ -1,7 +1,7 @@
 """Attention over a key-value cache, and the position of each row in the cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.expr.mask import Mask
@@ -9,9 +9,10 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.attention import ScoredBase
 from specc.compiler.ops.caches.key_value_cache import CODES, LARGEST, coded_types, decoded, ring_positions
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CachedBase(ScoredBase):
     """The base class of attention over a cache of keys and values, for q [B, T, H, C] at `positions`.
 

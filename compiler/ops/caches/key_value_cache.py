@@ -1,12 +1,12 @@
 """Key-value caches: rounding to 8-bit codes, writing of tokens, and the positions in a ring buffer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.records import record
 
 
 def ring_positions(first: int, window: int, start: int) -> Tensor:
@@ -72,7 +72,7 @@ class ToCodes(Op):
         return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class CacheWrite(Op):
     """Replaces the rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
 

@@ -6,7 +6,6 @@ Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that treat each tok
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr.mask import Mask
@@ -16,6 +15,7 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 from specc.compiler.ops.attention import ScoredBase
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 TABLE = TensorType(("R", "N"), "i64")  # for each of R texts, the page of each block of positions
 STARTS = TensorType(("R",), "i64")  # for each of R texts, the number of tokens in its pages
@@ -82,7 +82,7 @@ class LastOfTexts(Moves):
         return x[0].reshape(len(table), -1, x.shape[-1]).select(1, x.shape[1] // len(table) - 1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PagedWrite(Op):
     """Writes packed x [B, T, G, C] at `positions` i64[T] to pages [P, page, G, C], in place. A page table lists the
     pages of each text."""

@@ -1,16 +1,16 @@
 """Rows of several tables as one op: embeddings and rotary angles of the new tokens of a decoding step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType
 from specc.compiler.ops.positions import RopeRows
 from specc.compiler.ops.shape import Embedding
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Lookups(Op):
     """Reads rows of tables, as `Embedding` and `RopeRows` do. The inputs are indices and a table for each embedding,
     then positions i64[T] for each table of angles. The outputs are the rows of each table, then cos and sin for each

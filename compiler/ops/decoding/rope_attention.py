@@ -1,7 +1,6 @@
 """Three operations as one op: the rotary embedding of one new token per text, the write to a cache, and attention."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specc.compiler.ir.torch_call import TorchCall
@@ -9,9 +8,10 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType
 from specc.compiler.ops.caches.cached_attention import CachedBase, SdpaCached
 from specc.compiler.ops.caches.paged_attention import SdpaPaged
 from specc.compiler.ops.decoding.rope_write import RopeWrite
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RopeAttention(CachedBase):
     """`RopeWrite` of one token per text, then attention of the rotated queries over the cache.
 

@@ -1,7 +1,6 @@
 """Two operations as one op: the rotary embedding of new queries and keys, and the write of new rows to a cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specc.compiler.ir.op import Op
@@ -10,9 +9,10 @@ from specc.compiler.ops.caches.key_value_cache import CacheWrite, ToCodes
 from specc.compiler.ops.caches.paged_attention import PagedWrite
 from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Concat
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RopeWrite(Op):
     """Rotates q [B, T, H, C] and k [B, T, G, C] by angles cos, sin f32[T, R], as `Rope` does. Writes the rotated k and
     v [B, T, G, V] to the cache rows `positions` (i64[T]), in place.

@@ -1,7 +1,6 @@
 """Linear layers with few input rows, such as the tokens of a decoding step, after an optional RMS norm."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
@@ -9,9 +8,10 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 from specc.compiler.ops.decoding.packed_codes import dequantized, lanes_of
 from specc.compiler.ops.linear import Linear, rows
 from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class RowLinear(Op):
     """Computes h w^T for one or more weights w [N, K]. h is the input x [..., K], or the RMS norm of x. The inputs are
     x, the weight [K] of the norm if `affine`, and the weights w. N may differ between weights, unless the node has an
@@ -71,7 +71,7 @@ class RowLinear(Op):
 
     def site_type(self, type: TensorType) -> TensorType:
         # One kernel reads codes with any number of bits, because layers may have different numbers of bits.
-        return type.with_shape(type.shape[0], "W") if type.dtype == "u8" else super(RowLinear, self).site_type(type)
+        return type.with_shape(type.shape[0], "W") if type.dtype == "u8" else super().site_type(type)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = self.norm.infer(inputs[: self.first])[0] if self.norm is not None else inputs[0]

@@ -5,19 +5,20 @@ t, k] may belong to another token than [b, t]. No shape therefore depends on the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.linear import MatrixProduct
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in generated code
 
 
-@dataclass(frozen=True, slots=True)
-class SortByExpert(Moves):
+@record
+class SortByExpert(SupportCall, Moves):
     """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
     There are three outputs. `order` i64[B, T, K] is the original index of each sorted row. `place` i64[B, T, K] is the
@@ -33,9 +34,6 @@ class SortByExpert(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return inputs[0], inputs[0], TensorType((self.experts,), "i32")
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("sort_by_expert", (Input(0), self.experts))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -49,8 +47,8 @@ class SortByExpert(Moves):
         return *rows, torch.tensor(ends, dtype=torch.int32, device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch(Moves):
+@record
+class Dispatch(SupportCall, Moves):
     """Copies each token of x [B, T, D] to its K rows, and sorts the rows by expert: [B, T, K, D]. The other inputs are
     `order` and `place` of SortByExpert."""
 
@@ -66,16 +64,13 @@ class Dispatch(Moves):
             )
         return (x.with_shape(*order.shape, x.width),)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("dispatch", (Input(0), Input(1), Input(2)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         x, order, _ = inputs
         tokens = x.flatten(0, -2)
         return tokens[order // order.shape[-1]]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class OfExperts(Moves):
     """Selects the value of an expert for each sorted row, from values [E, N]. The result is [B, T, K, N].
 
@@ -88,10 +83,8 @@ class OfExperts(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         values, experts, order = inputs
         if len(values.shape) != 2 or experts != order:
-            raise TypeRuleError(
-                f"needs values [E, N], and experts and an order of one type, not {values}, {experts} and {order}",
-                (0, 2),
-            )
+            message = f"needs values [E, N], and experts and an order of one type, not {values}, {experts} and {order}"
+            raise TypeRuleError(message, (0, 2))
         return (values.with_shape(*order.shape, values.width),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -102,8 +95,8 @@ class OfExperts(Moves):
         return values[experts.flatten()[order]]
 
 
-@dataclass(frozen=True, slots=True)
-class Combine(Op):
+@record
+class Combine(SupportCall):
     """Computes the weighted sum of each token's rows, y [B, T, D]. Inputs are the rows [B, T, K, D], sorted by expert,
     and weights f32[B, T, K].
 
@@ -123,9 +116,6 @@ class Combine(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 2 * inputs[0].count(sizes)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("combine", (Input(0), Input(1), Input(2), Input(3)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -136,20 +126,18 @@ class Combine(Op):
         return y.index_add(0, tokens, weighted.to(y.dtype)).reshape(*weights.shape[:-1], -1)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedLinear(Op):
+@record
+class GroupedLinear(SupportCall, MatrixProduct):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
     Rows are sorted by expert. `ends` i32[E] is the cumulative number of rows per expert.
     """
 
     name: ClassVar[str] = GROUPED_LINEAR
-    matrix: ClassVar[bool] = True
     unexportable: ClassVar[str] = (
         "a product per expert: its number of rows depends on the values of a batch, and an exported program may depend "
         "only on sizes"
     )
-    work: ClassVar[str] = "products"
     arity: ClassVar[int] = 3
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -172,9 +160,6 @@ class GroupedLinear(Op):
         (*_, chosen, _), (experts, *_) = (type.shape for type in inputs[:2])
         assert isinstance(chosen, int) and isinstance(experts, int)
         return chosen / experts
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("grouped_linear", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch

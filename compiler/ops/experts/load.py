@@ -1,17 +1,18 @@
 """The load of experts, and two ways to balance it: a loss, and a bias per expert with its own gradient rule."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.loss import attached
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLoad(Op):
+@record
+class ExpertLoad(SupportCall):
     """The load f32[B, E] of `experts` experts: the share of a sequence's rows that each expert receives.
 
     The input is the experts of each token, i64[B, T, K]. There is no gradient.
@@ -27,9 +28,6 @@ class ExpertLoad(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return inputs[0].count(sizes)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("expert_load", (Input(0), self.experts))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -37,7 +35,7 @@ class ExpertLoad(Op):
         return torch.tensor(rows, dtype=torch.float64, device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class BalanceLoss(Op):
     """The balance loss E sum_e load_e p_e, f32[], where p_e is the mean probability of expert e. The loss is 1 if all
     loads, or all p, are equal.
@@ -73,8 +71,8 @@ class BalanceLoss(Op):
         return p.shape[-1] * (p * load.to(p.dtype)).sum() / len(p)
 
 
-@dataclass(frozen=True, slots=True)
-class AttachLoad(Moves):
+@record
+class AttachLoad(SupportCall, Moves):
     """Returns the weights f32[B, T, K] unchanged. The gradient for the bias f32[E] is each expert's load minus the
     mean load.
 
@@ -92,23 +90,11 @@ class AttachLoad(Moves):
             raise TypeRuleError(f"needs a load [B, E] that matches the bias {bias}, not {load}", (1, 2))
         return (weights,)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("attach_load", (Input(0), Input(1), Input(2)))
-
     def reference(self, *inputs: Tensor) -> Tensors:
-        from torch.autograd import Function
-
         weights, bias, load = inputs
 
-        class Attached(Function):
-            @staticmethod
-            def forward(ctx: Any, weights: Tensor, bias: Tensor) -> Tensor:
-                return weights.clone()
+        def gradient() -> Tensor:
+            mean = load.mean(0)
+            return (mean - mean.mean()).to(bias.dtype)
 
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-                mean = load.mean(0)
-                return grads[0], (mean - mean.mean()).to(bias.dtype)
-
-        result: Tensor = Attached.apply(weights, bias)  # type: ignore[no-untyped-call]
-        return result
+        return attached(weights, bias, gradient)

@@ -1,16 +1,16 @@
 """The router of a mixture of experts: it scores experts, chooses the best, and computes their weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import Op, SupportCall
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Softmax(Op):
     """exp(x) / sum(exp(x)) over the last dim."""
 
@@ -29,7 +29,7 @@ class Softmax(Op):
         return powers / powers.sum(-1, keepdim=True)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class LogSumExp(Op):
     """log(sum(exp(x))) over the last dim of x [..., N]. The result is [...]."""
 
@@ -50,7 +50,7 @@ class LogSumExp(Op):
         return largest + (inputs[0] - largest.unsqueeze(-1)).exp().sum(-1).log()
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class TopExperts(Op):
     """The indices i64[..., `count`] of the largest scores f32[..., E], in descending order.
 
@@ -83,8 +83,8 @@ class TopExperts(Op):
         return scores.detach().sort(-1, descending=True).indices[..., : self.count]
 
 
-@dataclass(frozen=True, slots=True)
-class BestGroups(Op):
+@record
+class BestGroups(SupportCall):
     """The scores f32[..., E] with -inf for every expert outside of the best `top` of `groups` groups (DeepSeek-V3).
 
     A group has consecutive experts. The score of a group is the sum of the `best` largest scores in the group.
@@ -102,9 +102,6 @@ class BestGroups(Op):
             raise TypeRuleError(f"cannot split {width} experts into {self.groups} groups of {self.best} or more", (0,))
         return (inputs[0],)
 
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("best_groups", (Input(0), self.groups, self.top, self.best))
-
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
@@ -114,7 +111,7 @@ class BestGroups(Op):
         return torch.where((worth >= least).unsqueeze(-1), scores, -torch.inf).flatten(-2)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ScoresOf(Moves):
     """Selects the scores f32[..., K] of the chosen experts i64[..., K] from the scores f32[..., E] of all experts."""
 
@@ -136,7 +133,7 @@ class ScoresOf(Moves):
         return torch.take_along_dim(inputs[0], inputs[1], dim=-1)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class ShareOfSum(Op):
     """x / sum(x) over the last dim. x must not be negative, and its sum must be positive."""
 

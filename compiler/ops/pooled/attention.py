@@ -1,7 +1,6 @@
 """Attention to pooled blocks of tokens, and to single tokens, over a whole sequence or a cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import torch_text, torch_value
@@ -12,9 +11,10 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 from specc.compiler.ops.attention import AttendContext, ScoredBase
 from specc.compiler.ops.caches.cached_attention import cached_places, cached_positions
 from specc.compiler.ops.pooled.pooling import POOLINGS, PoolContext
+from specc.compiler.records import record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PooledContext(AttendContext):
     """The context of templates/torch/ops/attend_pooled.py.jinja.
 
@@ -27,7 +27,7 @@ class PooledContext(AttendContext):
     helper: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PoolFields(ScoredBase):
     """The settings of attention over pooled blocks and single tokens. Pooled keys precede those of single tokens.
 
@@ -174,7 +174,7 @@ class SdpaPooled(PooledBase):
         return row.unsqueeze(1).to(inputs[0].device), torch.cat((first.long(), row)).to(inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class SdpaPooledCached(PooledBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over two caches: pooled keys and values [B, N M, G, C], and
     single tokens as in `SdpaCached`.
@@ -220,7 +220,7 @@ class SdpaPooledCached(PooledBase):
         return positions.unsqueeze(1), torch.cat((first, cached_positions(self.ring, k.shape[1] - count, positions)))
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class WriteContext:
     """The context of templates/torch/ops/write_pooled.py.jinja.
 
@@ -243,7 +243,7 @@ class WriteContext:
     package: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class PoolWrite(Op):
     """Pools the blocks that contain the tokens at `positions` (i64[T]). The results replace the rows of these blocks
     in a cache [B, N M, G, C], in place.

@@ -39,12 +39,8 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
                 graph = joined
                 rewritings[Rewriting(STEP, at, "attention rotates and writes the new token")] = None
         graphs[graph.name] = graph
-    return replace(
-        programs,
-        programs=tuple(graphs[graph.name] for graph in programs.programs),
-        functions=tuple(graphs[graph.name] for graph in programs.functions),
-        rewritings=(*programs.rewritings, *rewritings),
-    )
+    programs = programs.rewritten(lambda graph: graphs[graph.name])
+    return replace(programs, rewritings=(*programs.rewritings, *rewritings))
 
 
 def _joined(programs: Programs, graph: Graph, write: Node, target: Target) -> Graph | str:

@@ -24,11 +24,7 @@ def rope_writes(programs: Programs) -> Programs:
     Attention masks the old position that the token overwrites.
     """
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
-    graphs, functions = (
-        tuple(_rewritten(graph, programs.context, single) for graph in group)
-        for group in (programs.programs, programs.functions)
-    )
-    return replace(programs, programs=graphs, functions=functions)
+    return programs.rewritten(lambda graph: _rewritten(graph, programs.context, single))
 
 
 class _Stored(NamedTuple):

@@ -4,7 +4,7 @@ the operations after it. All layers that read the same input also become one nod
 from collections.abc import Iterator
 from dataclasses import replace
 
-from specc.compiler.ir.graph import Graph, Node, node_of, rename, walk
+from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.caches.paged_attention import LastOfTexts
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.linear import Linear
@@ -30,13 +30,11 @@ def row_linears(programs: Programs) -> Programs:
     steps = tuple(graph for graph in programs.programs if graph.name in STEPS)
     if not steps:
         raise ValueError(f"{programs.name} has no program that extends a text")
-    table = {graph.name: graph for graph in programs.graphs}
-    called = {graph.name for step in steps for graph in walk(table, step)}
     titles: dict[str, Pointwise] = {}
     return replace(
         programs,
         programs=tuple(_rewritten(graph, titles) for graph in steps),
-        functions=tuple(_rewritten(graph, titles) for graph in programs.functions if graph.name in called),
+        functions=tuple(_rewritten(graph, titles) for graph in programs.called_from(steps)),
         whole=(),
         groups=(),
         phases=(),

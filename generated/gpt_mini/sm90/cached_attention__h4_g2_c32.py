@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a separate package
+# Each build is a separate package.
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")
 NODE = "blocks.*.attention.y"
-H, G, C, D = 4, 2, 32, 32  # query heads, key heads, channels of keys, channels of values
+H, G, C, D = 4, 2, 32, 32  # heads of queries, of keys, channels of keys, of values
 KEYS, WARPS, STAGES, PROGRAMS, MOST_ROWS = 64, 4, 3, 4, 64
 WIDTH, VALUES = 32, 32
 JOINED_BYTES, JOINED_TILE = 65536, 4096
@@ -45,8 +46,8 @@ def join(
     y_ptr, parts_ptr, sums_ptr, row, there, d, PARTS, D: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):
-    """Adds the parts of rows in order, weighted by their shares of the denominators, and stores the results.
-    The parts are read from the L2 cache, because other programs wrote them."""
+    """Adds the parts of rows in order, weighted by their shares of the denominators, and stores the
+    results. The parts are read from the L2 cache, because other programs wrote them."""
     most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     y = tl.zeros((ROWS, CHANNELS), tl.float32)
     for first in range(0, PARTS, BLOCK_P):
@@ -54,7 +55,8 @@ def join(
         place, known = row * PARTS + part, there & (part < PARTS)
         x = tl.load(sums_ptr + place * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
         share = tl.load(sums_ptr + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-        place, known = place[:, :, None] * D + d[:, None, :], known[:, :, None] & (d < D)[:, None, :]
+        known = known[:, :, None] & (d < D)[:, None, :]
+        place = place[:, :, None] * D + d[:, None, :]
         values = tl.load(parts_ptr + place, mask=known, other=0.0, cache_modifier=".cg")
         top = tl.maximum(most, tl.max(x, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -71,8 +73,8 @@ def cached_attention_kernel(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
     PARTIAL: tl.constexpr, JOINED: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Computes attention of ROWS queries to one part of their keys. A query is a pair of a token and a query head;
-    all query heads share a key head."""
+    """Computes attention of ROWS queries to one part of their keys. A query is a pair of a token
+    and a query head; all query heads share a key head."""
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -145,21 +147,23 @@ def join_kernel(
 
 
 def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
-    """Returns the number of positions from one text or page to the next, and the tensors with flattened heads.
-    Tensors whose positions have gaps are copied."""
+    """Returns the number of positions from one text or page to the next, and the tensors with
+    flattened heads. Tensors whose positions have gaps are copied."""
     flat = [tensor.flatten(2) for tensor in tensors]
-    apart = {x.stride(0) // x.shape[2] for x in flat if x.stride(1) == x.shape[2] and x.stride(0) % x.shape[2] == 0}
-    if len(apart) == 1 and all(x.stride()[1:] == (x.shape[2], 1) for x in flat):
+    apart = {x.stride(0) // x.shape[2] for x in flat}
+    gaps = any((x.stride(0) % x.shape[2], *x.stride()[1:]) != (0, x.shape[2], 1) for x in flat)
+    if len(apart) == 1 and not gaps:
         return apart.pop(), flat
     return tensors[0].shape[1], [x.contiguous() for x in flat]
 
 
 def counts(q: Tensor, room: int) -> Tensor:
-    """Returns the counters, i32: for each block of queries, the number of programs that have stored their parts.
-    All counters are 0 between launches. At least two programs share a counter, so `room` programs need `room // 2`.
+    """Returns the counters, i32: for each block of queries, the number of programs that have stored
+    their parts. All counters are 0 between launches. At least two programs share a counter, so
+    `room` programs need `room // 2`.
 
-    A program increments its counter only after the preceding kernels have ended. One tensor is therefore enough for
-    all launches of a stream. Launches on several streams must not overlap.
+    A program increments its counter only after the preceding kernels have ended. One tensor is
+    therefore enough for all launches of a stream. Launches on several streams must not overlap.
     """
     if q.device not in COUNTS:
         if torch.cuda.is_current_stream_capturing():
@@ -169,8 +173,8 @@ def counts(q: Tensor, room: int) -> Tensor:
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> None:
-    """Launches the kernels on the current stream. The grid depends only on shapes, so a CUDA graph of the launch is
-    valid for texts of all lengths. Requires at least one query."""
+    """Launches the kernels on the current stream. The grid depends only on shapes, so a CUDA graph
+    of the launch is valid for texts of all lengths. Requires at least one query."""
     (b, t), s = q.shape[:2], k.shape[1]
     q, positions = q.contiguous(), positions.contiguous()
     apart, (k, v) = rows(k, v)
@@ -209,8 +213,8 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
     """q [B, T, 4, 32] bf16, k [B, S, 2, 32] bf16, v [B, S, 2, 32] bf16, positions [T] i64 -> y [B,
     T, 4, 32] bf16.
 
-    On one GPU; a cache may have any strides, and is read in place if its positions have no gaps. Raises
-    ValueError for other shapes or dtypes.
+    On one GPU; a cache may have any strides, and is read in place if its positions have no gaps.
+    Raises ValueError for other shapes or dtypes.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     for name, tensor, shape, dtype in (
@@ -219,9 +223,11 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tens
         ("v", v, (b, s, G, D), torch.bfloat16),
         ("positions", positions, (t,), torch.int64),
     ):
-        if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
+        given = (tensor.shape, tensor.dtype, tensor.device)
+        if not tensor.is_cuda or given != (shape, dtype, q.device):
+            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            wanted = f"{dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {found}; expected {wanted}")
     y = q.new_empty(*q.shape[:3], D)
     if y.numel():
         with torch.cuda.device_of(q):

@@ -8,17 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import (
-    PieceBytes,
-    TokenArray,
-    Tokenizer,
-    byte_offsets,
-    cores,
-    id_dtype,
-    missing_package,
-    read_file,
-    valid_text,
-)
+from specc.runtime.data.tokenizers.files import byte_offsets, cores, id_dtype, missing_package, read_file, valid_text
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 

@@ -12,16 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.tokenizers.files import cores, id_dtype, missing_package, read_file
 from specc.runtime.data.tokenizers.patterns import PATTERNS
-from specc.runtime.data.tokenizers.tokenizer import (
-    PieceBytes,
-    TokenArray,
-    Tokenizer,
-    cores,
-    id_dtype,
-    missing_package,
-    read_file,
-)
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer
 
 SEPARATOR = "<|endoftext|>"
 # in characters; longer runs of white space overflow the stack of the regex engine

@@ -11,16 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import (
-    PieceBytes,
-    TokenArray,
-    Tokenizer,
-    byte_offsets,
-    id_dtype,
-    missing_package,
-    read_file,
-    valid_text,
-)
+from specc.runtime.data.tokenizers.files import byte_offsets, id_dtype, missing_package, read_file, valid_text
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer
 
 MODELS = ("BPE", "Unigram")
 SPACE_MARK = "\u2581"

@@ -9,9 +9,9 @@ from pathlib import Path
 from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.tokenizers.files import missing_package
 from specc.runtime.data.tokenizers.patterns import PATTERNS
 from specc.runtime.data.tokenizers.ranks import rank_file, ranks_of, tokenizer_json
-from specc.runtime.data.tokenizers.tokenizer import missing_package
 from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import create_folder, write_atomically
 

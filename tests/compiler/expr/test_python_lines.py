@@ -43,5 +43,8 @@ def test_a_call_is_broken_at_its_last_brackets() -> None:
     assert fitted("x = aaaa(b).cccc(d, e)", 20) == ("x = aaaa(b).cccc(", "    d, e", ")")
 
 
-def test_items_that_do_not_fit_together_get_a_line_each() -> None:
-    assert fitted("x = f(aaaaaa, bbbbbb, cccccc)", 20) == ("x = f(", "    aaaaaa,", "    bbbbbb,", "    cccccc,", ")")
+def test_items_fill_lines_if_each_fits_on_one() -> None:
+    assert fitted("x = f(aaaaaa, bbbbbb, cccccc)", 20) == ("x = f(", "    aaaaaa, bbbbbb,", "    cccccc,", ")")
+    assert fitted("x = f(aaaaaa, bbbbbb, cccccc)", 18) == ("x = f(", "    aaaaaa,", "    bbbbbb,", "    cccccc,", ")")
+    long = ("x = f(", "    aa,", "    bbb(", "        ccc, ddd", "    ),", "    ee,", ")")
+    assert fitted("x = f(aa, bbb(ccc, ddd), ee)", 17) == long

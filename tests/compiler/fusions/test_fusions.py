@@ -1,7 +1,7 @@
 """Fusions on graphs built by hand: what they refuse and why, and that groups with them have autograd's gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, make_dataclass
+from dataclasses import MISSING, fields
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from specc.compiler.passes.group import Unfusable, build_group
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Group
+from specc.compiler.records import record
 
 X, IDS, WIDE = TensorType(("B", "T", 6), "f32"), TensorType(("B", "T"), "i64"), TensorType(("B", "T", 11), "f32")
 
@@ -262,7 +263,8 @@ OPS = [(fusion, op) for fusion in catalog(fusions, Fusion).values() for op in fu
 def test_a_field_that_a_fusion_does_not_know_is_refused(fusion: Fusion, op: type[Op]) -> None:
     """An op gains a field: at its default the fusion goes on as before, with another value it refuses."""
     assert {f.name for f in fields(op)} >= fusion.reads[op]
-    further = make_dataclass("Further", [("added", bool, False)], bases=(op,), frozen=True, namespace={"name": op.name})
+    body = {"__annotations__": {"added": bool}, "added": False, "name": op.name}
+    further = record(type("Further", (op,), body))
     needed = {f.name: () for f in fields(op) if f.default is MISSING}
     plain, changed = (Node("a.y", further(**needed, added=added), (), ()) for added in (False, True))
     assert fusion._unknown_field(plain) is None

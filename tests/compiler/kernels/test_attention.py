@@ -31,7 +31,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.bench.plain import plain_site
 from specc.runtime.model.load import instantiate
-from specc.runtime.tune.candidates import candidates, tuned_choices
+from specc.runtime.tune.candidates import candidates
 from specc.runtime.tune.measure import refusal
 from specc.runtime.tune.prepare import prepare
 from specc.runtime.verify.judge import Judge, inputs_of, sizes_of
@@ -277,7 +277,7 @@ def test_forward_and_gradient_are_chosen_each_for_itself() -> None:
 def test_everything_that_a_target_can_run_is_a_candidate() -> None:
     results = {
         choice.rendered.module: {candidate.kernel.name for candidate in candidates(choice.site, "specs/x.yaml")}
-        for choice in tuned_choices(plan())
+        for choice in plan().generated
     }
     assert results == {
         "causal_attention__h4_g2_c64": {"cudnn_attention", "flash_attention", "flash_attention_4", "short_attention"},
@@ -290,7 +290,7 @@ def test_everything_that_a_target_can_run_is_a_candidate() -> None:
             "short_attention_grad",
         },
     }
-    digests = [c.digest for choice in tuned_choices(plan()) for c in candidates(choice.site, "")]
+    digests = [c.digest for choice in plan().generated for c in candidates(choice.site, "")]
     assert len(set(digests)) == len(digests)
 
 

@@ -14,7 +14,7 @@ from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import NO_LOCK, Entry, GroupEntry, Lock, group_key
 from specc.compiler.plan.plan import Plan, SaveChoices
 from specc.compiler.spec.spec import Spec
-from specc.runtime.tune.candidates import all_choices, tuned_choices
+from specc.runtime.tune.candidates import all_choices
 from specc.runtime.tune.save_choice import fastest, line
 
 GELU, GATED = "gelu(x)", "silu(gate) * x"
@@ -167,7 +167,7 @@ def test_the_fastest_way_is_that_of_the_least_sum() -> None:
 
 def test_all_ways_are_tuned_and_those_of_the_plan_first() -> None:
     plan = planned(GELU, "sm90")
-    chosen, every = tuned_choices(plan), all_choices(plan)
+    chosen, every = plan.generated, all_choices(plan)
     assert every[: len(chosen)] == chosen
     assert [choice.rendered.module for choice in every[len(chosen) :]] == [
         "linear_gelu_pre__n16_k8",

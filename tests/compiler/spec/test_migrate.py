@@ -75,6 +75,7 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path) -> None:
     text = path.read_text()
     for comment in ("# A model with most options of version 1.", "# from the first half", "# small"):
         assert comment in text
+    assert "  embed: [{kind: token}]\n" in text  # a mapping of one key keeps its braces
     assert migrated_text(path) is None
     spec, _ = load(path)
     names = {param.name: param.shape for param in pipeline.lower(spec, "cpu").params}

@@ -16,7 +16,7 @@ from specc.compiler.spec.check import load
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.model.load import import_file
 from specc.runtime.tune import report
-from specc.runtime.tune.candidates import candidates, tuned_choices
+from specc.runtime.tune.candidates import candidates
 from specc.runtime.tune.journal import Journal
 from specc.runtime.tune.measure import forget
 from specc.runtime.tune.prepare import LONGEST, prepare, short
@@ -28,7 +28,7 @@ MAIN = "from specc.cli.app import main; main()"
 
 
 def test_every_node_with_a_kernel_is_tuned_once_with_all_languages(plan: Plan) -> None:
-    choices = tuned_choices(plan)
+    choices = plan.generated
     modules = [choice.rendered.module for choice in choices]
     assert len(set(modules)) == len(modules) and {"dgrad_mul__n448_k128"} < set(modules)
     for choice in choices:
@@ -136,7 +136,7 @@ def test_without_nvcc_nothing_is_searched(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_report_has_times_first_and_then_reasons(plan: Plan) -> None:
-    choice = tuned_choices(plan)[0]
+    choice = plan.generated[0]
     fast, slow, bad = list(candidates(choice.site, plan.source))[:3]
     result = NodeResult("mlp.up", "linear", 1024, 0.25, {fast: 0.5, slow: 1.0}, {bad: "spills"})
     lines = report.text([result]).splitlines()

@@ -13,7 +13,6 @@ from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine, tile_data
 from specc.compiler.spec.check import load
 from specc.runtime.errors import RunFailure
 from specc.runtime.tune import search
-from specc.runtime.tune.candidates import tuned_choices
 from specc.runtime.tune.search import TuneError, TuneOptions, tune
 
 SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
@@ -41,7 +40,7 @@ def options(tmp_path: Path, rows: int, machine: Machine = MACHINE, fresh: bool =
     """Options for a lock whose dgrad_mul was measured on `rows` rows."""
     spec, _ = load(SPEC)
     plan = compile_loaded(spec, None, ("sm90",)).plans["sm90"]
-    choice = next(option for option in tuned_choices(plan) if "dgrad_mul" in option.rendered.module)
+    choice = next(option for option in plan.generated if "dgrad_mul" in option.rendered.module)
     kernel, tile = choice.kernel.name, tile_data(choice.kernel)
     entry = Entry(
         node=choice.site.label, key=choice.site.key, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5

@@ -1,0 +1,1 @@
+"""The committed specs, which `specc init --from NAME` copies."""
