@@ -12,6 +12,7 @@ from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.count_dropout import count_dropout
+from specc.compiler.passes.decoding.lookups import lookups
 from specc.compiler.passes.decoding.packed_weights import packed_weights
 from specc.compiler.passes.decoding.rope_attentions import rope_attentions
 from specc.compiler.passes.decoding.rope_writes import rope_writes
@@ -63,6 +64,7 @@ QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: q
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 ROW_LINEARS: Pass = ("row_linears", lambda programs, spec, target: row_linears(programs))
 ROPE_WRITES: Pass = ("rope_writes", lambda programs, spec, target: rope_writes(programs))
+LOOKUPS: Pass = ("lookups", lambda programs, spec, target: lookups(programs, target))
 ROPE_ATTENTIONS: Pass = ("rope_attentions", lambda programs, spec, target: rope_attentions(programs, target))
 PACKED_WEIGHTS: Pass = ("packed_weights", lambda programs, spec, target: packed_weights(programs, spec.quant))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
@@ -89,8 +91,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),
-    "decoding": (ROW_LINEARS, ROPE_WRITES, ROPE_ATTENTIONS),
-    "packed": (ROW_LINEARS, ROPE_WRITES, ROPE_ATTENTIONS, PACKED_WEIGHTS),
+    "decoding": (ROW_LINEARS, ROPE_WRITES, ROPE_ATTENTIONS, LOOKUPS),
+    "packed": (ROW_LINEARS, ROPE_WRITES, ROPE_ATTENTIONS, LOOKUPS, PACKED_WEIGHTS),
 }
 
 

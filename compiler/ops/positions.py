@@ -23,6 +23,8 @@ class Positions(Op):
         return (TensorType((inputs[0].shape[1],), "i64"),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        if len(inputs) == 2 and inputs[0].shape[1] == 1:
+            return TorchCall(".reshape", (Input(1), 1))  # a view, without a kernel
         length = TorchCall("[]", (TorchCall(".", (Input(0), "shape")), 1))
         counted = TorchCall("torch.arange", (length,), (("device", TorchCall(".", (Input(0), "device"))),))
         return counted if len(inputs) == 1 else TorchCall("+", (Input(1), counted))

@@ -125,7 +125,7 @@ def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
         share = min(rows * node.op.used_share(inputs), 1.0) if node.op.matrix else 1.0
-        most = sum(type.bytes(sizes) for type in node.types)
+        most = max((type.bytes(sizes) for type in node.types), default=0)
         for ref in node.inputs:
             if ref.startswith("@"):
                 whole = types[ref].bytes(sizes)

@@ -1,10 +1,11 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
 If the temperature is 0, several programs search the largest logit of a row, and the program that ends last writes the
-token. Otherwise, one program per row samples the token. This program maps the bits of each logit to a 32-bit integer (a
-key) that sorts like the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. The
-weight of a token, exp(logit / temperature) up to a factor, is f64. The kernel and `Sampling.pick` choose the same token
-for the same random number.
+token. A logit and its place are one number, so that one maximum gives the first of the largest logits. Otherwise, one
+program per row samples the token. This program maps the bits of each logit to a 32-bit integer (a key) that sorts like
+the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. The weight of a token,
+exp(logit / temperature) up to a factor, is f64. The kernel and `Sampling.pick` choose the same token for the same
+random number.
 """
 
 import torch
@@ -15,7 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK, WARPS = 8192, 16
 PARTS = 16  # the most programs per row
-RESIDENT = 4  # programs per multiprocessor
+# Programs per multiprocessor. A program has 512 threads of at most 64 registers if the temperature is 0.
+RESIDENT = 2
+NAN = tl.constexpr(0x7FFFFFFF)  # the key of NaN, above that of infinity
+INFINITE = tl.constexpr(0x7F800000)  # the key of infinity; that of the least finite number is its negative
+LOWEST = tl.constexpr(-(2**63))
 # The number of finished programs per row, i32, for each GPU. It is 0 between launches. One tensor suffices for all
 # launches, because launches of one stream do not overlap.
 COUNTS: dict[torch.device, Tensor] = {}
@@ -39,6 +44,13 @@ def _logit(key):
 
 
 @triton.jit
+def _ranked(logits, at):
+    """Maps logits and their places to i64. The largest belongs to the first of the largest logits, or to a NaN."""
+    key = tl.where(logits == logits, _key(logits), NAN)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
+
+
+@triton.jit
 def _weight(logit, largest, TEMPERATURE: tl.constexpr):
     # The value is computed, because a literal would be rounded to f32.
     return tl.exp((logit.to(tl.float64) - largest) / tl.full((), TEMPERATURE, tl.float64))
@@ -59,7 +71,7 @@ def _above(logits_ptr, weights_ptr, key, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def choose_token_kernel(
-    logits_ptr, uniform_ptr, counters_ptr, weights_ptr, next_ptr, tokens_ptr, best_ptr, top_ptr, counts_ptr,
+    logits_ptr, uniform_ptr, counters_ptr, weights_ptr, next_ptr, tokens_ptr, best_ptr, counts_ptr,
     V, ROWS, STRIDE, COLUMNS, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -70,36 +82,27 @@ def choose_token_kernel(
     logits_ptr += row * STRIDE
     weights_ptr += row * V
     # The first of the largest logits. Each lane searches on its own, so that threads wait for each other only once.
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    top = tl.zeros((BLOCK,), tl.int32)
-    broken = tl.zeros((BLOCK,), tl.int32)
+    best = tl.full((BLOCK,), LOWEST, tl.int64)
     lowest = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     for first in range(part * BLOCK, V, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         logits = _logits(logits_ptr, at, V)
-        broken |= (logits != logits).to(tl.int32)
-        top = tl.where(logits > best, at, top)
-        best = tl.where(logits > best, logits, best)
+        best = tl.maximum(best, _ranked(logits, at))
         if TEMPERATURE > 0:
             lowest = tl.minimum(lowest, tl.where(at < V, _key(logits), 0x7FFFFFFF))
-    largest = tl.max(best, 0)
-    token = tl.min(tl.where(best == largest, top, 0x7FFFFFFF), 0)
-    whole = tl.max(broken, 0) == 0
+    best = tl.max(best, 0)
     writes = part == 0
     if PARTS > 1:
         place = row * PARTS + part
-        tl.store(best_ptr + place, largest)
-        tl.store(top_ptr + place, tl.where(whole, token, -1))
+        tl.store(best_ptr + place, best)
         tl.debug_barrier()  # all threads have stored before the program is counted
         writes = tl.atomic_add(counts_ptr + row, 1, sem="acq_rel") == PARTS - 1
         tl.store(counts_ptr + row, 0, mask=writes)
         places = row * PARTS + tl.arange(0, PARTS)
-        bests = tl.load(best_ptr + places, mask=writes, other=float("-inf"), cache_modifier=".cg")
-        tops = tl.load(top_ptr + places, mask=writes, other=0, cache_modifier=".cg")
-        largest = tl.max(bests, 0)
-        token = tl.min(tl.where(bests == largest, tops, 0x7FFFFFFF), 0)
-        whole = tl.min(tops, 0) >= 0
-    finite = whole & (largest > float("-inf")) & (largest < float("inf"))
+        best = tl.max(tl.load(best_ptr + places, mask=writes, other=LOWEST, cache_modifier=".cg"), 0)
+    highest, token = best >> 32, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32)
+    largest = _logit(highest)
+    finite = (highest >= -INFINITE) & (highest < INFINITE)
     if TEMPERATURE > 0:
         most = largest.to(tl.float64)
         total = tl.zeros((), tl.float64)
@@ -113,7 +116,6 @@ def choose_token_kernel(
         # All tokens above the key `bound` remain, and the first `equal` tokens with this key.
         bound = tl.min(lowest, 0).to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
-        highest = _key(largest).to(tl.int64)
         if TOP_K > 0:
             # The smallest bound with fewer than TOP_K tokens above it, or any bound with exactly TOP_K.
             low = bound
@@ -206,11 +208,10 @@ def choose_token(
     room = RESIDENT * torch.cuda.get_device_properties(logits.device).multi_processor_count
     while temperature == 0 and parts < PARTS and 2 * parts * rows <= room and parts * block < vocabulary:
         parts *= 2
-    best = logits.new_empty((rows, parts), dtype=torch.float32)
-    top = logits.new_empty((rows, parts), dtype=torch.int32)
+    best = logits.new_empty((rows, parts), dtype=torch.int64)
     pdl = logits.is_cuda and torch.cuda.get_device_capability(logits.device) >= (9, 0)
     choose_token_kernel[(rows, parts)](
-        logits, uniform, counters, weights, following, tokens, best, top, _counts(logits, room) if parts > 1 else top,
+        logits, uniform, counters, weights, following, tokens, best, _counts(logits, room) if parts > 1 else best,
         vocabulary, rows, logits.stride(0), tokens.shape[1],
         TEMPERATURE=temperature, TOP_K=0 if (top_k or vocabulary) >= vocabulary else top_k, TOP_P=top_p, BLOCK=block,
         PARTS=parts, PDL=pdl, num_warps=min(WARPS, max(1, block // 512)), launch_pdl=pdl,

@@ -1,8 +1,8 @@
-"""Decoding steps of few texts, with three kinds of fused kernels.
+"""Decoding steps of few texts, with four kinds of fused kernels.
 
-The kernels are a norm with the matrix products that follow it, a matrix product with its epilogue, and the rotary
-embedding with the write to the cache. torch.compile may fuse the remaining operations. For a quantized model, matrix
-products read the stored codes.
+The kernels are the lookups of embeddings and rotary angles, a norm with the matrix products that follow it, a matrix
+product with its epilogue, and attention with the rotary embedding and the write to the cache. torch.compile may fuse
+the remaining operations. For a quantized model, matrix products read the stored codes.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
 PLAIN = load(ROOT / "specs/gpt2_124m.yaml")[0]  # no node stands between rotation and attention
 
 SPEC_OF = dict.fromkeys(("logits", "row_linears", "rope_writes", "packed_weights"), TEXT)  # without loops over tokens
-SPEC_OF |= {"rope_attentions": PLAIN}
+SPEC_OF |= {"rope_attentions": PLAIN, "lookups": PLAIN}
 FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
 
 
@@ -31,6 +31,7 @@ def test_each_pass_changes_what_its_dump_shows() -> None:
     assert "row_linear" in texts["row_linears"] and "rope_write" not in texts["row_linears"]
     assert "= rope_write(" in texts["rope_writes"] and "cache_write(" not in texts["rope_writes"]
     assert "= rope_attention(" in texts["rope_attentions"] and "= rope_attention(" not in texts["rope_writes"]
+    assert "= lookups(" in texts["lookups"] and "= embedding(" not in texts["lookups"]
     assert "@mlp.up_codes" in texts["packed_weights"] and "_codes" not in texts["rope_writes"]
     fused = graphs_text(pipeline.after(TEXT, "sm90", "fuse"), None)
     assert "# fused group" in fused

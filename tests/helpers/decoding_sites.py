@@ -1,4 +1,4 @@
-"""Sites of the kernels of decoding steps: linear layers of few rows, and rotation with the write to a cache."""
+"""Sites of the kernels of decoding steps: linear layers of few rows, rotation with the write to a cache, lookups."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.caches.key_value_cache import coded_types
 from specc.compiler.ops.caches.paged_attention import TABLE
+from specc.compiler.ops.decoding.lookups import Lookups
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
@@ -83,3 +84,19 @@ def rope_site(
     results = (types[0], *stored, *(type.with_shape("B", "T", *type.shape[2:]) for type in new))
     node = Node("attention.q.rope", op, (), results, None, ())
     return Site(node, tuple(types), TARGETS[target], "blocks.*.attention.q.rope", "sample")
+
+
+def lookups_site(
+    widths: tuple[int, ...], ropes: tuple[tuple[int, float, int], ...] = (), target: str = "sm90", dtype: str = "f16",
+    *, rows: int = 50,
+) -> Site:  # fmt: skip
+    """A site of lookups in embeddings of `rows` rows, and in tables of angles."""
+    ids, positions = TensorType(("B", 1), "i64"), TensorType((1,), "i64")
+    labels = (
+        *(f"rows_{i}" for i in range(len(widths))),
+        *(f"{w}_{i}" for i in range(len(ropes)) for w in ("cos", "sin")),
+    )
+    op = Lookups(len(widths), ropes, labels)
+    types = [type for width in widths for type in (ids, TensorType((rows, width), dtype))] + [positions] * len(ropes)
+    node = Node("embed.token", op, (), op.infer(types), None, ("embed.token",))
+    return Site(node, tuple(types), TARGETS[target], "embed.token", "sample")

@@ -11,7 +11,7 @@ import torch
 from attention_sites import attention_site
 from cached_sites import CASES as CACHED
 from cached_sites import codes_site
-from decoding_sites import ROW_CASES, rope_site, row_site
+from decoding_sites import ROW_CASES, lookups_site, rope_site, row_site
 from head_sites import PARTS, head_site
 from kernel_sites import EPILOGUES, GUARD, imported, make_site
 from loss_sites import FUNCTIONS, TERMS, loss_site
@@ -27,6 +27,7 @@ from specc.compiler.kernels.attention.cached_torch import TorchCalls
 from specc.compiler.kernels.kernel import Kernel, Site, missing
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.caches.key_value_cache import ToCodes
+from specc.compiler.ops.decoding.lookups import Lookups
 from specc.compiler.ops.decoding.rope_attention import RopeAttention
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.compiler.ops.decoding.row_linear import RowLinear
@@ -126,6 +127,12 @@ def _rope_write(rng: random.Random, target: str, dtype: str) -> Site:
     return rope_site(heads, groups, channels, values, pairs, neighbors < 0.5, **form, target=target, dtype=dtype)
 
 
+def _lookups(rng: random.Random, target: str, dtype: str) -> Site:
+    widths = tuple(rng.randint(1, 300) for _ in range(rng.randint(1, 3)))
+    ropes = tuple((2 * rng.randint(1, 64), 10000.0, rng.randint(1, 300)) for _ in range(rng.randint(0, 2)))
+    return lookups_site(widths, ropes, target, dtype, rows=rng.randint(1, 500))
+
+
 def _step(rng: random.Random, target: str, dtype: str) -> Site:
     return step_site(rng.choice((4, 64, 100, 4 * rng.randint(1, 80))), target, bits=rng.choice((8, 16)))
 
@@ -142,6 +149,7 @@ DRAWS: Mapping[type[Op], Draw] = {
     ToCodes: _codes,
     RowLinear: _row_linear,
     RopeWrite: _rope_write,
+    Lookups: _lookups,
     HeadRotation: _head,
     SoftmaxLoss: _loss,
     Int8LstmStep: _step,

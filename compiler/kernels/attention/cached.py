@@ -13,9 +13,9 @@ from typing import ClassVar
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.attention.cached_context import CachedTile, inputs_of, op_of, page_of, sizes_of
 from specc.compiler.kernels.attention.cached_writer import Writer
-from specc.compiler.kernels.attention.score_tile import block
+from specc.compiler.kernels.attention.score_tile import NARROWEST, block
 from specc.compiler.kernels.attention.step_context import StepWriter
-from specc.compiler.kernels.generated import python_file
+from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.decoding.rope_attention import RopeAttention
@@ -28,6 +28,8 @@ SHORTEST = 128  # in positions; Torch reads a shorter cache, of one or two tiles
 IN_FLIGHT = 65_536
 RESIDENT = 4  # programs per multiprocessor
 WIDE_ROW = 512  # if a position has at least this many bytes, a tile has half as many keys
+MANY_KEYS, MANY_WARPS, MANY_STAGES = 32, 2, 2  # the tile of a step with many texts
+MOST_PROGRAMS = 32  # of a multiprocessor
 # (keys, warps) of the tiles to measure
 TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))
 
@@ -69,8 +71,10 @@ class CachedAttention(Kernel):
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or cached_tile(site)
-        writer = StepWriter if isinstance(site.node.op, RopeAttention) else Writer
-        context = writer(site, tile).context()
+        if isinstance(site.node.op, RopeAttention):
+            context = StepWriter(site, tile, None if self.tile else many_tile(site)).context()
+        else:
+            context = Writer(site, tile).context()
         return python_file(context.op, "triton/cached_attention.py.jinja", context, str(tile))
 
 
@@ -93,6 +97,24 @@ def cached_tile(site: Site) -> CachedTile:
         stages += 1
         programs = resident(site.target, stages * keys * row)
     return CachedTile(keys, 4, stages + (page > 0 and (stages + 1) * keys * row <= room), programs)
+
+
+def many_tile(site: Site) -> CachedTile | None:
+    """Returns the tile for a step of so many texts and key heads that each has one program instance. None if it would
+    not increase the number of resident program instances.
+
+    All program instances should be resident at once. Otherwise, those that begin last run almost alone. With 12 key
+    heads of 64 channels, 64 texts have 768 program instances, of which the default tile admits 528 on 132
+    multiprocessors, and this tile 1,848. A paged cache needs one more stage, as in `cached_tile`.
+    """
+    heads, kv_heads = (number_of(inputs_of(site)[name].shape[-2]) for name in ("q", "k"))
+    room, row = site.target.shared_memory, row_bytes(site)
+    stages, tile = MANY_STAGES + (page_of(site) > 0), cached_tile(site)
+    programs = room // (stages * MANY_KEYS * row)
+    # A block of queries has the fewest rows, and pages consist of whole tiles of both sizes.
+    if heads > NARROWEST * kv_heads or tile.keys % MANY_KEYS or programs <= tile.programs:
+        return None
+    return CachedTile(MANY_KEYS, MANY_WARPS, stages, min(programs, MOST_PROGRAMS))
 
 
 def row_bytes(site: Site) -> int:

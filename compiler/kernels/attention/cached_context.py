@@ -98,8 +98,9 @@ class CachedContext:
         sizes, launched_sizes: Lines that define sizes, in the generated function and in the launch function.
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts of the keys, as an expression.
+        chosen: Lines of the launch that choose one of two tiles. Empty if there is one tile.
         arguments, join_arguments: The arguments of the launches.
-        options: Further options of the launch.
+        options: The options of the launch.
         written: The names of the tensors that the custom op writes, as items of a tuple.
         custom_op, fake: The signatures of the custom op and of its fake implementation.
         registered: The name of the custom op.
@@ -152,6 +153,7 @@ class CachedContext:
     launched_sizes: tuple[str, ...]
     prepared: tuple[str, ...]
     most_parts: str
+    chosen: tuple[str, ...]
     arguments: str
     join_arguments: str
     wanted: tuple[str, ...]

@@ -1,7 +1,8 @@
 """Writes the context of the template for attention over a cache."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from specc.compiler.expr.mask import LANGUAGE, SAME, sees_later, window_of
 from specc.compiler.expr.parse import reread
@@ -50,7 +51,9 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
 
 class Writer:
-    """Writes the template context of one site."""
+    """Writes the template context of one site. `chosen` maps constants to variables of the launch that replace them."""
+
+    chosen: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, site: Site, tile: CachedTile) -> None:
         self.site, self.tile, self.op, self.inputs = site, tile, op_of(site), inputs_of(site)
@@ -127,10 +130,11 @@ class Writer:
             launched_sizes=self._sizes(launched=True),
             prepared=self._prepared(),
             most_parts=self._most_parts(),
+            chosen=(),
             arguments=arguments,
             join_arguments=join_arguments,
             wanted=self._checks(),
-            options="",
+            options="num_warps=WARPS, num_stages=STAGES, launch_pdl=PDL,",
             written="",
             custom_op=function.signature,
             fake=function.fake_signature,
@@ -200,7 +204,7 @@ class Writer:
             "sums",
             "count",
             *(value for _, value in sizes),
-            *words,
+            *(self.chosen.get(word, word) for word in words),
             *("row_tile", "parts > 1", "joined", "block", "PDL"),
         ]
         return (

@@ -13,6 +13,8 @@ from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.ops.decoding.rope_attention import RopeAttention
 
 OP = "attend_and_write"  # the custom op
+# Constants of the tile, and the variables of the launch that replace them
+CHOSEN = {"KEYS": "keys", "WARPS": "warps", "STAGES": "stages"}
 PROMISE = '''\
     """Returns y and writes to the cache, whose positions have no gaps. Raises ValueError for other tensors."""'''
 # For each layout of pairs: the pair of channel c, and the other channel of the pair
@@ -28,10 +30,13 @@ class StepWriter(Writer):
     and value to the cache.
     """
 
-    def __init__(self, site: Site, tile: CachedTile) -> None:
+    def __init__(self, site: Site, tile: CachedTile, many: CachedTile | None) -> None:
         super().__init__(site, tile)
         assert isinstance(site.node.op, RopeAttention)
         self.step = site.node.op
+        # The numbers of tiles before a window are constants, so that such a kernel has one tile
+        self.many = many if self.ring is not None or self._window() is None else None
+        self.chosen = CHOSEN if self.many is not None else {}
 
     def context(self) -> CachedContext:
         context = super().context()
@@ -41,7 +46,8 @@ class StepWriter(Writer):
         return replace(
             context,
             new_token=self._new_token(),
-            options=" enable_fp_fusion=False,",
+            chosen=self._choice(),
+            options=self._options(),
             written=", ".join(f'"{name}"' for name in self.stored),
             custom_op=listed(f"def {OP}(", parameters, ") -> Tensor:"),
             fake=listed("def _(", parameters, ") -> Tensor:"),
@@ -63,7 +69,22 @@ class StepWriter(Writer):
         return [*super()._words(), "PAIRS"]
 
     def _settings(self) -> tuple[str, ...]:
-        return (*super()._settings(), f"PAIRS = {number_of(self.inputs['cos'].width)}  # rotated pairs of channels")
+        tile, many = self.many, tuple[str, ...]()
+        if tile is not None:
+            words = "KEYS, WARPS and STAGES if blocks of queries outnumber resident programs"
+            many = (f"MANY = {tile.keys}, {tile.warps}, {tile.stages}  # {words}",)
+        pairs = f"PAIRS = {number_of(self.inputs['cos'].width)}  # rotated pairs of channels"
+        return (*super()._settings(), *many, pairs)
+
+    def _choice(self) -> tuple[str, ...]:
+        """Returns the line that chooses the tile. Where blocks of queries outnumber the resident programs, more and
+        smaller programs are resident, and no range of keys is divided."""
+        condition = "MANY if b * G * row_tiles > room else (KEYS, WARPS, STAGES)"
+        return (f"keys, warps, stages = {condition}",) if self.many is not None else ()
+
+    def _options(self) -> str:
+        warps, stages = (self.chosen.get(name, name) for name in ("WARPS", "STAGES"))
+        return f"num_warps={warps}, num_stages={stages}, launch_pdl=PDL, enable_fp_fusion=False,"
 
     @property
     def _angles(self) -> str:

@@ -11,7 +11,10 @@ from specc.compiler.ops.decoding.packed_codes import lanes_of
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
-WORDS = "x gain product part stages warps rows_tile ROW PDL LANES WIDTHS ROWS_K ROWS_WARPS"
+WORDS = (
+    "x gain early joined partial counts COUNTS PARTS cache last tiles heights product part stages warps rows_tile "
+    "ROW PDL LANES WIDTHS ROWS_K ROWS_WARPS"
+)
 OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
 
 

@@ -1,10 +1,9 @@
-"""Linear layers with few input rows, in Triton and in plain Torch. The Triton kernel reads each weight once, at the
-memory bandwidth."""
+"""Linear layers with few input rows, in Triton. The kernel reads each weight once, at the memory bandwidth."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from specc.compiler.expr import ExprError, Var, torch_text, triton_text
+from specc.compiler.expr import ExprError, Var, triton_text
 from specc.compiler.ir.types import BYTES, DTYPES, TensorType
 from specc.compiler.kernels.epilogue import FLOATS, Result, Value
 from specc.compiler.kernels.gemm.row_parts import Parts, dims, parts_of, row_function
@@ -14,8 +13,8 @@ from specc.compiler.kernels.generated import (
     GeneratedFunction,
     python_file,
 )
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
-from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
@@ -35,6 +34,29 @@ STAGES = 8  # the most stages of such loads
 # Rows of x, and rows of the weights, per program instance for several rows of x
 HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)
 ROWS_WARPS = 4
+PARTS = 8  # the most program instances that share a tile for several rows, each with a part of the features
+# Two fences, a counter in the L2 cache, and the first load of sums take about 1.7 us, in which a multiprocessor loads
+# this many bytes from the L2 cache.
+JOIN = 98_304
+JOINED = (
+    "if PARTS > 1:",
+    "    p, last = joined(p, partial_ptr, counts_ptr, BLOCK_M, BLOCK_N, PARTS)",
+    "    inside &= last",
+)
+# Squares and an asynchronous product read the same buffer of x, into which Triton would load the next piece while the
+# product reads it. The product of a result that is read in each step is not asynchronous.
+ENDED = (
+    "if BLOCK_M > 32:  # the product ends before the next piece of x is loaded",
+    "    result = tl.where(k < K, result, 0.0)",
+)
+SPAN = "SPAN: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K  # features of a part"
+BEGIN = "tl.program_id(2) * SPAN"
+PARTIAL = (
+    "partial = count = x",
+    "if parts > 1:",
+    "    partial = x.new_empty(tiles * heights * parts * height * n, dtype=torch.float32)",
+    "    count = counts(x)",
+)
 
 
 @record
@@ -63,6 +85,7 @@ class TritonContext:
         gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
         row_norm: The lines of the norm for one row.
         rows_norm: The lines of the norm for several rows.
+        ended: Lines after each product, which let it end. Empty without a norm.
         scaled: An expression: the products, times the scales of codes, times the factor of the norm.
         row: The tile for one row.
         product: The template of the function that multiplies x with weights: floats, or packed codes.
@@ -80,12 +103,23 @@ class TritonContext:
         slices: The largest number of slices into which the features are divided, for the tile with the fewest rows.
             Each warp sums one slice. 1 if the features are not divided.
         slices_name: The launch argument with the number of slices. `_` for codes, which have no slices.
+        split: Whether several program instances may share a tile for several rows, each with a part of the features.
+        span, begin: The number of features of a part, and the first of them, as expressions.
+        span_lines, begin_lines: Lines that define `span` and that move to the first feature. Empty without parts.
+        parts: The largest number of these program instances. 1 unless `split`.
+        join: The bytes that a multiprocessor loads in the time in which they wait for each other.
+        parts_name: The launch argument with the number of parts. `_` if the features are not split.
+        parts_constant: The parameter of this number, with a leading space and a comma. Empty if they are not split.
+        counters: The line that defines the counters of the program instances of each tile.
+        partial: Lines of the launch that define the tensors of partial sums and counters.
         ahead: The number of loads that a program instance for one row issues before it waits for the preceding kernel.
         pdl: Whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
             requires that no kernel computes the weights.
         widths: The extents N of the parts, as the text of a tuple.
         part: The signature of the function that computes a part.
-        lines: The body of this function: the products of the part, then the epilogue.
+        early: Lines of this function that load or request weights, before it waits for the preceding kernel.
+        lines: The lines after the wait: the products of the part, then the epilogue. A program instance for one row
+            loads the operands of the epilogue before the products, and one for several rows after the products.
         kernel: The signature of the kernel.
         calls: Lines of the kernel that call the function once per part.
         tensors: The tensor arguments of the launch.
@@ -103,6 +137,7 @@ class TritonContext:
     gain: str
     row_norm: tuple[str, ...]
     rows_norm: tuple[str, ...]
+    ended: tuple[str, ...]
     scaled: str
     row: RowTile
     product: str
@@ -118,10 +153,22 @@ class TritonContext:
     multiprocessors: int
     slices: int
     slices_name: str
+    split: bool
+    span: str
+    begin: str
+    span_lines: tuple[str, ...]
+    begin_lines: tuple[str, ...]
+    parts: int
+    join: int
+    parts_name: str
+    parts_constant: str
+    counters: tuple[str, ...]
+    partial: tuple[str, ...]
     ahead: int
     pdl: bool
     widths: str
     part: str
+    early: tuple[str, ...]
     lines: tuple[str, ...]
     kernel: str
     calls: tuple[str, ...]
@@ -209,7 +256,12 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
     inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
     slices = () if parts.scales else ("slices",)
-    constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", *(name.upper() for name in slices), "PDL")
+    # With a norm, programs would also exchange sums of squares; with several products, several sums
+    split = parts.norm is None and not parts.scales and len(parts.products) == len(parts.widths)
+    sums = ["partial_ptr", "counts_ptr"] if split else []  # tensors of the programs that share a tile
+    parts_word = ["parts"] if split else []
+    counted = [name.upper() for name in (*slices, *parts_word)]
+    constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", *counted, "PDL")
     sliced = not parts.scales and BYTES[parts.x.type.dtype] == 2 and parts.k >= 2 * rows_k  # products of 16 bits only
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
@@ -220,10 +272,14 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     both = ("squares += x * x", "squares += x.to(tl.float32) * x.to(tl.float32)")
     squares = both if parts.norm is not None else ()
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"
+    called = [  # products, the tensors of their weights, and constants
+        (p, ", ".join(w), ", ".join((*constants, *each)))
+        for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
+    ]
     calls: list[str] = []
     for i, width in enumerate(parts.widths):
         some = names if parts.epilogue else [*before, *stored[i], f"{parts.outputs[i].name}_ptr"]
-        call = [*some, "tile", "M", str(width), *constants, *(bits if parts.epilogue else parts.bits[i : i + 1])]
+        call = [*some, *sums, "tile", "M", str(width), *constants, *(bits if parts.epilogue else parts.bits[i : i + 1])]
         if len(parts.widths) == 1:
             calls.append(listed("part(", call, ")", 4).lstrip())
             break
@@ -237,6 +293,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
         rows_norm=(*squares[1:], *(f"x = (x * {load}).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        ended=ENDED if parts.norm is not None else (),
         scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
         product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",
@@ -252,22 +309,42 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         multiprocessors=MULTIPROCESSORS,
         slices=ROWS_WARPS if sliced else 1,
         slices_name=next(iter(slices), "_"),
+        split=split,
+        span="SPAN" if split else "K",
+        begin=BEGIN if split else "0",
+        span_lines=(SPAN,) if split else (),
+        begin_lines=("if PARTS > 1:", f"    features += {BEGIN}") if split else (),
+        parts=PARTS if split else 1,
+        join=JOIN,
+        parts_name=next(iter(parts_word), "_"),
+        parts_constant=" PARTS: tl.constexpr," * split,
+        counters=("COUNTS: dict[torch.device, Tensor] = {}",) if split else (),
+        partial=PARTIAL if split else (),
         ahead=AHEAD,
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),
-        part=listed("def part(", [*inner, "tile", "M", *_constant("N", *constants, *bits)], "):"),
+        part=listed("def part(", [*inner, *sums, "tile", "M", *_constant("N", *constants, *bits)], "):"),
+        early=tuple(_call(f"first_{p} = early(", w, "columns", words) for p, w, words in called),
         lines=(
-            *(
-                nested(p, f"product(x_ptr, {gain}{', '.join(w)}, rows, columns, {', '.join((*constants, *each))})")
-                for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
-            ),
-            *_epilogue(parts.operands, results),
+            *_operands(parts.operands, "== 1"),
+            *(_call(f"{p} = product(", f"x_ptr, {gain}{w}, first_{p}, rows, columns", words) for p, w, words in called),
+            *(JOINED if split else ()),
+            *_operands(parts.operands, "> 1"),
+            *_results(results),
         ),
-        kernel=listed(f"def {op.function}_kernel(", [*names, "M", *_constant(*constants, *parts.bits)], "):"),
+        kernel=listed(f"def {op.function}_kernel(", [*names, *sums, "M", *_constant(*constants, *parts.bits)], "):"),
         calls=tuple(calls),
-        tensors=_arguments(*(name.removesuffix("_ptr") for name in names)),
+        tensors=_arguments(*(name.removesuffix("_ptr") for name in names), *(("partial", "count") if split else ())),
         sizes=_arguments(
-            "m", "K", "height", "n", "k", *slices, "PDL", *map(_bits, parts.weights if parts.scales else ())
+            "m",
+            "K",
+            "height",
+            "n",
+            "k",
+            *slices,
+            *parts_word,
+            "PDL",
+            *map(_bits, parts.weights if parts.scales else ()),
         ),
         copied=_copied([parts.x, *(value for value in parts.operands if not value.column)]),
         wanted="\n".join(f"        {_wanted(value)}" for value in parts.inputs),
@@ -292,10 +369,21 @@ def _bits(weight: Value) -> str:
     return f"{weight.name}.shape[-1] // LANES.value"
 
 
-def _epilogue(operands: Sequence[Value], results: Sequence[Result]) -> Iterator[str]:
+def _call(head: str, *arguments: str) -> str:
+    return listed(head, ", ".join(arguments).split(", "), ")", 4).lstrip()
+
+
+def _operands(operands: Sequence[Value], rows: str) -> Iterator[str]:
+    """Yields the lines that load operands of the epilogue if the number of rows is as `rows` states."""
+    if operands:
+        yield f"if BLOCK_M {rows}:"
     for value in operands:
         place, mask = ("columns[None, :]", "columns[None, :] < N") if value.column else ("at", "inside")
-        yield nested(value.name, f"tl.load({value.name}_ptr + {place}, mask={mask}, other=0.0).to(tl.float32)")
+        load = f"tl.load({value.name}_ptr + {place}, mask={mask}, other=0.0).to(tl.float32)"
+        yield f"    {nested(value.name, load, 8)}"
+
+
+def _results(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         value = result.value
         yield nested(value.name, triton_text(result.expr))
@@ -316,46 +404,3 @@ def _wanted(value: Value) -> str:
 def _allocated(value: Value, x: TensorType) -> str:
     dtype = "" if value.type.dtype == x.dtype else f", dtype={DTYPES[value.type.dtype]}"
     return f"{value.name} = x.new_empty(*rows, {value.type.width}{dtype})"
-
-
-class TorchContext(NamedTuple):
-    """The context of templates/torch/row_linear.py.jinja."""
-
-    op: GeneratedFunction
-    lines: tuple[str, ...]
-    returns: str
-    uses_torch: bool
-    packed: bool
-
-
-class RowLinearTorch(Kernel):
-    """The norm, the products and the epilogue in plain Torch, in the dtype of the inputs."""
-
-    RANK: ClassVar[int] = 9
-
-    def rejects(self, site: Site) -> str | None:
-        return unless_cpu(site, "would run the norm, the products and the epilogue as separate kernels")
-
-    def render(self, site: Site) -> Rendered:
-        parts = parts_of(site)
-        op, lines = row_function(site, parts, "in plain Torch"), []
-        if parts.norm is not None:
-            gain = "".join(f", {value.name}" for value in parts.gain)
-            lines.append(f"x = F.rms_norm(x, ({parts.k},){gain}, eps={parts.norm.eps})")
-        weights = [
-            f"dequantized({w.name}, {s.name}, {parts.k}).to(x.dtype)"
-            for w, s in zip(parts.weights, parts.scales, strict=False)
-        ]
-        weights = weights or [w.name for w in parts.weights]
-        lines += [f"{p} = F.linear(x, {w})" for p, w in zip(parts.products, weights, strict=True)]
-        texts = []
-        for result in parts.results:
-            text, dtype = torch_text(result.expr), result.value.type.dtype
-            texts.append(text if dtype == parts.x.type.dtype else f"({text}).to({DTYPES[dtype]})")
-        context = TorchContext(
-            op, tuple(lines), returned(", ".join(texts)), "torch." in " ".join(texts), bool(parts.scales)
-        )
-        return python_file(op, "torch/row_linear.py.jinja", context)
-
-
-ROW_LINEAR_TORCH = RowLinearTorch("row_linear_torch", "torch", computes=RowLinear)

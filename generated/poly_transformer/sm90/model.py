@@ -259,9 +259,10 @@ class Model(nn.Module):
         """inputs i64[B, T], seen bool[B, S], memory bf16[B, S, D], start i64[] -> bf16[B, T, D]. A
         state is updated in place."""
         token = F.embedding(inputs, self.decoder.embed.token)
-        positions = torch.arange(inputs.shape[1], device=inputs.device)
-        if state is not None:
-            positions = start + positions
+        if state is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        else:
+            positions = start.reshape(1)
         x = token + F.embedding(positions, self.decoder.embed.positions)
         for i, block in enumerate(self.decoder.blocks):
             x = block(

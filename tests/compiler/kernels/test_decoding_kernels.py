@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from ahead_of_time import gpu_of, launch_site, problems
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
 from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
 from specc.compiler.kernels.gemm.row_parts import parts_of
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TRITON, row_tile
+from specc.compiler.kernels.gemm.rows_torch import ROW_LINEAR_TORCH
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.norm_rope.rope_write import ROPE_WRITE_TORCH, ROPE_WRITE_TRITON
 from specc.compiler.ops.caches.key_value_cache import decoded
@@ -21,6 +23,8 @@ from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.runtime.model.cuda_graph import captured
 
 ROWS = (1, 2, 17, 67)
+# Constants of a generated file for which programs share each tile of more than 16 rows
+SHARED_TILES = {"SLICES": 1, "ROWS_K": 16, "JOIN": -(2**40), "MULTIPROCESSORS": 2000}
 
 
 def site_of(name: str, target: str = "sm90", dtype: str = "f16", out: str = "") -> Site:
@@ -61,7 +65,9 @@ def test_interpreted_products_are_the_reference(tmp_path: Path) -> None:
         site = site_of(name, out="f32" if i % 2 else "")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"rows_{i}").__name__
         many_pieces, slices = (1, {"ROW": (4, 16, 1)}), (5, {"SLICES": 4, "ROWS_K": 32})
-        for m, tile in (*((m, {}) for m in ROWS), many_pieces, slices):
+        # Programs that share a tile, each with a part of the features
+        parts = [(m, SHARED_TILES) for m in (20, 33, 50)]
+        for m, tile in (*((m, {}) for m in ROWS), many_pieces, slices, *parts):
             inputs = inputs_of(site, m)
             outputs = [torch.full((m + 1, int(t.width)), torch.nan, dtype=DTYPES[t.dtype]) for t in site.node.types]
             calls.append((str(tmp_path), module, {"PDL": False, **tile}, "launch", [*inputs, *outputs]))
@@ -90,7 +96,7 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16")
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"compiled_{target}")
     for m in (1, 2, 32, 64):
-        height, n, k, slices, stages = module.rows_tile(m) if m > 1 else (1, *module.ROW[:2], 1, 1)
+        height, n, k, slices, _, stages = module.rows_tile(m) if m > 1 else (1, *module.ROW[:2], 1, 1, 1)
         sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "SLICES": slices, "STAGES": stages, "M": 1}
         sizes["WARPS"] = module.ROW[2] if m == 1 else module.ROWS_WARPS
         assert slices == (4 if m == 2 else 1)
@@ -110,6 +116,23 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)  # one for each of q, k and v
 
 
+@pytest.mark.parametrize("widths", [(768, 768, 768), (3072,), (50257,)])
+def test_no_product_reads_x_while_the_next_piece_is_loaded(widths: tuple[int, ...], tmp_path: Path) -> None:
+    """A norm reads x beside the product. Triton then has one buffer less of x than of the weights."""
+    site = row_site((widths, 768, RMS, None), "sm90", "bf16")
+    module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"waits_{widths[0]}")
+    function = getattr(module, ROW_LINEAR_TRITON.render(site).function)
+    with gpu_of(site.target) as launches:
+        launch_site(site, function, {"B": 64, "T": 1})
+    (launch,) = launches
+    assert problems(launches, tmp_path) == []
+    loop = launch.code.asm["ttgir"].split("warp_group_dot ")[1:]
+    assert len(loop) == len(widths)
+    for each in loop:
+        copied = each.partition("async_copy_global_to_local")[0]
+        assert "warp_group_dot_wait" in copied and "pendings = 0" in copied
+
+
 def test_tiles_of_one_row_fill_a_gpu_and_divide_the_features() -> None:
     for widths, k, tile in (((768,), 768, (4, 256)), ((768,), 3072, (4, 1024)), ((50257,), 768, (16, 256))):
         parts = parts_of(row_site((widths, k, None, None)))
@@ -118,22 +141,33 @@ def test_tiles_of_one_row_fill_a_gpu_and_divide_the_features() -> None:
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])
 def test_tiles_of_several_rows_load_little_and_keep_memory_busy(target: str, tmp_path: Path) -> None:
-    wanted = {  # of 2, 32 and 64 rows: those of x and of the weights of a program
-        ((768, 768, 768), 768): ((16, 32), (32, 32), (64, 32)),
-        ((3072,), 768): ((16, 32), (32, 32), (64, 32)),
-        ((768,), 3072): ((16, 16), (16, 16), (32, 16)),
-        ((50257,), 768): ((16, 64), (32, 64), (64, 64)),
+    wanted = {  # of 2, 32 and 64 rows: those of x and of the weights of a program, and the parts of the features
+        ((768, 768, 768), 768): ((16, 32, 1), (32, 32, 1), (64, 32, 1)),
+        ((3072,), 768): ((16, 32, 1), (32, 32, 1), (64, 32, 1)),
+        ((768,), 768): ((16, 16, 1), (16, 16, 1), (32, 16, 1)),
+        ((768,), 3072): ((16, 16, 1), (16, 16, 1), (64, 32, 4)),  # up to 16 rows have slices, and no parts
+        ((50257,), 768): ((16, 64, 1), (32, 64, 1), (64, 64, 1)),
     }
     for i, ((widths, k), tiles) in enumerate(wanted.items()):
         site = row_site((widths, k, None, None), target, "bf16")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{i}")
         for m, tile in zip((2, 32, 64), tiles, strict=True):
-            height, n, step, slices, stages = module.rows_tile(m)
+            height, n, step, slices, parts, stages = module.rows_tile(m)
             piece = 2 * (height + n) * step
-            assert (height, n) == tile and stages * piece <= site.target.shared_memory
-            assert (stages - 1) * piece >= 65_536 or stages in (k // step + 1, 8) or target != "sm90"
+            assert (height, n, parts) == tile and stages * piece <= site.target.shared_memory
+            assert (stages - 1) * piece >= 65_536 or stages in (-(-k // (parts * step)) + 1, 8) or target != "sm90"
             # the head has several programs on each multiprocessor, which hide the sums of each other
             assert slices == (4 if m <= 16 and widths != (50257,) else 1) if m != 32 else slices in (1, 4)
+
+
+@pytest.mark.parametrize(("name", "most"), [("plain", 3), ("residual", 8), ("two outputs", 2), ("gated", 1)])
+def test_programs_share_a_tile_if_each_sums_one_product(name: str, most: int, tmp_path: Path) -> None:
+    module = imported(ROW_LINEAR_TRITON, site_of(name), tmp_path / f"shared_{name.replace(' ', '_')}")
+    vars(module).update(SHARED_TILES)
+    k, parts = module.rows_tile(33)[2], module.rows_tile(33)[4]
+    assert 1 < parts <= most or parts == most == 1
+    each = -(-module.K // (parts * k))
+    assert (parts - 1) * each * k < module.K <= parts * each * k  # no part is empty
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:
@@ -260,6 +294,28 @@ def test_products_on_a_gpu_are_the_reference(name: str, dtype: str, folder: Path
             error = (value.double() - wanted).abs() / (1 + wanted.abs())
             # Rounded once, after sums in f32; a weight of the norm rounds the input a second time.
             assert float(error.max()) < (3 if site.node.op.norm == AFFINE else 1.1) * rounding + 1e-5, (name, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_programs_that_share_a_tile_give_the_same_bits_in_each_replay(dtype: str, folder: Path) -> None:
+    site = row_site(((768,), 3072, None, CASES["residual"][3]), gpu_target(), dtype)
+    module = imported(ROW_LINEAR_TRITON, site, folder / f"gpu_shared_{dtype}")
+    function = vars(module)[ROW_LINEAR_TRITON.render(site).function]
+    for m in (33, 50, 64):
+        assert dtype == "f32" or module.rows_tile(m)[4] > 1
+        inputs = inputs_of(site, m, "cuda")
+        graph, y = captured(lambda inputs=inputs: function(*inputs))
+        (wanted,) = expected(site, inputs)
+        first = None
+        for _ in range(200):
+            y.zero_()
+            graph.replay()
+            first = y.clone() if first is None else first
+            assert torch.equal(y, first)
+        error = (y.double() - wanted).abs() / (1 + wanted.abs())
+        assert float(error.max()) < 1.1 * {"bf16": 2.0**-8, "f32": 2.0**-22}[dtype] + 1e-5
+        assert not module.counts(inputs[0]).any()
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -13,7 +13,8 @@ from test_decoding_kernels import expected, gpu_target
 from torch import Tensor
 
 from specc.compiler.kernels.gemm.row_parts import parts_of
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TRITON, row_tile
+from specc.compiler.kernels.gemm.rows_torch import ROW_LINEAR_TORCH
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.decoding.packed_codes import dequantized, lanes_of, pack, unpack
 
@@ -110,7 +111,7 @@ def test_codes_are_loaded_as_vectors_and_converted_without_calls(
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16", packed=True)
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"packed_{target}")
     for m in (1, 2, 64):
-        height, n, k, slices, stages = module.rows_tile(m) if m > 1 else (1, *module.ROW[:2], 1, 1)
+        height, n, k, slices, _, stages = module.rows_tile(m) if m > 1 else (1, *module.ROW[:2], 1, 1, 1)
         sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "STAGES": stages, "M": 1}
         sizes["WARPS"] = module.ROW[2] if m == 1 else module.ROWS_WARPS
         assert slices == 1
@@ -144,7 +145,7 @@ def test_tiles_divide_the_lanes_and_fit_into_shared_memory(tmp_path: Path) -> No
             module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{k}_{len(widths)}_{widths[0]}")
             assert lanes_of(k) % module.ROWS_K == 0 and module.ROWS_K >= 16
             for m in (2, 16, 64):
-                height, n, _, _, stages = module.rows_tile(m)
+                height, n, *_, stages = module.rows_tile(m)
                 piece = module.ROWS_K * 8 * (height * 2 + n)
                 assert height >= min(m, 16) and stages >= 2 and stages * piece <= site.target.shared_memory
 

@@ -189,8 +189,11 @@ def test_kernels_fit_onto_gpus_as_those_of_attention_do(name: str, target: str, 
                 launch_site(each, function, {"B": texts, "T": 1, "S": CONTEXT})
             assert problems(launches, tmp_path) == []
             registers = resources(launches[:1], tmp_path)[0][0]
-            used.append(min(4, 65_536 // (128 * registers)))
+            threads = 32 * launches[0].code.metadata.num_warps
+            used.append(min(4, 65_536 // (threads * registers)))
         assert used[1] >= used[0] or case.shape[0] > 64, f"{texts} texts: {used} programs are resident"
+        if name == "gpt2" and target == "sm90":  # 768 programs for 64 texts, which are all resident
+            assert threads == (64 if texts == 64 else 128) and threads * registers * (6 if texts == 64 else 4) <= 65_536
         asm = launches[0].code.asm
         assert ("fma.rn.f32" not in asm["ptx"]) and ("griddepcontrol.wait" in asm["ptx"]) == (target == "sm90")
         loop = asm["ttgir"].partition("tt.atomic_rmw")[0].partition("scf.for")[2].splitlines()

@@ -277,7 +277,7 @@ REGIONS = {"call", "fused", "scan"}  # they run other graphs and have no arithme
 UNWRITTEN = {"new_features"}  # its values are those of the memory: test_join_groups.py
 KERNELS = {
     "softmax_loss", "norm_rope", "norm_rope_grad", "norm_rope_grad_into", "causal_attention", "causal_attention_grad",
-    "int8_linear", "row_linear", "rope_write", "rope_attention",
+    "int8_linear", "row_linear", "rope_write", "rope_attention", "lookups",
     "seen_attention", "seen_attention_grad", "scored_attention", "scored_attention_grad", "int8_lstm_step",
     "fp8", "fp8_codes", "fp8_product",  # test_epilogue_codes.py, test_fp8_training.py
 }  # fmt: skip

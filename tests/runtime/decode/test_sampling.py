@@ -203,7 +203,7 @@ def test_the_kernel_compiles_for_gpus(sampling: Sampling, dtype: str, arch: int)
 
     from specc.runtime.decode.choose_token import BLOCK, WARPS, choose_token_kernel
 
-    pointers = (f"*{dtype}", "*fp64", "*i64", "*fp64", "*i64", "*i64", "*fp32", "*i32", "*i32")
+    pointers = (f"*{dtype}", "*fp64", "*i64", "*fp64", "*i64", "*i64", "*i64", "*i32")
     constants = {
         "TEMPERATURE": sampling.temperature,
         "TOP_K": sampling.top_k or 0,

@@ -378,7 +378,7 @@ class Model(nn.Module):
         if state is None:
             y = attend(q, attention_k_heads, attention_v_heads)
         else:
-            positions = start + torch.arange(inputs.shape[1], device=inputs.device)
+            positions = start.reshape(1)
             attention_k, attention_v = state["decoder.attention"]
             attention_k = attention_k.index_copy_(1, positions, attention_k_heads)
             attention_v = attention_v.index_copy_(1, positions, attention_v_heads)
