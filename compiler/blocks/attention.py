@@ -116,7 +116,7 @@ class Attention(ScoreAndMask):
         return None if self.reads_source else (self.kv_heads or self.heads, self.size(dim))
 
     def _channels(self, shape: Shape) -> int:
-        return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
+        return shape.size("C", int(self.size(shape.dim)), "channels per head", self.title)
 
     def _groups(self, shape: Shape) -> int:
         if self.kv_heads in (None, self.heads):

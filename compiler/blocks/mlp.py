@@ -95,7 +95,7 @@ class Mlp(FeedForward):
     bias: bool | Annotated[tuple[Literal["up", "gate", "down"], ...], Field(min_length=1, max_length=3)] = later(False)
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
+        width = shape.size("E", int(self.width(shape.dim)), "MLP features", self.title)
 
         def product(name: str) -> str:
             return affine(b, x, name, (width, shape.dim), shape, self.bias)

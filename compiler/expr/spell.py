@@ -158,6 +158,10 @@ class _Target(Printer):
 class _Torch(_Target):
     language = "torch"
 
+    def variable(self, name: str) -> tuple[str, int]:
+        text = self.names.get(name, name)
+        return text, ATOM if is_primary(text) else CHOICE  # an argument of a function needs no parentheses
+
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 

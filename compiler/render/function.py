@@ -69,7 +69,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
 
 
 def tensors(count: int) -> str:
-    return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+    return "Tensor" if count == 1 else "tuple[Tensor, Tensor]" if count == 2 else "tuple[Tensor, ...]"
 
 
 def tuple_text(texts: Sequence[str]) -> str:
@@ -117,16 +117,22 @@ def applied(group: Group, name: str, args: Sequence[str]) -> str:
 
     If `group.takes_rows` is true, the call flattens the leading dims of an argument, and unflattens the result.
     """
-    first, flat = "", list(args)
+    first: tuple[str, TensorType] | None = None
+    flat = list(args)
     if group.takes_rows:
         for i, (_, type) in enumerate(group.forward.inputs):
             leading = sum(isinstance(dim, str) for dim in type.shape)
             if leading > 1 and isinstance(type.shape[0], str):
                 dims = f"0, {leading - len(type.shape) - 1}" if len(type.shape) > leading else ""
-                first, flat[i] = first or args[i], f"{operand(args[i])}.flatten({dims})"
+                first = first or (args[i], type)
+                flat[i] = f"{operand(args[i])}.flatten({dims})"
     text = f"{class_name(name)}.apply({', '.join(flat)})"
     result = group.forward.types[group.forward.outputs[0][1]]
-    return f"{text}.unflatten(0, {operand(first)}.shape[:-1])" if first and result.shape else text
+    if first is None or not result.shape:
+        return text
+    given, type = first
+    same = result.shape == type.shape
+    return f"{text}.view_as({given})" if same else f"{text}.unflatten(0, {operand(given)}.shape[:-1])"
 
 
 @record

@@ -81,7 +81,7 @@ class Methods:
             arguments.append(f"{keeper}: {TYPES[keeper]}")
             count = "starts" if "starts" in dict(inputs) else "start"
             doc = doc[:-1] + (
-                f", of the last token. `{keeper}` has `{count}` tokens; the new tokens are added to it, in place."
+                f" of the last token; extends `{keeper}` at `{count}`."
                 if keeper == CACHE
                 else f"; the token is added to `{keeper}`, in place."
             )
@@ -214,7 +214,7 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
     lines = [f"new = self.{param[0]}.new_zeros"] if first or any(runs) else []
     over = "self.blocks" if len(set(layers)) == len(layers) else "ORDER"
     sizes = ("pages",) if paged else ("rows", "positions")
-    doc = "Empty pages." if paged else "Empty state for `rows` sequences of at most `positions` tokens."
+    doc = "Empty pages." if paged else "Empty state of `rows` texts of `positions` tokens."
     doc = f"{doc[:-1]}: the embedding's, then each block's." if first else doc
     (each, _), *others = forms.items()
     if others or len(each) > FITTING:

@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
-from specc.compiler.ops.caches.paged_attention import LastOfTexts
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.shape import Last
 from specc.compiler.programs.cost import DECODING
 from specc.compiler.programs.programs import Programs
 
@@ -20,8 +18,7 @@ def row_linears(programs: Programs) -> Programs:
 
     If only one pointwise node reads a product, the pointwise node becomes the epilogue of the product. If the pointwise
     node reads several products of the same input, these products become one node. The remaining products of each input
-    also become one node. An RMS norm that only products read becomes a part of each product. The last row is selected
-    before the norm.
+    also become one node. An RMS norm that only products read becomes a part of each product.
 
     Raises:
         ValueError: If the model has no such program.
@@ -51,10 +48,6 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
             alike.setdefault(node.inputs[0], []).append(node.name)
     for names in alike.values():
         graph = _together(graph, [graph.by_name[name] for name in names])
-    for name in tuple(graph.by_name):
-        node = graph.by_name[name]
-        if isinstance(node.op, Last | LastOfTexts):
-            graph = _before_norm(graph, node)
     for name in tuple(graph.by_name):
         node = graph.by_name[name]
         if isinstance(node.op, RmsNorm) and _feeds_products(graph, node):
@@ -108,21 +101,6 @@ def _together(graph: Graph, products: list[Node]) -> Graph:
     nodes = tuple(node if old is first else old for old in graph.nodes if old is first or old not in products)
     names = {product.name: ref for product, ref in zip(products, node.outputs, strict=True)}
     return rename(replace(graph, nodes=nodes), names)
-
-
-def _before_norm(graph: Graph, last: Node) -> Graph:
-    """Returns the graph with `last` before the norm whose output it selects from, if nothing else reads the norm. A
-    norm treats each row alone, so that the order does not matter, and products may then read the norm."""
-    norm = graph.by_name.get(node_of(last.inputs[0]))
-    if norm is None or not isinstance(norm.op, RmsNorm) or graph.uses(norm.name) > 1:
-        return graph
-    first = replace(last, inputs=(norm.inputs[0], *last.inputs[1:]))
-    second = replace(norm, inputs=(last.name, *norm.inputs[1:]), types=last.types)
-    others = rename(
-        replace(graph, nodes=tuple(node for node in graph.nodes if node is not norm)), {last.name: norm.name}
-    )
-    nodes = (each for node in others.nodes for each in ((first, second) if node.name == last.name else (node,)))
-    return replace(others, nodes=tuple(nodes))
 
 
 def _feeds_products(graph: Graph, norm: Node) -> bool:

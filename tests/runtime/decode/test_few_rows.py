@@ -88,7 +88,7 @@ def test_every_product_of_a_step_reads_its_weights_once_with_the_norm_before_and
     programs = run(small_spec("model.blocks.layers.0.qk_norm=null", "fuse=[]"), "cpu", form="decoding")
     products = [node for graph in programs.graphs for node in graph.nodes if isinstance(node.op, RowLinear)]
     assert [(node.op.weights, node.op.norm is not None, node.epilogue is not None) for node in products] == [
-        (1, True, True),  # the norm and the logits
+        (1, False, True),  # the logits
         (3, True, False),  # q, k, v
         (1, False, True),  # out and the residual
         (1, True, True),  # up and the activation
