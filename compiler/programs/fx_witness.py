@@ -263,7 +263,8 @@ class _Comparison:
         """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, the
         trace must apply an autograd function instead.
 
-        The trace may flatten the rows of an argument to one dim, and then unflatten the rows of the result.
+        The trace may flatten the rows of an argument to one dim, and then unflatten the rows of the result, or view it
+        in the shape of the argument.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)
@@ -275,6 +276,8 @@ class _Comparison:
             ends = self.called(leading) == "getitem" and leading.args[1] == slice(None, -1)
             self.expect(zero == 0 and ends and self.called(flattened) == "getattr", node.name, "has its rows", leading)
             shape = flattened.args[0]
+        elif self.called(actual) == "view_as":
+            actual, shape = actual.args
         self.expect(self.called(actual) == class_name(function), node.name, f"is a call of {function}", actual)
         self.expect(len(actual.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", actual)
         arguments = [have.args[0] if self.called(have) == "flatten" else have for have in actual.args]
