@@ -217,14 +217,14 @@ def _contiguous(spec: Spec) -> Spec:
 def _decoders(
     setup: Setup, weights: Mapping[str, Tensor], artifact: Verified | None, programs: Programs, missing: dict[str, str]
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields the name and the decoder, for each decoder that this machine can run. The contiguous cache comes first.
+    """Yields a pair (name, decoder) for each decoder that this machine can run. The contiguous cache comes first.
 
     Args:
         setup: the setup of the benchmark.
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: receives the reason for each decoder that cannot run, by the name of the decoder.
+        missing: receives the reason for each decoder that cannot run, keyed by the name of the decoder.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")

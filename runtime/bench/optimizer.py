@@ -1,5 +1,5 @@
-"""Measures the optimizer update as the trainer runs it, the update by each optimizer of the spec, and updates by
-Torch's AdamW.
+"""Measures optimizer updates: the whole update of a training step, the part of each optimizer in the spec, and an
+update by Torch's AdamW.
 
 Consecutive updates are timed together. The time is divided by the number of updates. Work that only some updates do is
 thus averaged. Torch's AdamW updates all parameters in f32, in three forms: fused, with multi-tensor kernels, and in a

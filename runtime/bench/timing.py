@@ -37,8 +37,8 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
     """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `perf_counter` on the
     CPU.
 
-    If a call moves little data, the last-level cache is filled with other data before each call. This data is only
-    read, because written cache lines would be written back during the timed call.
+    If a call moves little data, the last-level cache is filled with other data before each call. The other
+    data is read and never written, because written cache lines would be written back during the timed call.
 
     Args:
         calls: the calls, by name.

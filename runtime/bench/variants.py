@@ -22,7 +22,7 @@ def left_out(device: torch.device) -> Mapping[str, str]:
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
     """Returns `plain`, and `plain` under each mode of torch.compile, with fixed shapes.
 
-    The first call of each function compiles it. The compiler is reset first. The modes share no cache entries.
+    Resets the compiler. Each mode compiles `plain` when its function is first called. The modes share no cache entries.
     """
     torch.compiler.reset()
     inductor.autotune_num_choices_displayed = 0  # the tables that max-autotune prints would hide the output of specc

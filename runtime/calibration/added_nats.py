@@ -1,5 +1,5 @@
-"""Estimates to second order by how many nats the loss increases if a parameter has an error. Bit allocation minimizes
-the sum of these increases.
+"""Estimates the increase of the loss, in nats, that an error of a parameter causes. The estimate is of second order.
+Bit allocation minimizes the sum of these increases.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

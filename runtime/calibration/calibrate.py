@@ -46,7 +46,7 @@ class Product:
 
     Attributes:
         weight: the name of the parameter.
-        input: the node of the rows [..., features].
+        input: the node that computes the input of the product, [..., features].
         ends: the node with the cumulative number of rows per expert, i32 [experts]. None if the parameter does not
             belong to experts.
     """

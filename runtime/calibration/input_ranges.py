@@ -26,7 +26,7 @@ def input_ranges(
     progress: Callable[[int], None] | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Range]:
-    """Returns the input range of each int8 product in the program `score`, by weight.
+    """Returns the input range of each int8 product in the program `score`, keyed by the name of the weight.
 
     Products with the same input have the same range. If a tensor contains the features of several products, as in a
     bidirectional layer, each product has the range of its own features. Values are computed by the reference
@@ -38,8 +38,8 @@ def input_ranges(
         batches: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
         progress: is called with the number of processed rows after each batch.
-        scales: existing scales of inputs, f32 [1] or [K] each, by the first weight that reads the input. Clipping by
-            these scales is measured.
+        scales: existing scales of inputs, f32 [1] or [K] each. The key of a scale is the name of the first weight that
+            reads the input. Clipping by these scales is measured.
 
     Returns:
         The ranges by weight name, in f64.
@@ -115,7 +115,7 @@ def input_scales(
         weights: the parameters by name, f32, all on one device.
 
     Returns:
-        The scales, f32 [1] or [K], by the first weight that reads the input.
+        The scales, f32 [1] or [K]. The key of a scale is the name of the first weight that reads the input.
 
     Raises:
         QuantizeError: as raised by `input_ranges`.
@@ -133,9 +133,10 @@ def input_scales(
 
 
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
-    """Returns the input scales in the optimizer state of a checkpoint, by the first weight that reads the input.
+    """Returns the input scales in the optimizer state of a checkpoint.
 
-    The result is empty if the run did not round inputs before this checkpoint.
+    The key of a scale is the name of the first weight that reads the input. The result is empty if the run did not
+    round inputs before this checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

@@ -1,11 +1,11 @@
 """The uses of a parameter in a model: matrix products, and lookups of rows.
 
-Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
+Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss L of one token. The loss then
 increases by 1/2 E[(d . g)^2] per token. F = E[g g^T] is the Fisher information. g is a sum over the uses of W. Every
 use adds rank-one matrices l r^T to g, where l [N] has one entry per row of W:
 
-- a product y = W x adds l = dl/dy, r = x for each row of x;
-- a lookup y = W[v] adds l = one-hot(v), r = dl/dy.
+- a product y = W x adds l = dL/dy, r = x for each row of x;
+- a lookup y = W[v] adds l = one-hot(v), r = dL/dy.
 
 Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015),
 terms are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated by the Kronecker product of its partial

@@ -55,9 +55,9 @@ class PairResult:
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
         reason: why `test` is None.
         nats: Welch's test of the final loss in nats per token.
-        improves_by_threshold: the one-sided p-value of the null hypothesis that the second group is better by only
-            THRESHOLD nats. None without a test in nats.
-        spec: the two values of each path in which the specs differ, except the seed.
+        improves_by_threshold: the one-sided p-value of the null hypothesis that the second group is better by at
+            most THRESHOLD nats. None without a test in nats.
+        spec: the differences of the specs, except the seed. Maps a path to its values in the first and second spec.
     """
 
     first: str

@@ -40,7 +40,7 @@ class EvaluationResult:
         task: the kind of the task, with its settings.
         sha256: the digest of the examples, or of the data and settings.
         model: `run` for the trained weights, `quantized` for the quantized weights.
-        groups: the value of each measure, for each group with a result.
+        groups: maps the name of each group with a result to its measures, which are keyed by name.
     """
 
     file: str
@@ -72,7 +72,7 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
         notes: receives messages about omitted results, and about evaluations that some runs lack.
 
     Returns:
-        The evaluations, by file, task and model.
+        The evaluations, sorted by file, task and model.
     """
     measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:

@@ -1,11 +1,13 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-If the temperature is 0, several programs search the largest logit of a row, and the program that ends last writes the
-token. A logit and its place are one number, so that one maximum gives the first of the largest logits. Otherwise, one
-program per row samples the token. This program maps the bits of each logit to a 32-bit integer (a key) that sorts like
-the logit. Bisection over keys finds the smallest logit that remains after `top_k` and `top_p`. The weight of a token,
-exp(logit / temperature) up to a factor, is f64. The kernel and `Sampling.pick` choose the same token for the same
-random number.
+If the temperature is 0, several programs search a row for its largest logit. The program that ends last writes the
+token. A logit and its place are packed into one integer. The maximum of these integers gives the first of the largest
+logits.
+
+If the temperature is above 0, one program per row samples the token. This program maps the bits of each logit to a
+32-bit integer (a key) that sorts like the logit. Bisection over keys finds the smallest logit that remains after
+`top_k` and `top_p`. The weight of a token, exp(logit / temperature) up to a factor, is f64. The kernel and
+`Sampling.pick` choose the same token for the same random number.
 """
 
 import torch
@@ -45,7 +47,7 @@ def _logit(key):
 
 @triton.jit
 def _ranked(logits, at):
-    """Maps logits and their places to i64. The largest belongs to the first of the largest logits, or to a NaN."""
+    """Packs each logit and its place into an i64. The largest i64 is the first NaN, or else the first largest logit."""
     key = tl.where(logits == logits, _key(logits), NAN)
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
 

@@ -258,9 +258,9 @@ def decoder_inputs(
 ) -> Tensor:
     """Computes decoder inputs for scheduled sampling: a mix of target tokens and predictions of the model.
 
-    Position 0 is the start token. Position t + 1 is target token t if `forcing` is true at t + 1. Otherwise, this
-    position has the most probable token after the inputs up to t, except padding and start. Predictions continue after
-    a predicted stop token.
+    Position 0 has the start token. Position `t + 1` has the target token `t` if `forcing[t + 1]` is true. If it is
+    false, position `t + 1` has the token that the model predicts from the inputs up to `t`: the most probable token
+    except padding and start. Predictions continue after a predicted stop token.
 
     Args:
         model: the generated model.

@@ -28,8 +28,8 @@ class Sampling:
             selects the lowest id.
         top_k: only the `top_k` most probable tokens remain. None leaves all tokens.
         top_p: nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv
-            1904.09751). After `top_k`, probabilities are normalized again. Then the fewest tokens remain whose
-            probabilities sum to at least `top_p`.
+            1904.09751). After `top_k`, probabilities are normalized again. Then only the most probable tokens remain,
+            as few as needed for a total probability of at least `top_p`.
     """
 
     temperature: float = 1.0

@@ -27,8 +27,8 @@ class EvaluateOptions:
     """Options of an evaluation. None selects the default of the spec, the run or the machine.
 
     Attributes:
-        data: for text, a source for `specc.runtime.data.windows.stream.open_stream`. For lines, a file, the name of the
-            task for all its held-out splits, or `TASK:SPLIT` for one split. None selects the data of the run.
+        data: for text, a source for `specc.runtime.data.windows.stream.open_stream`. For lines, a file, or held-out
+            splits: `TASK` names all splits of the task, and `TASK:SPLIT` one split. None selects the data of the run.
         stride: the distance between the starts of adjacent windows, in tokens, from 1 to the window length.
         batch: the number of windows, or lines, per batch.
         max_tokens: the maximum number of tokens to score, from the start of the split. For lines, target tokens count.

@@ -278,7 +278,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
 def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     """Maps each custom op of generated code to a Python function that torch.export can trace.
 
-    Otherwise, the exported file would contain custom ops, and could not run without the generated code.
+    Without these functions, the exported file would contain custom ops, and could not run without the generated code.
     """
     from torch._library.custom_ops import OPDEFS  # the public interface does not provide the Python function of an op
 

@@ -1,4 +1,4 @@
-"""Fields of configs, from the model of a spec. Several families share them."""
+"""Computes fields of a config from the model of a spec. Several families use these functions."""
 
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ def sizes(model: Decoder) -> Data:
 
 
 def softcap_of(model: Decoder) -> float | None:
-    """Returns the softcap of the logits; None if there is no softcap, or a schedule of softcaps."""
+    """Returns the softcap of the logits; None if this softcap is not a number."""
     cap = model.head.softcap
     return cap if isinstance(cap, float) else None
 

@@ -1,4 +1,4 @@
-"""Sections of specs, from the fields of a config. Several families share them."""
+"""Computes sections of a spec from the fields of a config. Several families use these functions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +27,9 @@ def attention(
     Args:
         config: the config.
         rope: the rotary positions.
-        head_dim: the default number of channels per head; None for features divided by heads.
-        kv_heads: the default number of key heads; None for the number of query heads.
+        head_dim: the default number of channels per head. None selects the number of features divided by the
+            number of heads.
+        kv_heads: the default number of key heads. None selects the number of query heads.
         more: other fields of the layer, placed before the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")

@@ -1,4 +1,4 @@
-"""The names of tensors that several families share, per parameter of a spec."""
+"""Mappings between parameters and tensors. Several families use these mappings."""
 
 from collections.abc import Sequence
 

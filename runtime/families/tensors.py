@@ -86,7 +86,8 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
     Args:
         parameters: the names of the matrices.
-        tensor: the name of the joint tensor. For each head, it has `sizes[i]` rows of matrix i, in the order of i.
+        tensor: the name of the joint tensor. For each head, the tensor has `sizes[i]` rows of matrix `i`, in the order
+            of `i`.
         heads: the number of heads.
         sizes: the number of rows per head, for each matrix.
 
@@ -142,7 +143,7 @@ def expanded(table: Sequence[TensorMapping], shapes: Shapes, blocks: int) -> lis
         blocks: the number of blocks.
 
     Raises:
-        KeyError: if a parameter is in no mapping. The argument is the name of the parameter.
+        KeyError: if a parameter is in no mapping. The argument of the error is the name of the parameter.
     """
     rows = [row for template in table for row in _rows_of(template, shapes, blocks)]
     named = {name for row in rows for name in row.parameters}

@@ -93,8 +93,8 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
 
     A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation. If
     there are such files, train consists of the files whose names start with train. If there are no such train files,
-    train consists of all other files. Without such files, about 1 document in 10 is in val, selected by the SHA-256 of
-    the document.
+    train consists of all other files. If no file is in val by its name, about 1 document in 10 is in val, selected by
+    the SHA-256 of the document.
 
     Raises:
         DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.

@@ -52,7 +52,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     Splits:
         same-law: all sampled lines. About 35 % of these lines also occur in a training set of 800,000 lines.
         duplicate-free: distinct lines that are not in `training`.
-        structure-disjoint: distinct lines whose coefficients occur in no line of `training`, whatever the variable.
+        structure-disjoint: distinct lines. No line of `training` has the same coefficients, even with another variable.
 
     Args:
         split: name of the split.

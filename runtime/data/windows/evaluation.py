@@ -23,8 +23,8 @@ class WindowPlan:
         length: window length in tokens.
         batch: the number of windows per batch.
         stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, so
-            that windows do not overlap. With a smaller stride, each target after the first window has at least length -
-            stride tokens of context.
+            that windows do not overlap. With a smaller stride, each target after the first window has at least
+            `length - stride` tokens of context.
         unscored: the number of targets at the start of each window that are not scored.
     """
 

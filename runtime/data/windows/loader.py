@@ -198,7 +198,7 @@ class Loader(BackgroundReader[_Step]):
         bos: the id that starts a document; required by "best_fit".
 
     Attributes:
-        crop: the counts of tokens that packed rows have read and left out since this loader was created or restored.
+        crop: the numbers of document tokens read and left out, since this loader was created or restored.
 
     Raises:
         DataError: the order is unknown, or the stream has fewer than length + 1 tokens.

@@ -145,7 +145,7 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
     """Opens shards in place.
 
-    If `whole` is true, all shards of the split that the record of the folder lists must be present.
+    If `whole` is true, raises an error unless `paths` has all shards that the record lists for the split.
     """
     record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
     if record is not None:

@@ -75,7 +75,7 @@ class Work:
         return batches[part.start : part.stop]
 
     def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
-        """Adds the result of `nats`, f32 [B, T], to the account for each batch that this process scores."""
+        """Calls `nats` for each batch that this process scores, and adds the result, f32 [B, T], to the account."""
         for number in self.local_batches(batches):
             batch = self.account.read(number)
             self.account.add(batch, nats(self._placed(batch)))

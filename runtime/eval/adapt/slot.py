@@ -22,7 +22,7 @@ def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, v
         how: the settings.
         batch: the batch.
         fitted: the targets to fit on, bool [B, T].
-        vectors: 1 for a single vector, fitted on the mean loss over all rows; B for a vector per row, fitted on the
+        vectors: 1 for a single vector, fitted on the mean loss over all rows; B for one vector per row, fitted on the
             mean loss of this row.
 
     Returns:

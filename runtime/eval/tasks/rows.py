@@ -192,7 +192,7 @@ def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list
 
 
 def loads_of(opened: OpenedModel, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Returns the share of tokens that each expert receives, by layer, on the longest rows. Empty without experts."""
+    """Maps each layer with experts to the shares of tokens that its experts receive, measured on the longest rows."""
     if not any(parameter.dim() == 3 for parameter in opened.model.parameters()):
         return {}
     longest = sorted(rows, key=lambda row: -len(row.tokens))[:LOAD_ROWS]
