@@ -17,6 +17,7 @@ def record(cls: type[T]) -> type[T]:
     """
     dataclass(init=False, repr=False, eq=False)(cls)
     members = fields(cls)  # type: ignore[arg-type]
+    assert all(member.init and member.hash is None for member in members), f"{cls.__name__}: such fields need dataclass"
     values = _values([member.name for member in members if member.compare])
 
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:

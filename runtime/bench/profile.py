@@ -32,7 +32,8 @@ CLASSES: tuple[tuple[str, str], ...] = (
 OTHER = "other"
 ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
 # Kernels launched within these ranges belong to the optimizer, regardless of their names. The first is the range of
-# torch.optim, the second of runtime/optim. The class therefore includes the products of Newton-Schulz iterations.
+# torch.optim, the second of an update of the trainer, with the casts before and after it. The class therefore includes
+# the products of Newton-Schulz iterations.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
 # The name of a CUDA C++ kernel, in the form of the templates.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)

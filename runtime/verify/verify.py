@@ -51,7 +51,9 @@ EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # the norm of the largest gradient. The limit does not depend on the error of the unfused module, because both modules
 # may contain the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
-CODED = 0.9  # the limit with products of 8-bit floats: a rounding error of an input may change a code
+# The limits with products of 8-bit floats, of gradients and of those of few numbers: a rounding error of an input may
+# change a code
+CODED, FEW_CODED = 0.5, 0.9
 SHARE = 0.01
 # The limit for the loss, as a share of LIMITS. The loss is a mean over all tokens, so its error is smaller.
 LOSS_SHARE = 0.1
@@ -272,13 +274,13 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     ok = Composed(losses["fused"], losses["plain"]).ok(dtype, count=1) and losses["fused"] <= LOSS_SHARE * LIMITS[dtype]
     yield Check(target, "loss against float64", ok, detail)
     coded = any(isinstance(node.op, Fp8Linear) for graph in programs.graphs for node in graph.nodes)
-    limit = max(LIMITS[dtype], CODED * coded)
     for title, paths, count in (("gradients", exact.keys() - few, FEW + 1), ("gradients of few numbers", few, FEW)):
         if not paths:
             continue
         worst, at = max((errors["fused"][path], path) for path in paths)
         plainly = max(errors["plain"][path] for path in paths)
         detail = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
+        limit = max(LIMITS[dtype], (FEW_CODED if count == FEW else CODED) * coded)
         ok = Composed(worst, plainly).ok(dtype, count=count) and max(wrong[path] for path in paths) <= limit
         yield Check(target, f"{title} against float64", ok, detail)
 

@@ -4,6 +4,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from specc.compiler.expr import Var, reread, substitute
+from specc.compiler.ir.builder import underscored
 from specc.compiler.kernels.epilogue import RESERVED, Result, Value
 from specc.compiler.kernels.generated import GeneratedFunction, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
@@ -13,9 +14,10 @@ from specc.compiler.ops.norm import RmsNorm
 
 WORDS = (
     "x gain early joined partial counts COUNTS PARTS cache last tiles heights product part stages warps rows_tile "
-    "ROW PDL LANES WIDTHS ROWS_K ROWS_WARPS"
+    "count parts slices sum width list expected ROW PDL LANES WIDTHS ROWS_K ROWS_WARPS"
 )
-OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
+LETTERS = ("w", "s", "p", "y", "first_p")
+OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in LETTERS for i in ("", *range(9)))}
 
 
 class Parts(NamedTuple):
@@ -99,10 +101,7 @@ def parts_of(site: Site) -> Parts:
         taken = set(OURS)
         named = {head: Var(p) for head, p in zip(epilogue.variables, products, strict=False)}
         for variable, type in site.operands:
-            name = variable
-            while name in taken or name in RESERVED:
-                name += "_"
-            taken.add(name)
+            name = underscored(variable, taken, RESERVED)
             operands.append(Value(name, type))
             named[variable] = Var(name)
         many = len(site.node.types) > 1

@@ -1,5 +1,7 @@
 """Kernels of decoding steps: linear layers of few rows, and rotation with the write to a cache, against float64."""
 
+import ast
+import builtins
 import re
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ import torch
 from ahead_of_time import gpu_of, launch_site, problems
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
-from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code
+from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code, written
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.kernels.gemm.row_parts import parts_of
+from specc.compiler.kernels.epilogue import RESERVED
+from specc.compiler.kernels.gemm.row_parts import OURS, parts_of
 from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TRITON, row_tile
 from specc.compiler.kernels.gemm.rows_torch import ROW_LINEAR_TORCH
 from specc.compiler.kernels.kernel import Site
@@ -158,6 +161,25 @@ def test_tiles_of_several_rows_load_little_and_keep_memory_busy(target: str, tmp
             assert (stages - 1) * piece >= 65_536 or stages in (-(-k // (parts * step)) + 1, 8) or target != "sm90"
             # the head has several programs on each multiprocessor, which hide the sums of each other
             assert slices == (4 if m <= 16 and widths != (50257,) else 1) if m != 32 else slices in (1, 4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3] is not None])
+def test_no_operand_has_the_name_of_a_variable_of_the_code(name: str, packed: bool, tmp_path: Path) -> None:
+    site = row_site(CASES[name], packed=packed)
+    operands = {value.name for value in parts_of(site).operands}
+    functions = 0
+    for path in written(ROW_LINEAR_TRITON, site, tmp_path):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not operands & {argument.arg.removesuffix("_ptr") for argument in function.args.args}:
+                continue
+            functions += 1
+            names = [node for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)]
+            used = {node.id for node in names if isinstance(node.ctx, ast.Store) or hasattr(builtins, node.id)}
+            assert used - operands <= OURS | RESERVED | {"ValueError"}, function.name
+    assert functions >= 3  # the kernel, its launch and the function that the model calls
 
 
 @pytest.mark.parametrize(("name", "most"), [("plain", 3), ("residual", 8), ("two outputs", 2), ("gated", 1)])
