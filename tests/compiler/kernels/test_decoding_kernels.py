@@ -178,8 +178,8 @@ def test_no_operand_has_the_name_of_a_variable_of_the_code(name: str, packed: bo
             functions += 1
             names = [node for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)]
             used = {node.id for node in names if isinstance(node.ctx, ast.Store) or hasattr(builtins, node.id)}
-            assert used - operands <= OURS | RESERVED | {"ValueError"}, function.name
-    assert functions >= 3  # the kernel, its launch and the function that the model calls
+            assert used - operands <= OURS | RESERVED | {"ValueError", "_"}, function.name
+    assert functions >= 3 or not operands  # the kernel, its launch and the function that the model calls
 
 
 @pytest.mark.parametrize(("name", "most"), [("plain", 3), ("residual", 8), ("two outputs", 2), ("gated", 1)])
