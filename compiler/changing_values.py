@@ -1,4 +1,4 @@
-"""Spec fields whose value changes during a run. Points or a formula of time state the value.
+"""Spec fields whose value changes during a run. A field has a list of points, or a formula of time.
 
 runtime/optim/schedule.py computes the values at a step of a run.
 """

@@ -97,8 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass to the first form of the model in PIPELINES that has this pass. The passes are in
-    order."""
+    """Maps the name of each pass, in order, to a form of the model: the first key of PIPELINES whose value contains
+    the pass."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}

@@ -187,7 +187,7 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the modules that run between two layers. Also yields a problem for the first
+        """Yields the problems of the modules of `between`, at most one per module. Also yields a problem for the first
         expression that reads a value before this value is computed."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)

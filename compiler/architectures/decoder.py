@@ -306,7 +306,7 @@ class _Lowering:
         Args:
             name: The name of the program.
             learns: Whether the program is for training. If so, dropout applies, and the result is the sum of all loss
-                terms. The weights of terms are then additional inputs, f32[]. Otherwise, the result is one value per
+                terms. The weights of terms are then additional inputs, f32[]. If not, the result is one value per
                 token.
         """
         b = Builder(name)

@@ -157,8 +157,8 @@ class _Lowering:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
         nats, f32. Padding does not count.
 
-        `train` returns the mean and applies dropout. A third input, `inputs` i64[B, T], holds the decoder inputs.
-        `score` returns one value per token, 0 at padding, with teacher forcing.
+        `train` applies dropout, and returns the mean. It has a third input: `inputs` i64[B, T], the decoder inputs.
+        `score` uses teacher forcing, and returns one value per token, 0 at padding.
         """
         b = Builder(name)
         source = b.input("source", SOURCE)

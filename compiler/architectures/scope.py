@@ -121,7 +121,7 @@ class Scope:
 
         Args:
             value: One expression, or one per stream.
-            name: The name of the node of a single expression. Otherwise, nodes have the names of streams.
+            name: The name of the node, if `value` is one expression. If not, nodes have the names of the streams.
             prefix: The name of a number that depends on the layer, such as `mlp_residual`. A second such number gets
                 the name `mlp_residual2`.
             base: The expression of most blocks, if `value` is the changed expression of one block. If `value` is `base`

@@ -19,9 +19,9 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
     """Yields an entry for each loop over time and for each stage outside of loops. An entry has the name of the loop
     (empty outside of loops), the index of the first stage, and the stages.
 
-    A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. If the
-    attention query of another stage in the loop is the state of a stage after the loop, the loop is extended to end at
-    the stage with this state.
+    A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. Another
+    stage in the loop may also have the state of a later stage as its query. The loop then extends to the last such
+    later stage.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0

@@ -130,7 +130,7 @@ class Loop(NamedTuple):
             sequences: The sequences, by input name. The step reads one position of each. The first is the input of the
                 loop.
             before: The title of the stage before the loop, or "".
-            read: The titles of stages whose values are read after the loop, without the last stage.
+            read: The titles of the stages whose values are read after the loop, except the last stage.
             context: The values that the stages can read.
         """
         b, side = step.b, self.side

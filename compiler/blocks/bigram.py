@@ -19,7 +19,7 @@ from specc.compiler.strict import Positive
 
 
 class Bigram(Embed):
-    """BigramHash: x + scale * P E[bucket], for a table E, a matrix P, and a learned number.
+    """BigramHash: `x + scale * P E[bucket]`, where E is a table, P is a matrix, and `scale` is a learned number.
 
     The bucket is a hash of the token and the previous token. The first token is in the last bucket.
 

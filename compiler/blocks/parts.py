@@ -26,7 +26,7 @@ WEIGHTLESS = "none"  # the `weight` of a norm that has no weight
 
 
 def _starts(text: str) -> float:
-    """Returns the initial value of the parameter `w` in the expression `text`: 0 or 1, so that the weight is 1."""
+    """Returns the initial value of the parameter `w`: 1 or 0. With this value, the expression `text` is 1."""
     expr = parse(text, ("w",))
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:

@@ -56,9 +56,9 @@ class ScoreAndMask(Layer):
             `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022), `bucket` (T5,
             Raffel et al., 2020), and elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`.
         mask: the condition under which a query attends to a key. The mask reads `i`, `j`, `h` and the same sizes as the
-            score. An example is `j <= i and i - j < 512`. `document(i) == document(j)` holds within a document. Only
-            tokens of the model's `prefix` may attend to later tokens of the prefix: `j <= i or j < prefix`. The mask
-            may have a schedule.
+            score. An example is `j <= i and i - j < 512`. `document(i) == document(j)` holds within a document. A
+            query may attend to a later key only if both are in the model's `prefix`, as in `j <= i or j < prefix`. The
+            mask may have a schedule.
         scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`. By
             default, `1/sqrt(head_dim)`.
         sinks: whether each head has a learned logit that is added only to the denominator of the softmax.
@@ -210,7 +210,8 @@ class ScoreAndMask(Layer):
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns how many first and last positions the cache stores. None if it stores all positions."""
+        """Returns two numbers: how many of the first positions the cache stores, and how many of the last. None if the
+        cache stores all positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)

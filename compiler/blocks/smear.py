@@ -39,10 +39,10 @@ class Smear(Embed):
 class SmearByToken(Embed):
     """x + scale * sigmoid(w . x[:features]) p, where p is the value of the previous token (after modded-nanogpt).
 
-    `scale` is one learned number. `scale` and w are initially 0. p is 0 at the first token.
+    `scale` is one learned number. `scale` and `w` are initially 0. p is 0 at the first token.
 
     Attributes:
-        features: how many of the first features w reads.
+        features: the number of features in `x[:features]`.
         bos: the id that begins a document. p is also 0 at each token with that id.
     """
 

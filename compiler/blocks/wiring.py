@@ -50,7 +50,7 @@ class Learned(StrictModel):
             heads.
         of: an expression. A learned matrix [shape, features] multiplies the value of the expression. `ids` looks up a
             row of a learned table [vocabulary, shape] for each token.
-        features: how many of the first features of `of` are read. By default, all.
+        features: how many of the first features of the value are multiplied. By default, all.
     """
 
     init: LayerFormula | Init | None = None

@@ -6,8 +6,9 @@ Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A 
 its printed form. Terms and factors are in order of first appearance, so printed text resembles the input. Two
 expressions have the same `key` if they differ only in the order of terms and factors.
 
-A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c does not become a * c
-/ b, because a * c may overflow although a / b * c does not. Likewise, a / b / b does not become a / b ** 2.
+A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, `a / b * c` does not become
+`a * c / b`, because `a * c` may overflow although `a / b * c` does not. Likewise, `a / b / b` does not become
+`a / b ** 2`.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -94,7 +95,7 @@ def split(expr: Expr) -> Term:
 
 
 def ratio(a: Expr, b: Expr) -> Term:
-    """Returns a / b as one term: the factors of `a`, then the factors of `b` with negated exponents.
+    """Returns `a / b` as one term: the factors of `a`, then the factors of `b` with negated exponents.
 
     Raises ExprError if `b` is 0.
     """

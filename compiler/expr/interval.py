@@ -1,7 +1,8 @@
 """Interval analysis of whole-number expressions and conditions on boxes of query-key pairs.
 
-A box contains the pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i
-- j <= d1, for the heads h0 <= h <= h1. The documents of the queries begin at positions from start0 to start1.
+A box contains pairs of a query at position i and a key at position j, for heads h. Its bounds are `i0 <= i <= i1`,
+`j0 <= j <= j1`, `d0 <= i - j <= d1` and `h0 <= h <= h1`. The documents of the queries begin at positions from start0 to
+start1.
 
 The analysis is symbolic: bounds are expressions of these variables. Kernels classify tiles by such bounds. A search
 over boxes proves that a condition never holds, or finds a pair for which it holds.
@@ -96,7 +97,7 @@ def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
 
 
 def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
-    """Yields pairs of terms a and b with opposite signs, and bounds of a - b.
+    """Yields pairs of terms `a` and `b` with opposite signs, and bounds of `a - b`.
 
     One pair is i and j, because the box limits i - j. The other pairs are quotients with the same divisor, because the
     difference of the dividends limits the difference of the quotients.

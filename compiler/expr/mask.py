@@ -249,8 +249,8 @@ class Mask(NamedTuple):
     def pairs(self, tokens: int) -> int:
         """Returns the number of unmasked query-key pairs in a sequence of one document, averaged over heads.
 
-        The number is exact for up to 4,096 tokens, and for masks that depend only on i - j. Otherwise, partly masked
-        tiles are sampled.
+        The number is exact for up to 4,096 tokens, and for masks that depend only on i - j. In other cases, partly
+        masked tiles are sampled.
         """
         return _count(with_documents(reread(self.text, LANGUAGE), ALWAYS), self.heads, tokens)
 

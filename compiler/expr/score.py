@@ -113,8 +113,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Replaces calls of functions that depend on the number of heads by formulas. With `known`, the first argument of
-    such a call must be a constant."""
+    """Inserts formulas in place of calls of functions that depend on the number of heads. With `known`, the first
+    argument of such a call must be a constant."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):

@@ -159,7 +159,7 @@ def _under_even_power(base: Expr) -> Expr:
 
 
 def power(base: Expr, exponent: Fraction) -> Expr:
-    """Builds base ** exponent, distributed over the factors of base if this is valid for every sign."""
+    """Builds `base ** exponent`. Applies the exponent to each factor of `base` if this is valid for every sign."""
     if isinstance(base, Call) and base.function == "exp":
         return call("exp", (times(exponent, base.args[0]),))
     coefficient, factors = split(base)
@@ -199,10 +199,11 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Moves factors of a product into both arms of a `where` that is also a factor. Only factors that the condition of
-    the `where` simplifies are moved. Returns None if there is no such `where`.
+    """Moves factors of a product into both arms of a `where` that is also a factor. Returns None if there is no such
+    `where`.
 
-    If an arm of the `where` is 0, all factors are moved, because the zero arm does not compute them.
+    If an arm of the `where` is 0, all factors are moved, because the zero arm does not compute them. If no arm is 0,
+    only the factors that the condition of the `where` simplifies are moved.
     """
     for base, exponent in factors:
         match base:

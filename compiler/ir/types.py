@@ -25,8 +25,9 @@ Sizes = Mapping[str, int]
 class Size(int):
     """An integer dim with a symbolic name for generated code, such as `D` or `H * C`.
 
-    Three operations return a Size: a size times a size, an integer times a size, and a product divided by a factor (`H
-    * C` // `H` is `C`). The divisor must not be the last factor. All other operations return plain numbers.
+    Three operations return a Size: a size times a size, an integer times a size, and a product divided by one of its
+    factors (`H * C` // `H` is `C`). The rightmost factor is an exception: `H * C` // `C` is a plain number. All other
+    operations return plain numbers.
     """
 
     text: str

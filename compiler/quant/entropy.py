@@ -12,8 +12,8 @@ from itertools import pairwise
 
 @lru_cache(maxsize=1024)  # cached, because many tensors have equal shapes
 def normal_bits(clip: float, top: int) -> float:
-    """Returns the entropy of standard normal values as codes -top .. top, in bits per value. Code `top` represents
-    `clip` standard deviations."""
+    """Returns the entropy of standard normal values that are rounded to the codes -top .. top, in bits per value. Code
+    `top` represents `clip` standard deviations."""
     step = clip / top
     edges = [-math.inf, *((code - 0.5) * step for code in range(1 - top, top + 1)), math.inf]
     below = [0.5 * math.erfc(-edge / math.sqrt(2)) for edge in edges]
@@ -22,8 +22,8 @@ def normal_bits(clip: float, top: int) -> float:
 
 
 def normal_clip(columns: int, quantile: float = 1.0) -> float:
-    """Returns the approximate `quantile` of the magnitudes of `columns` standard normal values. For quantile 1, the
-    result is the median of the largest magnitude."""
+    """Returns the approximate `quantile` of the magnitudes in a row of `columns` standard normal values. For
+    quantile 1, the result is the median of the largest magnitude."""
     from statistics import NormalDist  # imported here because the import is slow and only `allocate` needs it
 
     largest = 0.5 ** (1 / columns)

@@ -94,8 +94,8 @@ class Solution:
 
 @record
 class Use:
-    """One product or lookup that reads a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i
-    rows_i d_i columns d_i^T.
+    """One product or lookup that reads a parameter [N, K]. If row i of the parameter has the error `d_i`, the loss
+    rises by `1/2 sum_i rows[i] d_i C d_i^T`, where `C` is `columns`.
 
     A parameter may have several uses, such as a tied embedding table. The increases of the loss from all uses are
     added.

@@ -13,7 +13,7 @@ def record(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass. Subclasses with fields must be records too.
 
     The decorator `dataclass(frozen=True)` compiles six methods of each class. Here, `__init__` is compiled when the
-    first instance is created, and all other methods are closures. Methods that the class defines stay.
+    first instance is created, and all other methods are closures. Methods that the class defines are not replaced.
     """
     dataclass(init=False, repr=False, eq=False)(cls)
     members = fields(cls)  # type: ignore[arg-type]

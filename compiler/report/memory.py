@@ -2,7 +2,7 @@
 
 The passes are simulated on the flattened training program. The forward pass keeps the values that the backward pass
 reads, and frees other values after the last reader. The backward pass visits the nodes from the last to the first. At
-each node, gradients of the inputs are computed. Then the values that no earlier node reads are freed.
+each node, gradients of the inputs are computed. Then a value is freed if no earlier node reads it.
 """
 
 from collections import Counter

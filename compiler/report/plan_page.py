@@ -218,7 +218,7 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Yields the reason why each fusion refuses a matrix product or attention outside of fused groups.
+    """For each matrix product and attention outside of fused groups, yields the reasons why fusions refuse it.
 
     Only fusions that can contain the op are listed.
     """

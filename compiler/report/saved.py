@@ -240,8 +240,8 @@ class Pass:
         """Returns the values that compiled code never recomputes. If the backward pass reads such a value, the value
         is saved.
 
-        These values are the results of barriers, of nodes that concatenate, and of nodes that read a value which an
-        earlier barrier also reads. Torch's compiler assumes that each such node would need a separate kernel.
+        These values are the results of three kinds of nodes: barriers, nodes that concatenate, and nodes that share an
+        input with an earlier barrier. Torch's compiler assumes that each such node would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it

@@ -113,8 +113,8 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step in ms. Otherwise, the sum of the times of the rows, with floors in place
-        of missing times."""
+        """The measured time of the whole step in ms. If there is none, the sum of the times of the rows, with floors in
+        place of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:

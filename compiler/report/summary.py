@@ -177,7 +177,7 @@ class Summary:
 
 
 def lines(summary: Summary) -> tuple[str, ...]:
-    """Returns the lines of `specc plan`: at most 24 lines of at most 120 columns, all but the one about files."""
+    """Returns the lines of `specc plan`, at most 24. Lines have at most 120 columns, except the line about files."""
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",

@@ -93,8 +93,8 @@ def _diagnostics(model: type[StrictModel], source: Source, error: ValidationErro
     """Yields the diagnostics of an invalid source.
 
     If the kind of a value is missing or unknown, the value is also checked as the likely kind, so other errors in the
-    value are reported too. Problems of the surrounding sections may follow from the kind. Such problems are reported
-    only if the kind is misspelled.
+    value are reported too. If the likely kind does not have a similar name, it may be wrong. Problems of the
+    surrounding sections could follow from a wrong kind, so they are not reported in this case.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds

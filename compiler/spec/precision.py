@@ -78,8 +78,8 @@ class PrecisionSpec(StrictModel):
             resolution of bf16 therefore add up in expectation (Zamirai et al., 2020, "Revisiting BFloat16 Training",
             arXiv 2010.06192). `bf16` requires `compute: bf16`.
         loss_scale: a factor of the loss during the backward pass, so that small gradients do not vanish. A number is
-            constant, and a mapping describes a factor that changes. If unset, the factor changes with `compute: f16`,
-            and is 1 otherwise.
+            constant, and a mapping describes a factor that adapts during the run. If unset, the factor adapts
+            with `compute: f16`, and is 1 with any other dtype.
         tf32: whether the inputs of f32 matrix products are rounded to TF32 (10 bits of mantissa) in training steps on a
             GPU. Otherwise, these products are computed in f32, without tensor cores. Evaluation always computes in f32.
         fp8: the linear layers that multiply 8-bit floats in training steps. The first rule that matches a layer

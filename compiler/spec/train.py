@@ -128,7 +128,7 @@ class TrainSpec(StrictModel):
         losses: the weighted terms of the training loss. By default, only the loss of the next token.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient, over all parameters without those of `sign` optimizers. If unset,
+        clip_norm: the largest norm of the gradient, over all parameters except those of `sign` optimizers. If unset,
             gradients are not clipped.
         precision: the dtypes of training.
         recompute: the parts of each block that the backward pass recomputes, to save memory. A part is the name of a
@@ -300,7 +300,7 @@ class BitsSpec(StrictModel):
             the model has learned positions.
         stride: the tokens from the start of one window to the next, by default the window.
         batch: the number of windows per forward pass.
-        adapt: the settings of `specc eval --adapt KIND`. These settings do not affect the score.
+        adapt: the settings of `specc eval --adapt KIND`. Without `--adapt`, `specc eval` ignores these settings.
     """
 
     untagged: ClassVar[bool] = True

@@ -162,9 +162,9 @@ class Words:
         """Returns the likely kind of a value whose kind is missing or unknown. The result is the path of the kind, the
         likely kind, and whether the names are similar.
 
-        A kind with a similar name is likely. Otherwise, a kind must accept the keys of the value and require no others.
-        Keys that no kind accepts are ignored. If several kinds remain, the likely kind is the one with the fewest keys,
-        if all the others accept these keys too. Returns None if no kind is likely.
+        A kind with a similar name is likely. If there is none, a kind must accept the keys of the value and require no
+        others. Keys that no kind accepts are ignored. If several kinds remain, the likely kind is the one with the
+        fewest keys, if all the others accept these keys too. Returns None if no kind is likely.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):

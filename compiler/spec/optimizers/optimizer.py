@@ -58,7 +58,7 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """The temporary f32 numbers per element of the parameters of one shape, which are updated together."""
+        """How many temporary f32 values the update of all parameters of one shape allocates per element."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:

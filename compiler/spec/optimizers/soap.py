@@ -14,7 +14,7 @@ class SoapSpec(OptimizerSpec):
     only computes the bases.
 
     Attributes:
-        betas: the decays of two averages: of the first moment, and of both the second moment and the preconditioner.
+        betas: the decays of the first and second moments. The second decay is also that of the preconditioner.
         eps: the epsilon of the denominator.
         basis_every: the number of updates from one refresh of the bases to the next.
         largest_side: the largest side of a matrix (rows or columns) that has a basis. A longer side is not rotated, and
