@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
     @property
     def weights(self) -> tuple[str, tuple[str, ...]]:
-        """The weight of the norm as an expression of `w`, and the ref of w. Empty if the norm has no weight."""
+        """The weight of the norm as an expression of `w`, and the ref of `w`. Empty if the norm has no weight."""
         if self.norm is None or len(self.norm.inputs) == 1:
             return "", ()
         if self.weight is None:

@@ -61,7 +61,7 @@ class Source:
         weight: The name of the weight.
         bias: The name of the int8 bias, or "".
         read: The indices of the node inputs that the weight multiplies.
-        outputs: The indices of the node outputs that the weight multiplies.
+        outputs: In a recurrence, the indices of the node outputs that the weight multiplies.
         maker: The name of the node that computes the first multiplied input. If this input is an input of the graph,
             the name of the graph input.
         leader: The first weight in the parameter table that multiplies this input. The name of the leader identifies

@@ -30,8 +30,6 @@ def add_loop(
 ) -> tuple[str, str, str]:
     """Adds a loop over the steps of one direction.
 
-    The path of the loop begins with `name`, so paths of different stages cannot collide.
-
     Args:
         edit: The graph.
         node: The original LSTM node. New nodes get its position.

@@ -11,8 +11,8 @@ from specc.compiler.records import record
 
 @record
 class DocumentStarts(SupportCall, Moves):
-    """The position at which a token's document begins, i64[B, T], for each token of ids [B, T]. A document begins at a
-    token `mark`. Tokens before the first `mark` belong to a document that begins at 0.
+    """For each token of ids [B, T], the position at which the token's document begins, i64[B, T]. A document begins at
+    a token `mark`. Tokens before the first `mark` belong to a document that begins at 0.
     """
 
     name: ClassVar[str] = "document_starts"
@@ -34,8 +34,8 @@ class DocumentStartsCached(SupportCall, Moves):
     """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
     before the input tokens. The first earlier token has position 0.
 
-    The second input i64[B, 1] is the state: the position at which the current document begins, after all earlier
-    tokens. The state is ignored if `start` is 0.
+    The second input i64[B, 1] is the state: the first position of the document that contains the last earlier token.
+    The state is ignored if `start` is 0.
     """
 
     name: ClassVar[str] = "document_starts_cached"

@@ -96,7 +96,7 @@ def philox(key: int, rows: Sequence[int], columns: int) -> npt.NDArray[np.uint64
     """Returns the first output word of Philox2x32-7 for each row and column, below 2^32: [rows, columns].
 
     The counter is the column and the low 32 bits of the row. The key of the generator is the low half of `key`. The
-    high half is combined with the row by exclusive or.
+    high half of `key` is combined with the row by exclusive or.
     """
     import numpy as np
 

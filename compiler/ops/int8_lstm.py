@@ -29,7 +29,7 @@ class Int8LstmStep(Int8Product):
     - x: f32 [..., 4H], the input's contribution to the gates.
     - w: i8 [4H, K], the stored codes of the recurrent weight.
     - offset: i32 [4H], added to the int32 sums.
-    - scale: f32 [4H], the number that 1 represents in the sums.
+    - scale: f32 [4H], the factor that converts the int32 sums to floats.
     - inverse: f32 [H], the reciprocal of the scale of h.
 
     h is quantized as `QuantizeRows` does, and padded with zeros after column H. The product of h and w, with the

@@ -195,7 +195,7 @@ class SoftmaxLoss(Op):
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
         """Computes the gradients of the rows `some`, and the mean loss over the rows `every`. To limit memory, the
-        method processes ROWS rows at a time."""
+        method processes `ROWS` rows at a time."""
         import torch
 
         if self.reduction == "none":

@@ -121,7 +121,7 @@ class NormRopeGrad(HeadRotation):
     dx = dz, and x is not an input.
 
     With a weight, dz * weight replaces dz in these formulas. dweight is the sum over all heads and tokens of gain * r *
-    x * dz, times the derivative of the weight with respect to w.
+    x * dz, times the derivative of the weight with respect to `w`.
     """
 
     name: ClassVar[str] = "norm_rope_grad"

@@ -105,7 +105,7 @@ class RotaryPairs(Op):
 
 @record
 class RotaryFrequencies(Op):
-    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, for pair indices i i64[R]."""
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input i64[R] holds the indices i."""
 
     name: ClassVar[str] = "rotary_frequencies"
     inline: ClassVar[bool] = False
@@ -126,8 +126,8 @@ class RotaryFrequencies(Op):
 
 @record
 class RotaryAngles(Op):
-    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R]. Both, f32[T, R], are multiplied by
-    `magnitude`."""
+    """Returns cos and sin, f32[T, R], of the products of positions i64[T] and frequencies f32[R]. Both are multiplied
+    by `magnitude`."""
 
     name: ClassVar[str] = "rotary_angles"
     inline: ClassVar[bool] = False

@@ -19,7 +19,7 @@ LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT
 
 
 def padded(extent: int) -> int:
-    """Rounds `extent` up to a multiple of ALIGNMENT."""
+    """Rounds `extent` up to a multiple of `ALIGNMENT`."""
     return -(-extent // ALIGNMENT) * ALIGNMENT
 
 

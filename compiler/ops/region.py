@@ -59,7 +59,7 @@ class Call(Region):
 
 
 def calling(node: Node, names: Mapping[str, str]) -> Node:
-    """Returns the node, where a call of a function in `names` calls the function of the new name."""
+    """Returns the node. If it calls a function in `names`, the result calls the function under its new name."""
     if not isinstance(node.op, Call) or node.op.callee not in names:
         return node
     return replace(node, op=replace(node.op, callee=names[node.op.callee]))

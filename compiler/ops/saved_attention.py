@@ -302,7 +302,7 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
     """Yields the values for a few sequences at a time. The first `rows` values are sliced along the sequences. The
-    remaining values are whole. A slice with several sequences has at most SCORES attention scores. A slice with a
+    remaining values are whole. A slice with several sequences has at most `SCORES` attention scores. A slice with a
     single sequence may have more. Without sequences, there is one empty slice.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))

@@ -287,7 +287,7 @@ class WriteFeatures(SupportCall, Moves):
 
 @record
 class Part(Moves):
-    """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
+    """Divides the features of [..., parts D] into `parts` equal parts, and returns part `index`: [..., D]."""
 
     name: ClassVar[str] = "part"
     index: int

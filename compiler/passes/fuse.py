@@ -149,8 +149,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns the group of the programs that equals `group`, and True. If there is none, returns `group` under a
-    unique name, and False."""
+    """Returns a group and whether the programs already have it. If a group of the programs equals `group`, the result
+    is this group. If none does, the result is `group` under a unique name."""
     for known in programs.groups:
         if known.members == group.members and known == _named(group, known.name):
             return known, True

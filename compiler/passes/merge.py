@@ -146,7 +146,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Groups the nodes of all variants that can be merged. The groups are almost in the order of each graph."""
+    """Groups all nodes. A group holds nodes of different variants that can be merged. The groups are almost in the
+    order of each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
@@ -168,8 +169,8 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants that compute the same value become one
-    slot."""
+    """Returns a slot for each group of nodes. If two slots of different variants compute the same value, they become
+    one slot."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []

@@ -70,8 +70,8 @@ Balance = Mapping[tuple[str, ...], _Moved]
 
 
 def _balance(programs: Programs) -> Balance:
-    """Returns the memory traffic of each possible merge, by the names of the layers. Blocks whose layers have the same
-    names share an entry.
+    """Returns the memory traffic of each possible merge. A key consists of the names of the layers. Blocks whose layers
+    have the same names share an entry.
 
     Separate products each write a gradient of the input, and another kernel adds these gradients. A merged product
     writes the sum directly. The merged product reads concatenated gradients, into which the results of kernels must be

@@ -1,4 +1,4 @@
-"""Moves the parts of blocks in `train.recompute` into functions, which the backward pass recomputes."""
+"""Moves the block parts that `train.recompute` lists into functions, which the backward pass recomputes."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ PREFIX = "recomputed_"  # the name prefix of the functions
 
 
 def recompute(programs: Programs, train: TrainSpec) -> Programs:
-    """Moves each part of a block in `train.recompute` into a separate function. Returns the new programs.
+    """Moves each block part that `train.recompute` lists into a separate function. Returns the new programs.
 
     The nodes keep their names, so values, weights and random numbers of dropout do not change. `Programs.recomputed`
     lists the functions that the backward pass recomputes. If `train.recompute` contains `block`, these are the

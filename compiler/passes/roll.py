@@ -35,7 +35,7 @@ class Loop(Op):
         joined: The path of the list of join modules.
         join_methods: Pairs of a block index and a method name. The join module before this block runs this method
             instead of `forward`.
-        runs: The block indices in the order in which they run.
+        runs: For each run, in order, the index of the block.
         joins: For each run with a join before it: the run, the index of the join module, and the earlier run.
         methods: The names of the block methods that the runs call, without the name of the class.
         keeps: Whether each block has state.

@@ -1,4 +1,4 @@
-"""Replaces linear layers that convert a bf16 input to f32 by layers that read the bf16 input."""
+"""Replaces linear layers whose bf16 input is converted to f32. The new layers read the bf16 input directly."""
 
 from dataclasses import replace
 

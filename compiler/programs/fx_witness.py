@@ -117,12 +117,12 @@ def compare(
 
     Args:
         graph: the flattened graph of the plan.
-        scalars: the scalars that calls pass, by `PATH.name`.
+        scalars: the scalars that calls pass. Keys have the form `PATH.name`.
         traced: the fx graph.
         groups: the function name of each fused group, by the group's name.
 
     Returns:
-        The traced nodes, each by the name of the graph node that it computes.
+        The traced nodes. The keys are the names of the graph nodes that they compute.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -350,7 +350,7 @@ class _Comparison:
             self.operation(node, primitive.torch.partition(".")[2], expr.args, values, actual)
 
     def planned_call(self, ref: str) -> str:
-        """Returns the name of the function or method that computes a value by the plan, or "" if there is none."""
+        """Returns the name of the function or method that computes a value in the plan, or "" if there is none."""
         planned = self.graph.by_name.get(node_of(ref)) if ref[0] not in "$@" else None
         if planned is None or isinstance(planned.op, Scan | Pointwise | Fused):
             return ""

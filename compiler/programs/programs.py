@@ -297,7 +297,7 @@ class Programs:
 
 
 def in_dtype(programs: Programs, dtype: str) -> Programs:
-    """Returns the programs with `dtype` in place of COMPUTE, the placeholder of the compute dtype."""
+    """Returns the programs with `dtype` in place of `COMPUTE`, the placeholder of the compute dtype."""
 
     def change(type: TensorType) -> TensorType:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
@@ -334,7 +334,7 @@ def read_by(programs: Programs, name: str) -> frozenset[str]:
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:
-    """Returns the value of each scalar that the calls in `graph` pass, by `PATH.name`."""
+    """Returns the value of each scalar that the calls in `graph` pass. Keys have the form `PATH.name`."""
     calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 
@@ -342,7 +342,7 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 def _inlined(
     programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True, derived: bool = True
 ) -> tuple[tuple[Node, ...], tuple[tuple[str, str], ...]]:
-    """Returns the nodes of `graph` under full names, with nodes in place of groups and calls, and the outputs.
+    """Returns the nodes of `graph` under full names, and the outputs. Groups and calls are replaced by their nodes.
 
     Args:
         programs: The programs with the functions and groups.

@@ -24,7 +24,7 @@ class Tables:
         params: The parameters, by path.
         scored: The paths of the parameters that are read outside of training programs.
         refused: For each initialization that a parameter cannot have, a text with the parameter and the reason.
-        owners: The name of the class whose functions run at a path, by path.
+        owners: For each path, the name of the class whose functions run there.
         constants: The value and the text of each formula, by the name of the constant in generated code.
         sizes: The sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
     """

@@ -79,7 +79,7 @@ class CachedAttention(Kernel):
 
 
 def cached_tile(site: Site) -> CachedTile:
-    """Returns the default tile: 64 keys, or 32 if rows are wide. The tile has the fewest stages that keep IN_FLIGHT
+    """Returns the default tile: 64 keys, or 32 if rows are wide. The tile has the fewest stages that keep `IN_FLIGHT`
     bytes of loads in flight.
 
     A tile of 64 keys and 64 values, each with 64 channels in bf16, has 2 * 64 * 64 * 2 bytes = 16 KiB. With two stages,
@@ -100,12 +100,12 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def many_tile(site: Site) -> CachedTile | None:
-    """Returns the tile for a step of so many texts and key heads that each has one program instance. None if it would
-    not increase the number of resident program instances.
+    """Returns the tile for a step with many texts, where one program instance reads all keys of a text and key head.
+    None if this tile would not increase the number of resident program instances.
 
-    All program instances should be resident at once. Otherwise, those that begin last run almost alone. With 12 key
-    heads of 64 channels, 64 texts have 768 program instances, of which the default tile admits 528 on 132
-    multiprocessors, and this tile 1,848. A paged cache needs one more stage, as in `cached_tile`.
+    All program instances should be resident at once. If some have to wait, they run almost alone at the end. With 12
+    key heads of 64 channels, 64 texts have 768 program instances. On 132 multiprocessors, 528 program instances are
+    resident with the default tile, and 1,848 with this tile. A paged cache needs one more stage, as in `cached_tile`.
     """
     heads, kv_heads = (number_of(inputs_of(site)[name].shape[-2]) for name in ("q", "k"))
     room, row = site.target.shared_memory, row_bytes(site)

@@ -321,7 +321,7 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Replaces positions by the fp32 names in FLOATS, except in integer subexpressions. Divisions by a number become
+    """Replaces positions by the fp32 names in `FLOATS`, except in integer subexpressions. Divisions by a number become
     multiplications.
 
     A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.

@@ -79,8 +79,8 @@ class ScoredContext(NamedTuple):
             with equal i - j.
         classes: Lines of the kernels in `diagonals` that compute whether some scores of a tile are masked.
         mixed: Lines that compute the scores of a tile with masked pairs.
-        located: The table reads that depend only on the head and i - j. The elements of these tables are copied into
-            strips before the launch.
+        located: Reads of tables at an index that depends only on the head and i - j. The elements of these tables are
+            copied into strips before the launch.
         helpers: Templates of functions that the kernels call.
         entries: The largest number of table elements whose sums one program instance holds.
         body: The template of the kernels and their launch.

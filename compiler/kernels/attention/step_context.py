@@ -77,8 +77,8 @@ class StepWriter(Writer):
         return (*super()._settings(), *many, pairs)
 
     def _choice(self) -> tuple[str, ...]:
-        """Returns the line that chooses the tile. Where blocks of queries outnumber the resident programs, more and
-        smaller programs are resident, and no range of keys is divided."""
+        """Returns the line that chooses one of two tiles. The line chooses `MANY`, the smaller tile, if there are more
+        blocks of queries than resident program instances. One program instance then reads all keys for a block."""
         condition = "MANY if b * G * row_tiles > room else (KEYS, WARPS, STAGES)"
         return (f"keys, warps, stages = {condition}",) if self.many is not None else ()
 

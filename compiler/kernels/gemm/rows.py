@@ -106,10 +106,11 @@ class TritonContext:
         split: Whether several program instances may share a tile for several rows, each with a part of the features.
         span, begin: The number of features of a part, and the first of them, as expressions.
         span_lines, begin_lines: Lines that define `span` and that move to the first feature. Empty without parts.
-        parts: The largest number of these program instances. 1 unless `split`.
-        join: The bytes that a multiprocessor loads in the time in which they wait for each other.
+        parts: The largest number of program instances that share a tile. 1 unless `split`.
+        join: The bytes that a multiprocessor could load while program instances that share a tile wait for each other.
         parts_name: The launch argument with the number of parts. `_` if the features are not split.
-        parts_constant: The parameter of this number, with a leading space and a comma. Empty if they are not split.
+        parts_constant: The kernel's parameter for the number of parts, with a leading space and a comma. Empty if the
+            features are not split.
         counters: The line that defines the counters of the program instances of each tile.
         partial: Lines of the launch that define the tensors of partial sums and counters.
         ahead: The number of loads that a program instance for one row issues before it waits for the preceding kernel.
@@ -117,11 +118,11 @@ class TritonContext:
             requires that no kernel computes the weights.
         widths: The extents N of the parts, as the text of a tuple.
         part: The signature of the function that computes a part.
-        early: Lines of this function that load or request weights, before it waits for the preceding kernel.
+        early: Lines of the function `part` that load or request weights, before the wait for the preceding kernel.
         lines: The lines after the wait: the products of the part, then the epilogue. A program instance for one row
             loads the operands of the epilogue before the products, and one for several rows after the products.
         kernel: The signature of the kernel.
-        calls: Lines of the kernel that call the function once per part.
+        calls: Lines of the kernel that call the function `part` once per part.
         tensors: The tensor arguments of the launch.
         sizes: The other arguments of the launch.
         copied: The line that copies inputs whose rows are not adjacent.

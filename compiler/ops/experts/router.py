@@ -85,9 +85,10 @@ class TopExperts(Op):
 
 @record
 class BestGroups(SupportCall):
-    """The scores f32[..., E] with -inf for every expert outside of the best `top` of `groups` groups (DeepSeek-V3).
+    """The scores f32[..., E], with -inf for all experts outside of the best groups (DeepSeek-V3).
 
-    A group has consecutive experts. The score of a group is the sum of the `best` largest scores in the group.
+    Consecutive experts form `groups` groups. The score of a group is the sum of the `best` largest scores in the group.
+    The `top` groups with the largest scores are the best.
     """
 
     name: ClassVar[str] = "best_groups"

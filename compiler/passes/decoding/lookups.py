@@ -15,10 +15,10 @@ from specc.compiler.targets import Target
 
 
 def lookups(programs: Programs, target: Target) -> Programs:
-    """Returns the programs with one `Lookups` in place of the embeddings of parameters and the rows of angles.
+    """Returns the programs with one `Lookups` in place of the lookups of embeddings and rotary angles.
 
     Nodes are combined if they read ids or positions that are known at the start of a program, and if the kernel
-    accepts the combined node.
+    accepts the combined node. The tables of embeddings must be parameters.
 
     Args:
         programs: The programs that append one token to each text, after `rope_writes`.
