@@ -23,7 +23,9 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
 
 
 def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Raises BadParameter for an empty text. A script passes such a text if a variable is not set."""
+    """Returns the value of an option. Raises BadParameter if the value is empty, for example because a script uses a
+    variable that is not set.
+    """
     if value is not None and not value.strip():
         raise click.BadParameter("the value is empty", ctx, parameter)
     return value

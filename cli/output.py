@@ -179,7 +179,7 @@ def colored() -> bool:
 
 
 def tell(note: str) -> None:
-    """Prints a note on stderr, unless it is empty."""
+    """Prints a note on stderr, unless the note is empty."""
     if note:
         click.echo(note, err=True)
 

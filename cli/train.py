@@ -201,7 +201,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that selects the kind of data that `--data` names.
+    """Returns the override of `train.data` for the kind of data in `--data`.
 
     Returns no override if the spec already has this kind. Only generated data can be selected in this way.
     """

@@ -107,9 +107,9 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     An artifact with matrix products in int8 runs directly from the stored int8 weights, and has no `model(...)`. On a
     GPU, such an artifact requires a CUDA toolkit. The first load compiles kernels for about a minute.
 
-    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of valid ids, is empty or longer
-    than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not check the values of
-    ids, because this would synchronize with the device.
+    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of valid ids, is empty, is
+    longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not check the values
+    of ids, because this would synchronize with the device.
 
     Args:
         path: the run directory or the artifact.

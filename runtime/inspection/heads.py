@@ -45,7 +45,7 @@ class Head:
     def type(self) -> str:
         """The pattern with the largest score: `previous`, `first` or `induction`, if the score is at least `THRESHOLD`.
 
-        Otherwise, `content` if the attention depends mainly on the text, and `mixed` if not.
+        If no score reaches `THRESHOLD`: `content` if the attention depends mainly on the text, else `mixed`.
         """
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])

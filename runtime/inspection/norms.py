@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
 All nodes whose names begin with the same index, such as `blocks.3`, are a block if one of them is a matrix product with
-weights. The stream after a block is the last value of the block that has the width of the model and that nodes outside
-of the block read.
+weights. Some values of a block have the width of the model, and are inputs of nodes outside of the block. The last of
+these values is the stream after the block.
 """
 
 import re

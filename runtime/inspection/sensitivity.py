@@ -51,8 +51,8 @@ def schemes_at(
     Args:
         base: the scheme of each parameter according to the spec.
         names: the parameters.
-        bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. GPTQ with 4 bits replaces
-            schemes that do not quantize.
+        bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. A parameter that the
+            spec does not quantize is measured with GPTQ, by default in 4 bits.
         weights: the parameters.
     """
     pairs, refused = [], {}

@@ -65,7 +65,7 @@ class UnitActivity:
         self._tokens: dict[str, Tensor] = {}
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the rows that a matrix product reads."""
+        """Adds the values of the units. The node is the matrix product that reads these values."""
         layer = self._read_by.get(node.name)
         if layer is None:
             return

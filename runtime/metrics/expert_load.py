@@ -36,8 +36,7 @@ class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def expert_loads(
     model: nn.Module, score: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
 ) -> dict[str, list[float]]:
-    """Returns the share of rows that each expert receives, by layer, such as `blocks.1.moe`. The shares of a layer sum
-    to 1.
+    """Returns the share of rows that each expert of each layer receives. The shares of a layer sum to 1.
 
     Args:
         model: the model.
@@ -46,7 +45,8 @@ def expert_loads(
         targets: the targets, i64 [B, T].
 
     Returns:
-        The loads in the order of the layers; empty if the model has no experts.
+        The shares of each layer, in the order of the layers. Keys are paths such as `blocks.1.moe`. The result is empty
+            if the model has no experts.
     """
     loads: dict[str, list[float]] = {}
     with torch.no_grad(), _Loads(model) as counted:

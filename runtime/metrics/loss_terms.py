@@ -11,7 +11,7 @@ from specc.compiler.losses.term import LossTerm
 def loss_terms(
     model: nn.Module, program: Callable[..., Tensor], terms: Sequence[LossTerm], inputs: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Returns the unweighted mean of each term over a batch, by the title of the term.
+    """Returns the mean of each term over a batch, without the weight of the term. Keys are the titles of the terms.
 
     To measure a term that has a value per token, the program runs with the weight 1 for this term and 0 for all other
     terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight of this term.

@@ -54,8 +54,8 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
         scores: the validation of each run; None for a run without a validation.
 
     Returns:
-        The first metric of the spec that all validations have. If bits per byte are unknown, the metric is bits per
-            piece byte.
+        The first metric for `spec_metric` that all validations have; `NATS` if there is none. For text, `BITS` comes
+            before `PIECE_BITS`.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

@@ -69,7 +69,7 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Measures the loss on the first `max_tokens` targets of a text stream; None for all targets.
+    """Measures the loss on the first `max_tokens` targets of a text stream. If `max_tokens` is None, all targets count.
 
     A batch has `batch` windows. The first `unscored` targets of a window are not scored.
     """

@@ -1,4 +1,4 @@
-"""Compiles programs with torch.compile and stores the results. Later starts neither trace nor compile these programs.
+"""Compiles programs with torch.compile and stores the results. Later runs load the results, without tracing again.
 
 torch.compile caches graphs and kernels. However, it must trace a program before it can use the cache. A stored program
 contains the traced code with its guards, and the compiled graphs.

@@ -52,8 +52,9 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint: the number of samples of an `swa`, not as a copy. The state of an `ema`
-        is empty.
+        """Returns the state for a checkpoint: the number of samples of an `swa`. The state of an `ema` is empty.
+
+        The tensor is not a copy.
         """
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 

@@ -11,7 +11,9 @@ from specc.runtime.optim.update_rule import UpdateRule
 
 
 class Lion(UpdateRule[LionSpec]):
-    """Lion (Chen et al. 2023, arXiv 2302.06675): p -= lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g."""
+    """Lion (Chen et al. 2023, arXiv 2302.06675): `p -= lr * sign(b1 * m + (1 - b1) * g)`, then
+    `m = b2 * m + (1 - b2) * g`.
+    """
 
     name = "lion"
 

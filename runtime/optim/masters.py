@@ -295,7 +295,8 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter with NaN or infinity in its value, or else in its gradient; otherwise None.
+        """Returns the first parameter whose value has NaN or infinity. If all values are finite, returns the first
+        parameter whose gradient has NaN or infinity. Returns None if all gradients are finite, too.
 
         In the step after a failure, all gradients may be non-finite. The values still show which parameter failed
         first.

@@ -35,7 +35,7 @@ class MatrixRule(UpdateRule[S]):
         return {name: matrix for bank, tensor in pairs for name, matrix in self.matrices(bank, tensor).items()}
 
     def matrices(self, bank: Bank, tensor: Tensor) -> dict[str, Tensor]:
-        """Splits a state tensor of a bank, [all matrices, ...], by parameter. Returns the parts by name."""
+        """Splits a state tensor of a bank, [all matrices, ...]. Returns one part per parameter, by parameter name."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         # padding belongs to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}

@@ -17,11 +17,12 @@ EPS = 1e-10  # added to NorMuon's mean squares, which are about 1 / columns
 
 
 class Muon(MatrixRule[MuonSpec]):
-    """buf = momentum buf + g; u = g + momentum buf (Nesterov) or buf; p -= lr sqrt(max(1, rows / columns))
-    orthogonalize(u).
+    """Muon. First, `buf = momentum * buf + g`. Then, `u = g + momentum * buf` (Nesterov) or `u = buf`. Finally,
+    `p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(u)`.
 
-    `equalize_rows` first divides each row of u by its 2-norm (MuonEq-R). `second_moment` normalizes each row of the
-    orthogonalized update by its running mean square (NorMuon), and keeps the norm of the whole update.
+    Before orthogonalization, `equalize_rows` divides each row of `u` by its 2-norm (MuonEq-R). `second_moment`
+    normalizes each row of the orthogonalized update by its running mean square (NorMuon). The norm of the whole update
+    does not change.
     """
 
     name = "muon"

@@ -43,8 +43,8 @@ def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[Op
 class Optimizers:
     """The optimizers of one model.
 
-    `set` writes all numbers that change from step to step to the device, such as learning rates. `update` launches the
-    same kernels for the same `work`. `update` can therefore be captured in one CUDA graph per `work`, unless `waits`
+    `set` writes the scheduled numbers of a step, such as learning rates, to the device. `update` launches the same
+    kernels for the same `work`. `update` can therefore be captured in one CUDA graph per `work`, unless `waits`
     returns True.
 
     Args:

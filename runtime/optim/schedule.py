@@ -34,9 +34,9 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     The multiplier rises linearly to 1 during the warm-up, and falls to `floor` during the warm-down. The warm-down ends
     after the last update, or with the budget of a run with `budget_seconds`.
 
-    For such a run, let T be the budget, t the seconds so far, and s the mean seconds per step so far. A warm-down of W
-    steps takes W s seconds, and a warm-down with the fraction f takes f T seconds. A warm-up with the fraction f has f
-    T / s steps. Before the first update, s is unknown, and the multiplier is 0.
+    For such a run, let `T` be the budget in seconds, and `s` the mean seconds per step so far. A warm-down of `W` steps
+    takes `W * s` seconds. A warm-down with the fraction `f` takes `f * T` seconds. A warm-up with the fraction `f` has
+    `f * T / s` steps. Before the first update, `s` is unknown. The multiplier is then 0 if the warm-up is a fraction.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:

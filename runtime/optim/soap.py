@@ -24,7 +24,7 @@ class _Side:
 
     Attributes:
         rows: whether this is the preconditioner of the rows.
-        gram: the running mean of g g^T, or of g^T g for columns, [all matrices, ..., n, n].
+        gram: the running mean of `g g^T`, or of `g^T g` for columns, [all matrices, ..., n, n].
         basis: the eigenvectors of the preconditioner as columns, largest eigenvalue first, [all matrices, ..., n, n].
     """
 
@@ -74,11 +74,11 @@ class _Side:
 class Soap(MatrixRule[SoapSpec]):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
-    L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam runs on the
-    rotated gradient U^T g V, and its update is rotated back.
+    `L = b2 L + (1 - b2) g g^T`, and `R = b2 R + (1 - b2) g^T g`. `U` and `V` are the eigenvectors of `L` and `R`. Adam
+    runs on the rotated gradient `U^T g V`, and its update is rotated back.
 
-    As in the authors' code, the first update only computes U and V. Later, U is refreshed by sorting its columns by
-    eigenvalue, and then by the QR decomposition of L U. V is refreshed in the same way.
+    As in the authors' code, the first update only computes `U` and `V`. To refresh `U` later, its columns
+    are sorted by eigenvalue. Then `U` is replaced by the orthogonal factor of `L U`. `V` is refreshed in the same way.
     """
 
     name = "soap"

@@ -12,7 +12,7 @@ Allocation = Mapping[str, Scheme]
 
 
 def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> dict[str, Scheme]:
-    """Returns the scheme of each parameter as the rules of `quant` state, before promotion, allocation or
+    """Returns the scheme of each parameter according to the rules of `quant`, without promotion, allocation and
     correction.
     """
     return {name: _without_match(scheme) for name, scheme in allocation(quant, parameters).items()}

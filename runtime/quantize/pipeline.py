@@ -62,7 +62,7 @@ class QuantizeResult:
         budget: the limit in bytes; None without a budget.
         rows: one report row per parameter.
         inputs: one report row per input of int8 products.
-        promoted: the parameters with more bits than the rules state, by descending Hessian trace.
+        promoted: the parameters with more bits than in the rules, by descending Hessian trace.
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
@@ -161,7 +161,8 @@ class _Quantization:
         return IntegerInputs(self.sources, ranges, trained)
 
     def _trained_scales(self) -> Mapping[str, Tensor]:
-        """Returns the input scales of training, by the first weight that reads the input.
+        """Returns the scale of each input in training. The key is the name of the first weight that multiplies the
+        input.
 
         The mapping is empty if the run trained without input scales, or if the `quant` of the run has changed since
         training.

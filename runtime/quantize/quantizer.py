@@ -19,7 +19,7 @@ class Statistics:
     """Measurements of a calibration, by parameter name.
 
     Attributes:
-        hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
+        hessians: the mean of `x x^T` over the tokens, where `x` is the input of the weight, f64 [columns, columns].
         uses: how the model uses each parameter that does not belong to exactly one matrix product, such as an embedding
             table.
         rises: maps errors of parameters to the estimated increase of the loss, in nats per token. None if no estimate
@@ -37,9 +37,10 @@ class IntegerInputs:
 
     Attributes:
         sources: the int8 products that read these inputs.
-        ranges: the measured range of each input, by the first weight that reads the input.
-        trained: the input scales of training, f32 [1] or [K], by the first weight that reads the input. Empty if
-            calibration measures the scales.
+        ranges: the measured range of each input. The key is the name of the first weight that multiplies the
+            input.
+        trained: the scale of each input in training, f32 [1] or [K], with the same keys. Empty if calibration measures
+            the scales.
     """
 
     sources: Sequence[Source] = ()

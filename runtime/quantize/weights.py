@@ -87,7 +87,7 @@ def quantize_weights(
     Args:
         model: the weights, the modules to calibrate, and the data.
         quant: the settings.
-        base: the scheme of each parameter, as the rules of `quant` state.
+        base: the scheme of each parameter according to the rules of `quant`.
         measure: returns the exact bytes of an artifact.
         say: is called with a message for each stage and each allocation that is measured.
         progress: is called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`

@@ -48,7 +48,7 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event whose values equal all values in `fields`."""
+        """Returns the records of an event in which all `fields` have the given values."""
         return [
             record
             for record in self.all

@@ -308,7 +308,7 @@ def default_run(name: str, root: Path = Path("runs")) -> Path:
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """Returns the directory `runs/NAME-NNN` with the highest number in which training began; None if there is none."""
+    """Returns the run with the highest number among `runs/NAME-NNN`; None if none of these directories is a run."""
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 

@@ -60,7 +60,7 @@ class _Facts:
 
     Attributes:
         spec, quant: the settings.
-        base: the storage scheme of each parameter, as the rules of the spec state.
+        base: the storage scheme of each parameter according to the rules of the spec.
         reused: the parameters that several products read. Calibration measures these parameters separately for each
             product.
         experts: whether the model has experts.
@@ -289,8 +289,8 @@ def _without_rules(spec: Spec) -> str:
 
 
 def _piece_table(pieces: PieceBytes) -> str:
-    """Returns one character per token id: the code point 32 + 2 * (bytes without a leading space) + (1 for a leading
-    space).
+    """Returns one character per token id, with the code point `32 + 2 * n + s`. `n` is the number of bytes without a
+    leading space. `s` is 1 if the token has a leading space, else 0.
     """
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)

@@ -12,8 +12,8 @@ Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for t
 class Part(Protocol):
     """A module.
 
-    `imports` are the symbols that the module imports, by the names that the module uses. `bound` are all other names
-    that the module defines. `statements` are the statements that are needed.
+    `imports` maps each imported name to its symbol. `bound` are all other names that the module defines.
+    `statements` are the statements that are needed.
     """
 
     @property

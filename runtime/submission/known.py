@@ -61,7 +61,7 @@ def nothing(*arguments: object) -> None:
 
 
 class NoBuffers:
-    """Replaces classes that set buffers, for a model without such buffers."""
+    """Does nothing. Used instead of a class that sets buffers, if the model does not have these buffers."""
 
     def __init__(self, *arguments: object) -> None: ...
 

@@ -86,7 +86,7 @@ def check_step(
 ) -> None:
     """Checks the operands of an LSTM step with an int8 product.
 
-    All tensors must be on one device. All except h and c must be contiguous and 16-byte aligned.
+    All tensors must be on one device. All except `h` and `c` must be contiguous and 16-byte aligned.
 
     Args:
         nodes: the nodes that may have called the kernel, for the message.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def int8_sums(x: Tensor, w: Tensor) -> Tensor:
-    """Returns the exact product of x i8 [..., K] and the transpose of w i8 [N, K], i32 [..., N].
+    """Returns the exact product of `x`, i8 [..., K], and the transpose of `w`, i8 [N, K], as i32 [..., N].
 
     K must be small enough that int32 can hold the sums.
     """

@@ -143,8 +143,8 @@ def _is_sound(compiled: Path) -> bool:
 
 
 def slow(log: str) -> str | None:
-    """Returns why a kernel is slow, according to a log of ptxas: spilled registers or serialized wgmma; otherwise
-    None.
+    """Returns why a kernel is slow: spilled registers or serialized wgmma. Returns None if the log of ptxas reports
+    neither.
     """
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"

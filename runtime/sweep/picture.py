@@ -16,7 +16,7 @@ def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
     If the values of the first path of the grid are numbers, they are the x axis. There is one line per combination of
-    the other paths. Otherwise, settings are drawn as rows, in the order of the file.
+    the other paths. Without numeric values, settings are drawn as rows, in the order of the file.
 
     Args:
         results: the results, with at least one finished run.

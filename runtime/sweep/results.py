@@ -74,7 +74,7 @@ class QuantizedResult:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the mean change of the metric that quantization causes.
+        difference: the mean of `metric` minus the mean of the same runs before quantization.
         bytes: the size of the largest artifact.
         unfinished: the reason for each run that is not finished.
     """

@@ -218,8 +218,8 @@ class Loop:
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop begins with a validation.
 
-        It does if the run resumes at a step whose validation is not in the log. It also does if the logged validation
-        of this step reached `train.stop_at_loss`: the loop validates again and ends.
+        A resumed run validates first if the validation of the current step is due and not in the log. It also validates
+        first if the logged loss of this step reached `train.stop_at_loss`. The run then ends.
         """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():

@@ -43,8 +43,8 @@ class Advice:
         """Returns a hint with the smallest changes of the spec that fit in `capacity` bytes.
 
         A change reduces the rows per micro-batch, recomputes a part of the model in the backward pass, or both. The
-        unchanged run does not fit. If the estimate for the unchanged run is below `capacity`, all estimates are scaled
-        up.
+        unchanged run has failed, so it needs at least `capacity` bytes. If its estimate is smaller, all estimates are
+        scaled up.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total

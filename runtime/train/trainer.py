@@ -111,8 +111,8 @@ class Trainer:
         compile_training: the function that compiles the training programs.
 
     Attributes:
-        loads: the share of tokens that each expert received in the last evaluation, by layer, from `expert_loads`.
-        terms: the terms of the training loss in the last evaluation, from `loss_terms`. Empty for a single term.
+        loads: the result of `expert_loads` on a part of the last evaluation. Empty if the model has no experts.
+        terms: the result of `loss_terms` on a part of the last evaluation. Empty if the loss has a single term.
         loss_scale: the loss scaling. None if the loss is not scaled.
 
     Raises:
@@ -213,12 +213,12 @@ class Trainer:
     def advance(self) -> list[Step]:
         """Performs one update. Returns the steps whose results have arrived from the device.
 
-        On the CPU, that is the current step. On a GPU, it is the previous step, so that the device does not wait for
-        the host. With a dynamic loss scale, the host waits for the gradients of each step. A step that is skipped
-        because of the loss scale does not change the weights, but counts and consumes data.
+        On the CPU, the result is the current step. On a GPU, the result is the previous step, so that the device does
+        not wait for the host. With a dynamic loss scale, the host waits for the gradients of each step. A step that is
+        skipped because of the loss scale does not change the weights, but counts and consumes data.
 
-        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
-        as before the step.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, such a step does not
+        change the weights.
         """
         now = moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, now.done)

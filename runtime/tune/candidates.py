@@ -37,7 +37,7 @@ class Candidate:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `generated` of the plan, followed by the choices for kernels that save other tensors for the backward
+    """Returns the choices in `plan.generated`, then the choices for kernels that save other tensors for the backward
     pass.
     """
     modules = {choice.rendered.module: choice for choice in plan.generated}

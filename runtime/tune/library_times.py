@@ -115,8 +115,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the ms per step of the work that belongs to no node of a plan, by class of work. One class is the rest of
-    the step, such as idle time.
+    """Returns the time of each class of work outside of nodes, in ms per step. One class is the rest of the step, such
+    as idle time.
     """
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)

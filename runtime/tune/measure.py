@@ -73,8 +73,8 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate after compilation, in a pair with None if the candidate can be called, otherwise with
-        the failure.
+        """Compiles the candidates, and yields a pair (candidate, failure) for each. The failure is None if the
+        candidate can be called.
 
         Candidates that differ only in constants of their Python file share a CUDA source. This source is compiled once.
         """

@@ -116,7 +116,7 @@ class Forced(Feed):
     Args:
         loader: the loader of the pairs.
         model: the model that predicts the tokens at unforced positions, with its current weights.
-        probability: the probability that a position is forced: a number or a schedule. None is 1.
+        probability: the probability that a position is forced: a number or a schedule. None means 1.
         epoch: the number of samples per epoch.
         seed: the seed of the random numbers.
     """
