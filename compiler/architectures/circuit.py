@@ -133,6 +133,13 @@ class Circuit:
                     hint = "read it in the expression `v` of an attention layer"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
+        used = {name for _, wiring, _ in self.expressions for name in wiring.names.values()}
+        for i, title in enumerate(titles):
+            if self.write is not None and title not in used:
+                message = f"{where}no expression reads the result of {title}"
+                yield Problem(
+                    ("layers", i), "S247", message, "read it in the `write` of the block, or remove the layer"
+                )
         if circle := first_circle(sources):
             message = f"the learned value `{circle}` depends on itself"
             yield Problem((*self.place(circle), "of"), "S246", message, "remove one of the reads")

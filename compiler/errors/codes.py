@@ -76,7 +76,7 @@ CODES: Mapping[str, str] = {
     "S244": "quantization-aware training of a model that is not quantized",
     "S245": "promotion together with allocation, or an allocation without a byte budget",
     "S246": "an expression that reads an unknown name",
-    "S247": "a learned value that nothing reads, or two writes of one stream",
+    "S247": "a learned value or a layer that nothing reads, or two writes of one stream",
     "S248": "documents in a model of pairs of lines",
     "S249": "a document mark that is not an id of the vocabulary",
     "S250": "a schedule whose points do not start at 0, do not increase, or lie outside of the run",

@@ -24,11 +24,11 @@ def flags_of(programs: Programs) -> Mapping[str, Flags]:
     runs each block once. If the blocks have special methods for a phase of training, the name of these methods is also
     a flag.
     """
-    trains = {"train", *(phase.train for phase in programs.phases)}
+    trains = {"train", *(phase.train.removesuffix(SUFFIX) for phase in programs.phases)}
     flags = {}
     for graph in programs.programs:
         name, plain = graph.name, graph.name.removesuffix(SUFFIX)
-        holds = {"training": trains & {name, plain}, "rounded": name != plain, "once": plain.endswith(ONCE)}
+        holds = {"training": plain in trains, "rounded": name != plain, "once": plain.endswith(ONCE)}
         methods = {_plain(method_of(node)) for node in graph.nodes if field_of(node)}
         phases = {method for method in methods if method.startswith(PHASE)}
         flags[name] = frozenset((*(flag for flag, true in holds.items() if true), *phases))

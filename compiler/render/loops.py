@@ -214,8 +214,7 @@ def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping
         if where == slot.where:
             yield f"{flag}=True"
         elif where:
-            body.condition(where)  # records that the function uses the flag
-            yield f"{flag}={flag}"
+            yield f"{flag}={body.condition(where)}"  # another flag, if both are true in the same programs
 
 
 def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, Where]) -> None:

@@ -48,6 +48,19 @@ COMPILED: dict[str, dict[str, Any]] = {
     "a bias on one of three merged products": text(
         layers=({**ATTENTION, "rope": {}, "bias": ["v"]}, MLP), fuse=({"blocks.*.attention": ["q.rope"]},), merge="auto"
     ),
+    "a mask that changes when the loop begins": text(
+        layers=({**ATTENTION, "mask": {"at": [[0, "j <= i and i - j < 6"], [0.5, "j <= i"]]}}, MLP),
+        blocks={"order": {"at": [[0, "0..1"], [0.5, "0..1 1"]]}},
+    ),
+    "dropout beside rounded products in a loop": text(
+        {"qat": {"below": 1.0}, "schedule": {"warmdown_fraction": 1.0}},
+        layers=({**ATTENTION, "v": "v + table", "learn": {"table": {"of": "ids"}}}, {**MLP, "dropout": 0.1}),
+        blocks={"order": {"at": [[0, "0..1"], [0.5, "0..1 1"]]}},
+        quant={
+            "default": {"scheme": "none", "dtype": "f16"},
+            "rules": [{"match": "blocks.*.{q,k,v,out}", "scheme": "int8"}],
+        },
+    ),
     "rounded products beside modules ahead": text(
         {
             "losses": [{"kind": "next_token"}, AHEAD],
