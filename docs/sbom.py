@@ -27,14 +27,20 @@ def sbom() -> str:
     ]
     direct = {_normal(re.split(r"[><=!\[; ]", requirement)[0]) for requirement in requirements}
     root = f"pkg:pypi/{project['name']}@{project['version']}"
-    own = {"type": "application", "bom-ref": root, "name": project["name"], "version": project["version"], "purl": root}
+    specc = {
+        "type": "application",
+        "bom-ref": root,
+        "name": project["name"],
+        "version": project["version"],
+        "purl": root,
+    }
     bill = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",
         "version": 1,
         "metadata": {
             "component": {
-                **own,
+                **specc,
                 "licenses": [{"license": {"id": project["license"]}}],
                 "properties": [_property(LOCK.name, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")],
             }

@@ -1,4 +1,4 @@
-"""What every valid spec must do: build, train, verify, quantize, export, reload, eval, decode as without a cache."""
+"""The checks of a valid spec: build, train, verify, quantize, export, reload, eval, decode as without a cache."""
 
 import contextlib
 import io

@@ -52,7 +52,7 @@ def test_every_field_is_drawn() -> None:
 
 
 def test_equal_seeds_give_equal_specs_and_errors_have_places() -> None:
-    """What is refused has a code and a line of the spec."""
+    """The error of a refused spec has a code and a line of the spec."""
     first, second = (RandomSpecs(random.Random(3)) for _ in range(2))
     refused = 0
     for _ in range(20):

@@ -98,12 +98,12 @@ def test_a_step_has_one_lookup(settings: dict[str, Any], tables: int, ropes: int
     spec = tiny(layers=(ROPE, MLP), context=64, fuse=(), **settings)
     for target in ("sm90", "cpu"):
         (graph,) = pipeline.run(spec, target, form="decoding").programs
-        found = [node for node in graph.nodes if isinstance(node.op, Lookups)]
+        lookups = [node for node in graph.nodes if isinstance(node.op, Lookups)]
         names = {node.op.name for node in graph.nodes}
         if target == "cpu":  # the kernel is Triton's
-            assert not found and {"embedding", "rope_rows"} <= names
+            assert not lookups and {"embedding", "rope_rows"} <= names
             continue
-        (op,) = (node.op for node in found)
+        (op,) = (node.op for node in lookups)
         assert isinstance(op, Lookups) and (op.tables, len(op.ropes)) == (tables, ropes)
         assert not {"embedding", "rope_rows"} & names
 
