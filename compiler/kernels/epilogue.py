@@ -58,8 +58,8 @@ class Value:
 
     @property
     def buffer(self) -> bool:
-        """Whether the tensor is a small buffer that every element of the result reads: a dropout mask's random key, or
-        scales."""
+        """Whether the tensor is a small buffer that every element of the result reads: the random key of a dropout
+        mask, or the scales of 8-bit values."""
         return self.type == DRAW or self.type.storage == STATE
 
     @property
@@ -71,7 +71,7 @@ class Value:
 class Rounding(NamedTuple):
     """The rounding of an output to 8 bits.
 
-    The scale is in column `factor` of the tensor `state`. The value has the dtype `dtype` before rounding.
+    The value is first rounded to the dtype `dtype`, then divided by the scale in column `factor` of the tensor `state`.
     """
 
     state: str
@@ -85,7 +85,8 @@ class Rounding(NamedTuple):
 
 
 class Result(NamedTuple):
-    """An output, and the expression of tensor names that computes it. `rounding` is set for 8-bit outputs."""
+    """An output of a kernel, and the expression of named tensors that computes the output. `rounding` is set for 8-bit
+    outputs."""
 
     value: Value
     expr: Expr
@@ -142,7 +143,8 @@ class Epilogue:
 
     @property
     def formulas(self) -> tuple[str, ...]:
-        """The formulas, one line per accumulator and result, such as `p = x w^T`."""
+        """The formulas of the accumulators, the dropout masks, the products of scales and the outputs, one per line,
+        such as `p = x w^T`."""
         lines = [f"{p} = {self.product(w)}" for p, w in zip(self.accumulators, self.weights, strict=True)]
         lines += [f"{name} = 0 with probability {p}, else 1" for name, p in self.draws.items()]
         lines += [f"{name} = scale {i} times scale {j} of the state" for name, (i, j) in self.scales.items()]

@@ -26,7 +26,7 @@ class GeneratedFunction(NamedTuple):
         function: The name of the function.
         symbol: The name of the module.
         signature: The first line of the function.
-        fake_signature: The first line of the fake implementation, which has the same parameters.
+        fake_signature: The first line of the fake implementation, which has the same parameters as the function.
         launch_signature: The first line of the function that launches the kernel.
         launch: The call of the launch function.
         promise: The first sentence of the function's docstring, with opening quotes.

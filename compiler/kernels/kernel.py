@@ -82,7 +82,7 @@ class Rendered(NamedTuple):
 
 @record
 class Kernel(ABC):
-    """One implementation of some ops. Each subclass has one instance at module level, which the catalogue finds.
+    """One implementation of some ops. The compiler finds all module-level instances in compiler/kernels.
 
     Attributes:
         language: The language of the kernel's files.
@@ -105,15 +105,16 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns the reason why this kernel, with its tile, cannot compute the node. The reason contains the numbers
-        that matter. None if the kernel can compute the node.
+        """Returns the reason why this kernel, with its tile, cannot compute the node. If a size exceeds a limit, the
+        reason states both numbers. None if the kernel can compute the node.
 
         The caller has already compared the language and the features in `needs` with the target.
         """
 
     def rank(self, site: Site) -> int:
-        """Returns the rank of this kernel at the site, by default `RANK`. Of the kernels that accept a site, the one
-        with the lowest rank is chosen. A kernel written for exactly this case has rank 0."""
+        """Returns the rank of this kernel at the site, by default `RANK`. Without measurements, the plan selects the
+        kernel with the lowest rank among the kernels that accept the site. A kernel that was written for exactly this
+        case has rank 0."""
         return self.RANK
 
     @property
@@ -127,13 +128,13 @@ class Kernel(ABC):
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
-        """Returns a copy of this kernel for each tile that `specc tune` measures, most promising first. The kernel
-        must accept the node."""
+        """Returns a copy of this kernel for each tile that `specc tune` measures, most promising first. Callers pass
+        only sites that the kernel accepts."""
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """Returns the number of operations for `rows` rows, divided by the number of necessary operations. The
-        quotient is at least 1, because the kernel computes whole tiles."""
+        """Returns the number of operations that the kernel executes for `rows` rows, divided by the number of necessary
+        operations. The quotient is at least 1, because the kernel computes whole tiles."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
@@ -147,17 +148,18 @@ class Kernel(ABC):
 
     @abstractmethod
     def render(self, site: Site) -> Rendered:
-        """Returns the files to write. The site must be one for which `rejects` returned None."""
+        """Returns the files to write for a site that the kernel accepts."""
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:
-    """Returns `reason` for a GPU target, and None for the CPU. Kernels in plain Torch reject GPU targets."""
+    """Returns the reason why a kernel in plain Torch rejects a GPU target. None for the CPU. `reason` states how Torch
+    would compute the node on a GPU, such as `would run each part as a separate kernel`."""
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
 def lacks_memory(site: Site, needed: int, use: str) -> str | None:
-    """Returns the reason to reject a kernel that needs more bytes of shared memory than the target has; None if they
-    fit. `use` names what the memory holds."""
+    """Returns the reason to reject a kernel if the target has less shared memory than the `needed` bytes, otherwise
+    None. `use` names what the memory holds."""
     if needed <= site.target.shared_memory:
         return None
     return f"needs {needed:,} bytes of shared memory for {use}; {site.target.name} has {site.target.shared_memory:,}"

@@ -11,7 +11,7 @@ _GLUE = "\0"
 
 
 def unbroken(text: str) -> str:
-    """Marks the spaces of the text, so that `flowed` does not break lines at these spaces."""
+    """Returns the text with marked spaces, at which `flowed` does not break lines."""
     return text.replace(" ", _GLUE)
 
 
@@ -33,14 +33,15 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:
-    """Returns a bracketed list: on one line if there is room, otherwise with one item per indented line.
+    """Returns a bracketed list. If one line is too short for the list, the items are wrapped on indented lines between
+    the brackets.
 
     Args:
-        head: Text up to the opening bracket.
+        head: The text up to the opening bracket, inclusive.
         items: The items. No item is broken across lines.
-        tail: Text from the closing bracket on.
-        indent: Spaces before the first line.
-        last: Text after the last item if the items are on separate lines. By default, a comma.
+        tail: The text from the closing bracket on.
+        indent: The number of spaces before the first line.
+        last: The text after the last item if the list has several lines. By default, a comma.
 
     Returns:
         The lines, joined by newlines.
@@ -63,7 +64,8 @@ def assigned(name: str, value: str, indent: int = 0) -> str:
 
 
 def nested(name: str, value: str, indent: int = 4) -> str:
-    """Returns the lines of `assigned`. The first line is not indented, because the template indents it."""
+    """Returns the Python statement `name = value`, wrapped as by `assigned`. The first line is not indented, because
+    the template indents it."""
     return assigned(name, value, indent).lstrip()
 
 

@@ -92,12 +92,12 @@ class Tile:
 
 
 def tile_of(target: Target, epilogue: Epilogue) -> Tile:
-    """Returns the widest tile that pads N by at most an eighth and has room for three stages in shared memory.
+    """Returns the widest tile that pads N by at most an eighth, and of which three stages fit into shared memory.
 
-    A stage holds a block of x and a block of each weight. With TMA, the next tile is loaded during the epilogue.
-    Shared memory must then also hold half a tile of the widest output. If the epilogue reads tiles, shared memory also
-    holds half a tile of the widest operand. If even the narrowest tile has no room for three stages, the result has
-    two stages.
+    A stage holds a block of x and a block of each weight. With TMA, the next tile is loaded during the epilogue. Shared
+    memory must then also hold half a tile of the widest output. If the epilogue reads tiles, shared memory also holds
+    half a tile of the widest operand. If three stages do not fit even for the narrowest tile, the result has two
+    stages.
 
     Args:
         target: The target. Its features and shared memory limit the tile.

@@ -118,10 +118,11 @@ class AttendContext:
         scored: the first line of the score function. Empty if the score is s, the scaled product of query and key.
         score: the body of the score function.
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
-        tiles: the lines that list two kinds of blocks of scores: those with some unmasked query-key pair, and those
-            with only unmasked pairs.
-        rows: the number of rows of the lists in `tiles`, as an expression.
-        read: the name of the variable from which the lists in `tiles` are computed.
+        tiles: the lines that find two kinds of blocks of scores: blocks with at least one unmasked query-key pair, and
+            blocks with only unmasked pairs.
+        rows: the first dim of the blocks that `tiles` finds, as an expression: the batch size, or 1 if the blocks are
+            equal for all sequences.
+        read: the name, shape and meaning of the tensor that `tiles` reads, for a docstring.
         seen_pair: the call of the mask function for one query and key, in FlexAttention.
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
@@ -173,7 +174,8 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """The fields of this class in order. All subclasses have these fields as their first arguments."""
+        """The fields of this class in order. The constructors of all subclasses accept these fields as their first
+        arguments."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property
@@ -190,8 +192,8 @@ class ScoreFields(Op):
     def further(self) -> tuple[str, ...]:
         """The names of the additional inputs, in order.
 
-        `start` is an input if the mask calls `document`: the first position of each query's document, i64[B, T].
-        `sinks` [H] is an input if there are sinks. The learned tables follow.
+        If the mask calls `document`, `start` is an input: the first position of each query's document, i64[B, T]. If
+        there are sinks, `sinks` [H] is an input. The learned tables follow.
         """
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
@@ -316,8 +318,8 @@ class ScoredBase(ScoreFields, Attention):
         return torch_text(mask.condition, whole=True)
 
     def _eager(self, scored: bool, tables: str) -> tuple[str, ...]:
-        """Returns the lines that compute y from all scores, without FlexAttention. `tables` are the arguments of the
-        score function that hold tables, as text."""
+        """Returns the lines that compute y from all scores, without FlexAttention. `scored` states whether there is a
+        score function. `tables` are the arguments of the score function that hold tables, as text."""
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
         reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
         lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")

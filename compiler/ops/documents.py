@@ -31,11 +31,11 @@ class DocumentStarts(SupportCall, Moves):
 
 @record
 class DocumentStartsCached(SupportCall, Moves):
-    """The position at which a token's document begins, in decoding. `start` (i64[]) is the number of earlier tokens,
-    before the input tokens. The first earlier token has position 0.
+    """For each token of ids [B, T] in decoding, the position at which the token's document begins. The third input,
+    `start` (i64[]), is the number of earlier tokens of the text. These tokens have the positions 0 to `start` - 1.
 
-    The second input i64[B, 1] is the state: the first position of the document that contains the last earlier token.
-    The state is ignored if `start` is 0.
+    The second input i64[B, 1] is the state: the first position of the document that contains the last earlier token. If
+    `start` is 0, the op ignores the state.
     """
 
     name: ClassVar[str] = "document_starts_cached"

@@ -16,7 +16,7 @@ SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the la
 
 
 def check_state(type: TensorType, index: int) -> None:
-    """Raises TypeRuleError if input `index` is not a state of scales."""
+    """Raises TypeRuleError if `type`, the type of input `index`, is not the type of the state of `Fp8Linear`."""
     if (type.width, type.dtype, type.storage) != (len(FACTORS), "f32", STORAGE):
         raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {type}", (index,))
 
@@ -73,7 +73,7 @@ class Fp8Linear(MatrixProduct):
 
 
 def begin_scales(state: Tensor) -> None:
-    """Fills the buffer f32 [2 + H, 3] of a layer with scales for usual magnitudes. Training starts from these."""
+    """Fills the state f32 [2 + H, 3] of a layer with scales for usual magnitudes. Training starts from these scales."""
     state.data.zero_()
     for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
         state.data[HISTORY:, factor] = usual

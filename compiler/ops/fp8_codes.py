@@ -33,8 +33,8 @@ class Fp8Codes(SupportCall):
     """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
-    magnitude of the factor in the state. Gradients ignore the rounding: the gradient of the factor is that of codes *
-    scale.
+    magnitude of the factor in the state. Gradients ignore the rounding: the gradient of the factor is the gradient of
+    codes * scale.
 
     Attributes:
         factor: 0 for x, 1 for the weight, 2 for the gradient of y.
@@ -66,7 +66,7 @@ class Fp8Codes(SupportCall):
 
 @record
 class Transposed(Op):
-    """Stores the transposed matrix."""
+    """Stores the transpose of a matrix."""
 
     name: ClassVar[str] = "transposed"
     arity: ClassVar[int] = 1

@@ -115,8 +115,8 @@ class WideLinear(SupportCall, MatrixProduct):
 
 @record
 class HeadLinear(MatrixProduct):
-    """Multiplies each of H heads by its own matrix [N, K]. The weight w [H N, K] is these matrices, stacked along the
-    rows.
+    """Multiplies each of H heads by its own matrix [N, K]. The weight w [H N, K] consists of the H matrices, stacked
+    along the rows.
 
     The input [..., H, N] becomes [..., H, K]. With `transposed`, [..., H, K] becomes [..., H, N].
     """

@@ -130,9 +130,9 @@ class SoftmaxLoss(Op):
     f32 or wider.
 
     `f` is an expression of `z`. Only the first `vocab` of the W columns are logits; the others are padding. With
-    `reduction` "mean", a second output `grad` is the gradient of the mean, so one pass over the logits computes both.
-    `grad` has the type of the logits, and is 0 in the padding. `per_token`, `further` and `weights` are as in
-    CrossEntropy, but `per_token` must be linear in the losses of the targets.
+    `reduction` "mean", a second output `grad` is the gradient of the mean, so one pass over the logits computes the
+    loss and the gradient. `grad` has the type of the logits, and is 0 in the padding. `per_token`, `further` and
+    `weights` are as in CrossEntropy, but `per_token` must be linear in the losses of the targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -194,8 +194,9 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradients of the rows `some`, and the mean loss over the rows `every`. To limit memory, the
-        method processes `ROWS` rows at a time."""
+        """Returns the mean loss over the rows `every`, and the gradients of the rows `some`. With `reduction` "none",
+        returns only the losses of the rows `some`. To limit memory, the method processes `ROWS` rows at a time. `sums`
+        has no effect."""
         import torch
 
         if self.reduction == "none":
@@ -232,10 +233,11 @@ class SoftmaxLoss(Op):
 
 @record
 class LaterTargets(Moves):
-    """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
+    """Shifts targets i64[B, T] by `distance` tokens: output t is target t + `distance`, or `fill` beyond the end of a
+    row.
 
-    `bos` is the id that begins a document. If `bos` is set, a target is -1 if `bos` is among the `distance` tokens
-    before the target. The first of these tokens is the next token. A target equal to `ignore` is also -1.
+    `bos` is the id that begins a document. With `bos`, output t is -1 where `bos` is among the targets t, ..., t +
+    `distance` - 1. Outputs that would equal `ignore` are also -1.
     """
 
     name: ClassVar[str] = "later_targets"
@@ -312,7 +314,8 @@ def attached(x: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor
 
 
 class AttachLoss(SupportCall, Moves):
-    """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
+    """Returns the first input x unchanged. The other inputs are `loss` and `weight`, both f32[]. The backward pass adds
+    the gradient of `weight` * `loss`.
 
     A block can therefore add an auxiliary loss without passing it to the loss of the program (as in DeepSeek-AI 2024,
     arXiv 2405.04434).

@@ -180,7 +180,8 @@ class NormRopeGrad(HeadRotation):
 @record
 class NormRopeGradInto(NormRopeGrad):
     """The gradients of NormRope, with dx [..., T, H, C] written into a wider tensor [..., T, D]. This tensor is the
-    last input and the first output. dx replaces H C features of this tensor from `at` on."""
+    last input and the first output. dx replaces H C consecutive features of this tensor. The index of the first of
+    these features is `at`."""
 
     name: ClassVar[str] = "norm_rope_grad_into"
     assigned: ClassVar[bool] = True

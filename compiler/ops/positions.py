@@ -62,8 +62,8 @@ class RopeAngles(SupportCall):
 
 @record
 class RopeRows(SupportCall):
-    """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). Reads rows of a table that is
-    computed once for all positions below `context`."""
+    """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims). The op reads the rows of a table
+    that is computed once for all positions below `context`."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False
@@ -126,8 +126,8 @@ class RotaryFrequencies(Op):
 
 @record
 class RotaryAngles(Op):
-    """Returns cos and sin, f32[T, R], of the products of positions i64[T] and frequencies f32[R]. Both are multiplied
-    by `magnitude`."""
+    """Returns cos and sin, f32[T, R], of the products of positions i64[T] and frequencies f32[R]. cos and sin are then
+    multiplied by `magnitude`."""
 
     name: ClassVar[str] = "rotary_angles"
     inline: ClassVar[bool] = False
@@ -154,8 +154,8 @@ class RotaryAngles(Op):
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i, or with `neighbors`, channel 2i with channel 2i + 1. If `scales` is true,
-    cos and sin contain a magnitude, so the rotation also changes the length of a pair.
+    Channel i is paired with channel R + i. With `neighbors`, channel 2i is instead paired with channel 2i + 1. If
+    `scales` is true, cos and sin contain a magnitude, so the rotation also changes the length of a pair.
     """
 
     name: ClassVar[str] = "rope"

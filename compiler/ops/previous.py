@@ -42,8 +42,8 @@ class Previous(Moves):
 class PreviousCached(SupportCall, Moves):
     """Shifts x [B, T, ...] by one token in decoding. `start` (i64[]) is the number of tokens before the input tokens.
 
-    The first row is the state [B, 1, ...], the value of the last earlier token. If `start` is 0, the first row is
-    `fill` instead.
+    The first row is the state [B, 1, ...], the value of the last token before the input tokens. If `start` is 0, the
+    first row is `fill` instead.
     """
 
     name: ClassVar[str] = "previous_cached"

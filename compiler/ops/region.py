@@ -59,7 +59,8 @@ class Call(Region):
 
 
 def calling(node: Node, names: Mapping[str, str]) -> Node:
-    """Returns the node. If it calls a function in `names`, the result calls the function under its new name."""
+    """Returns a copy of the node that calls the function under its new name in `names`. A node that calls no function
+    in `names` is returned unchanged."""
     if not isinstance(node.op, Call) or node.op.callee not in names:
         return node
     return replace(node, op=replace(node.op, callee=names[node.op.callee]))
@@ -102,7 +103,7 @@ class Scan(Region):
 
     @property
     def drops(self) -> bool:
-        """Whether the step function has dropout. Only training programs have such a step."""
+        """Whether the step function has dropout. Only training programs have such a step function."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:

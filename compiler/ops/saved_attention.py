@@ -33,7 +33,7 @@ class SavedAttention(Op):
 
     @property
     def plain(self) -> Attention:
-        """The attention op with the same inputs, but without the log-sum-exp."""
+        """The attention op that has the same inputs as this op, but does not return the log-sum-exp."""
         raise TypeRuleError(f"{self.name} does not define `plain`, the same attention without the log-sum-exp")
 
     @property
@@ -281,7 +281,8 @@ IDS = 20  # the mean length of random documents
 
 
 def starts_of(ids: Tensor) -> Tensor:
-    """Returns the first position of each token's document i64[B, T], where each id 0 begins a document."""
+    """Returns i64[B, T]: the position at which the document of each token in `ids` begins. Each id 0 begins a
+    document."""
     import torch
 
     return torch.where(ids == 0, torch.arange(ids.shape[1], device=ids.device), 0).cummax(1).values
@@ -301,9 +302,10 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields the values for a few sequences at a time. The first `rows` values are sliced along the sequences. The
-    remaining values are whole. A slice with several sequences has at most `SCORES` attention scores. A slice with a
-    single sequence may have more. Without sequences, there is one empty slice.
+    """Splits a batch into parts of a few sequences, and yields the values of each part. The first `rows` tensors in
+    `values` have a batch dim. From these tensors, each part has only its own sequences. The remaining tensors are whole
+    in each part. A part of several sequences has at most `SCORES` attention scores of the queries q and keys k. A part
+    of one sequence may have more. For an empty batch, the function yields one part without sequences.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):

@@ -253,7 +253,8 @@ class NewFeatures(Moves):
 
 @record
 class WriteFeatures(SupportCall, Moves):
-    """Writes a part [..., N] or [..., H, C] to the features of x [..., D] from `at` on, in place, and returns x."""
+    """Writes a part [..., N] or [..., H, C] in place to consecutive features of x [..., D], and returns x. The index of
+    the first of these features is `at`."""
 
     name: ClassVar[str] = "write_features"
     assigned: ClassVar[bool] = True

@@ -25,11 +25,11 @@ class Library(NamedTuple):
 
     Attributes:
         name: The library's usual name.
-        call: The name of the library's calls in templates/torch/attention_calls.jinja.
+        call: The prefix of the names of the macros in templates/torch/attention_calls.jinja that call the library.
         widest: The largest number of channels per head.
         step: The number of channels per head must be a multiple of this number.
-        home: Features of GPUs. On a GPU with one of these features, this library is preferred, as in Torch.
-        extra: Whether the library is a separate installation, not a part of Torch.
+        home: Features of GPUs. On a GPU with one of these features, the compiler prefers this library, as Torch does.
+        extra: Whether the library is installed separately, not as a part of Torch.
         unequal: Whether keys and values may differ in the number of channels per head.
     """
 
@@ -58,9 +58,9 @@ class AttentionContext(NamedTuple):
 
     Attributes:
         repeats: A sentence that states whether repeated calls return the same bits.
-        imports: The statements that import flash-attn-4; none for other libraries.
-        wanted: The input checks of the generated function. Each states an input's name, required shape and required
-            dtype.
+        imports: The statements that import flash-attn-4. Empty for other libraries.
+        wanted: The input checks of the generated function. Each check states an input's name, required shape and
+            required dtype.
         call: The name of the macro in attention_calls.jinja that calls the library.
         ordered: Whether sums must have a fixed order, so that repeated calls return the same bits.
     """
@@ -79,8 +79,8 @@ class AttentionContext(NamedTuple):
 
 @record
 class AttentionKernel(Kernel):
-    """A kernel of a library, forward or backward. The kernel accepts 16-bit values, and the head sizes that the
-    library supports."""
+    """A forward or backward attention kernel of a third-party library. The kernel accepts 16-bit values, and the head
+    sizes that the library supports."""
 
     by: Library = CUDNN
 
@@ -138,7 +138,8 @@ class AttentionKernel(Kernel):
 
 
 class FlashBackward(AttentionKernel):
-    """The gradient by Torch's flash attention. On GPUs with little shared memory, some head sizes are not supported."""
+    """The gradient by Torch's flash attention. On GPUs with little shared memory, Torch does not support heads of 193
+    to 224 channels."""
 
     def rejects(self, site: Site) -> str | None:
         channels = number_of(inputs_of(site)["q"].width)
@@ -149,7 +150,8 @@ class FlashBackward(AttentionKernel):
 
 
 class OrderedFlashBackward(FlashBackward):
-    """The gradient by Torch's flash attention with sums in a fixed order. This is slower than sums in any order."""
+    """The gradient by Torch's flash attention with sums in a fixed order. A fixed order is slower than an arbitrary
+    order."""
 
     def rank(self, site: Site) -> int:
         return 4 + FlashBackward.rank(self, site)  # after the kernels whose summation order may vary
@@ -159,7 +161,8 @@ class OrderedFlashBackward(FlashBackward):
 
 
 class OrderedBackward(AttentionKernel):
-    """The gradient by flash-attn-4 with sums in a fixed order. flash-attn-4 supports this only on data-center GPUs."""
+    """The gradient by flash-attn-4 with sums in a fixed order. flash-attn-4 supports a fixed order only on data-center
+    GPUs."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -180,7 +183,8 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 
 def fake_outputs(site: Site) -> str:
-    """Returns the Python text of a custom op's fake outputs: tensors without values, for Torch's tracing."""
+    """Returns the outputs of a custom op's fake implementation, as Python text. The outputs are tensors without values,
+    because Torch's tracing needs only shapes and dtypes."""
     if is_gradient(site):
         return "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)"
     y = "q.shape" if unequal(site) is None else f"*q.shape[:3], {inputs_of(site)['v'].width}"
@@ -192,8 +196,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def heads_refusal(q: TensorType, widest: int) -> str | None:
-    """Returns the reason to reject queries that are not 16-bit floats or have more than `widest` channels per head.
-    None if there is no reason."""
+    """Returns a reason to reject the queries if they are not 16-bit floats or have more than `widest` channels per
+    head, otherwise None."""
     if q.dtype not in ("bf16", "f16"):
         return f"computes in bf16 or f16, not in {q.dtype}"
     return f"takes heads of at most {widest} channels; these have {q.width}" if number_of(q.width) > widest else None
@@ -207,12 +211,13 @@ def unequal(site: Site) -> str | None:
 
 
 def table_name(name: str) -> str:
-    """Returns the name of a learned table in generated code. A suffix prevents collisions with variables."""
+    """Returns the name of a learned table in generated code. The suffix `_table` distinguishes the table from other
+    variables of the code. The names `start` and `sinks` have no suffix."""
     return name if name in ("start", "sinks") else f"{name}_table"
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the types of the site's inputs. The keys are the names of the inputs in generated code."""
+    """Returns the types of the site's inputs, by the names of the inputs in generated code."""
     op = site.node.op
     further = map(table_name, op.further) if isinstance(op, ScoreFields) else ("seen",)
     names = (*(BACKWARD if is_gradient(site) else FORWARD), *further)

@@ -1,5 +1,5 @@
-"""Lists of blocks of attention scores, for attention libraries. One list has the blocks in which some query-key pairs
-are masked. The other list has the blocks without masked pairs."""
+"""Lists of blocks of attention scores, for attention libraries. One list has the blocks in which some query-key pairs,
+but not all, are masked. The other list has the blocks without masked pairs."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class BlockLists(NamedTuple):
 
     @staticmethod
     def of(mask: Mask, queries: int, keys: int) -> "BlockLists":
-        """Returns the lists for a mask, in blocks of `queries` by `keys`."""
+        """Returns the template context for a mask. A block has `queries` queries and `keys` keys."""
         start = ["start"] if mask.documents else []
         pointers = [*(f"{name}_ptr" for name in start), "counts_ptr", "order_ptr", "T", "N"]
         pointers += ["START_STRIDE"] if start else []

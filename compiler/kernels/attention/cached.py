@@ -100,12 +100,13 @@ def cached_tile(site: Site) -> CachedTile:
 
 
 def many_tile(site: Site) -> CachedTile | None:
-    """Returns the tile for a step with many texts, where one program instance reads all keys of a text and key head.
+    """Returns the tile for a step with many texts, in which one program instance reads all keys of a text and key head.
     None if this tile would not increase the number of resident program instances.
 
-    All program instances should be resident at once. If some have to wait, they run almost alone at the end. With 12
-    key heads of 64 channels, 64 texts have 768 program instances. On 132 multiprocessors, 528 program instances are
-    resident with the default tile, and 1,848 with this tile. A paged cache needs one more stage, as in `cached_tile`.
+    All program instances should be resident at once. Program instances that have to wait would run at the end, when
+    most multiprocessors are idle. With 12 key heads of 64 channels, 64 texts need 768 program instances. On 132
+    multiprocessors, 528 program instances are resident with the default tile, and 1,848 with this tile. A paged cache
+    needs one more stage, as in `cached_tile`.
     """
     heads, kv_heads = (number_of(inputs_of(site)[name].shape[-2]) for name in ("q", "k"))
     room, row = site.target.shared_memory, row_bytes(site)

@@ -48,7 +48,8 @@ class Loop:
 
     Attributes:
         span: The bounds of the loop.
-        keys: Lines that locate a tile of keys. They define the positions `j`, the rows `at`, and the mask `inside`.
+        keys: Lines that locate a tile of keys. They define the positions `j`, the row indices `at`, and the mask
+            `inside`.
         scores: Lines that compute the scores x.
         new: The prefix of tensor names: "new_" if the loop reads rows of the input tokens, which a ring buffer does not
             hold yet, and "" if the loop reads rows of the cache.
@@ -76,23 +77,25 @@ class CachedContext:
         finish_block, finish_joined: The two calls of `finish`. The kernel contains the first call, for a single part.
             `join` contains the second call.
         join_block, join_row: The calls of `join`.
-        begin: The position of the first query of a text.
-        bounds: Lines that define the first and last token of a block of queries. Empty if no line reads the two tokens.
+        begin: The position of the first query of a text, as an expression.
+        bounds: Lines that define the first and last token of a block of queries. Empty if the kernel reads neither
+            token.
         queries: Lines that load a block of queries.
         shared: Whether the values are the first channels of the keys.
-        reused: Whether the loaded keys also serve as values. Codes are loaded twice instead, because Triton does not
-            prefetch a tile that is converted for two products.
+        reused: Whether the loaded keys also serve as values. Codes are instead loaded once as keys and once as values,
+            because Triton does not prefetch a tile that is converted for two products.
         rest: Whether keys have additional channels after those of the values.
         positions: Lines that define the variables of the score for a block of queries.
         new_token: Lines that attend to the new token and write it to the cache. Empty if another kernel writes the
             cache.
-        tiles: Lines that count the tiles of keys that a block of queries may see.
+        tiles: Lines that count the tiles of keys to which a block of queries may attend.
         loops: The loops over tiles of keys.
         key_mask, value_mask: The masks of valid elements, for a tile of keys and for a tile of values.
         other: The value of elements that `key_mask` or `value_mask` excludes.
         decode: The conversion of loaded keys and values.
         weights: The weights of the values in the softmax, as an expression.
-        unit: The reciprocal of the constant factor in the scales of values, as text. y is multiplied by this number.
+        unit: The reciprocal of the constant factor in the scales of values, as text. The kernel multiplies y by this
+            number.
         inside: The condition that excludes the padding of channels, with a leading ` & `. Empty without padding.
         element, stored: The dtype of the operands of matrix products, and the dtype of y.
         sizes, launched_sizes: Lines that define sizes, in the generated function and in the launch function.
@@ -174,7 +177,7 @@ def op_of(site: Site) -> CachedBase:
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the types of the site's inputs. The keys are the names of the inputs in generated code."""
+    """Returns the types of the site's inputs, by the names of the inputs in generated code."""
     op = op_of(site)
     names = (table_name(name) if name in op.tables else name for name in op.names)
     return dict(zip(names, site.inputs, strict=True))
@@ -186,6 +189,6 @@ def sizes_of(site: Site) -> tuple[int, int]:
 
 
 def page_of(site: Site) -> int:
-    """Returns the number of positions per page. 0 without pages."""
+    """Returns the number of positions per page. 0 if the cache has no pages."""
     inputs = inputs_of(site)
     return number_of(inputs["k"].shape[1]) if "table" in inputs else 0

@@ -9,8 +9,8 @@ from specc.compiler.ops.decoding.rope_attention import RopeAttention
 
 
 class TorchCalls(Kernel):
-    """Accepts every attention node except those that also write to the cache. The generated function is in its own
-    file or in model.py."""
+    """Accepts every attention node except nodes that also write to the cache. The generated function is in its own file
+    or in model.py."""
 
     RANK: ClassVar[int] = 9
 

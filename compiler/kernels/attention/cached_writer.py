@@ -51,7 +51,8 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
 
 class Writer:
-    """Writes the template context of one site. `chosen` maps constants to variables of the launch that replace them."""
+    """Writes the template context of one site. `chosen` maps the name of a constant of the tile to the variable of the
+    launch function that replaces the constant."""
 
     chosen: Mapping[str, str] = MappingProxyType({})
 
@@ -264,10 +265,10 @@ class Writer:
         return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
 
     def _tiles(self) -> tuple[str, ...]:
-        """Returns the lines that compute the number of tiles to visit.
+        """Returns the lines that compute how many tiles of keys a block of queries visits.
 
-        In a ring buffer, the tiles of stored rows come before those of new rows. In other caches, tiles that the mask
-        hides are skipped.
+        In a ring buffer, the tiles of stored rows come before the tiles of new rows. In other caches, the lines do not
+        count tiles that the mask hides.
         """
         if self.ring is not None:
             return (

@@ -37,8 +37,8 @@ _NAMES = re.compile(r"[A-Za-z_]\w*")
 class Hook(NamedTuple):
     """A function that flash-attn-4 compiles into its kernel.
 
-    flash-attn-4 distinguishes hooks only by their text. A hook therefore contains all numbers as text. The functions
-    that it calls have the same text in all files.
+    flash-attn-4 distinguishes two hooks only by their source text. The text of a hook therefore contains all numbers on
+    which the hook depends. The helper functions that hooks call have the same text in all generated files.
 
     Attributes:
         signature: The first line of the function.
@@ -57,7 +57,7 @@ class FlashScoredContext(NamedTuple):
     Attributes:
         how: A description of the algorithm. It states whether repeated calls return the same bits.
         modules: The statements that import modules other than Torch.
-        imports: The statements that import the compiler of hooks and flash-attn-4.
+        imports: The statements that import flash-attn-4, and the CuTe DSL, which compiles hooks.
         helpers: The functions that hooks call: the name and the return value of each, as text.
         hooks: The functions that compute the score, the gradient of the score, and the mask.
         blocks: The lists of blocks of scores. None if the mask needs no lists.
@@ -105,11 +105,12 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns the name of a variable that has a wrong value in the gradient of flash-attn-4: `i`, the query position,
-    or `h`, the head. None if the gradient reads only correct values.
+    """Returns the name of a variable for which flash-attn-4 passes a wrong value to the gradient of the score: `i`, the
+    query position, or `h`, the head. None if the score reads no such variable.
 
-    flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. Only
-    packed heads need this division, but the gradient runs once per query head.
+    flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. The
+    division is correct only in a kernel that packs these query heads into one tile. The gradient kernel processes each
+    query head separately.
     """
     inputs = inputs_of(site)
     if inputs["q"].shape[-2] == inputs["k"].shape[-2]:

@@ -37,7 +37,7 @@ class FlexContext(NamedTuple):
         blocks: The lists that select the blocks of scores to compute.
         wanted: The input checks of the generated function.
         gradient: Whether the kernel computes the gradient.
-        call: The lines that call the function and return the results.
+        call: The lines that call the function of `attend`, and return the results.
         fake: The statement that returns outputs without values.
     """
 
@@ -70,7 +70,8 @@ class FlexContext(NamedTuple):
 class FlexKernel(Kernel):
     """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
 
-    If a Triton kernel also accepts the site, this kernel is used only if it is faster according to the lock file.
+    At a site that a Triton kernel also accepts, the plan selects this kernel only if the lock file states that it is
+    faster.
     """
 
     RANK: ClassVar[int] = 7

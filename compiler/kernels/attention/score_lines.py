@@ -35,12 +35,13 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 
 @record
 class Reading:
-    """A read of a learned table by a score. Each score reads one element.
+    """A read of a learned table by a score. Each score reads one element. The index of the element is an expression of
+    the query position i, the key position j and the head h.
 
-    There are three kinds of reads. If the index depends only on the head, the element is loaded once per head. If the
-    index depends on the head and on i - j, the kernel reads a strip. A strip is a copy of the table, in the order in
-    which a row of tiles reads the elements. Tiles whose scores all read the same element do not use the strip. With
-    any other index, each score loads an element.
+    There are three kinds of reads. If the index depends only on the head, the kernel loads the element once per head.
+    If the index depends on the head and on i - j, the kernel reads a strip. A strip is a copy of the table, in the
+    order in which a row of tiles reads the elements. For a tile whose scores all read the same element, the kernel does
+    not read the strip. With any other index, the kernel loads an element per score.
 
     Attributes:
         name: The name of the element in the score.
@@ -64,14 +65,14 @@ class Reading:
 
     @property
     def distance(self) -> Expr | None:
-        """The flat index in terms of the head h and the distance d = i - j. None if the index does not depend on d, or
-        if it depends on i or j in another way."""
+        """The flat index of the element in terms of the head h and the distance d = i - j. None if the index does not
+        depend on d, or depends on i or j in another way."""
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index of a table from the distance d = i - j and the head h. Empty for a
-        `general` read."""
+        """The line that computes the flat index of the element from the distance d = i - j and the head h. Empty if the
+        index depends on i or j in another way than through i - j."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -80,20 +81,21 @@ class Reading:
 
     @property
     def general(self) -> bool:
-        """Whether the index depends on more than the head and i - j."""
+        """Whether the index depends on i or j in another way than through i - j."""
         return not self.per_head and self.distance is None
 
     def source(self, by_keys: bool = False) -> str:
-        """Returns the name of the tensor that the kernel reads: the table, or a strip. `by_keys` selects the kernel
-        that computes dk and dv."""
+        """Returns the name of the tensor from which a kernel loads elements: a strip if the index depends on i - j,
+        otherwise the table. One strip is for the kernel that computes dk and dv (`by_keys`). The other strip is for the
+        remaining kernels."""
         if self.distance is None:
             return f"{self.table}_table"
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load an element once per head. If the index depends only on the head, all scores read
-        this element. If the index depends on i - j, all distant query-key pairs read this element. There are no lines
-        for other indices."""
+        """Returns the lines with which a kernel loads one element for many scores of a head. If the index depends only
+        on the head, all scores of the head read this element. If the index depends on i - j, all query-key pairs with a
+        large i - j read this element. Empty for other indices. `by_keys` selects the kernel that computes dk and dv."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -104,8 +106,9 @@ class Reading:
         return [self._load(f"{self.name}_far", place, by_keys)]
 
     def load(self, masked: bool, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load the table elements of a tile. If all scores read the same element, only this
-        element is loaded."""
+        """Returns the lines that load one table element per score of a tile. `masked` is False for tiles without masked
+        pairs whose scores all read the same element. For such a tile, the lines load only this element. `by_keys`
+        selects the kernel that computes dk and dv."""
         if self.per_head:
             return []
         if self.distance is None:
@@ -124,10 +127,11 @@ class Reading:
         return triton_text(self.index, {} if masked else CORNER, whole=True)
 
     def uniform(self) -> tuple[list[str], list[str]]:
-        """Returns two lists: lines that compute bounds of a tile, and conditions under which all scores of the tile
-        read the same element.
+        """Returns two lists. One list has the lines that compute bounds of the index in a tile. The other list has the
+        conditions under which all scores of the tile read the same element.
 
-        If the index depends on i - j, this is the element of the most distant pair.
+        If the index depends on i - j, the conditions also require that the most distant query-key pair of the sequence
+        reads this element.
         """
         lines, conditions = [], []
         for place, index in enumerate(self.indices):
@@ -148,8 +152,9 @@ class Reading:
         return lines, conditions
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
-        """Returns the lines that allocate and fill the strips. Each argument describes the strip of one kernel:
-        whether a row of tiles belongs to keys, and the name of the constant with the tile's size."""
+        """Returns the lines that allocate and fill the strips. Each argument in `rows` describes the strip of one
+        kernel: whether the kernel's rows of tiles belong to blocks of keys, and the name of the constant that holds the
+        size of such a block."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -159,8 +164,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines that allocate the sums of the gradient. If the read is not `general`, the lines also
-        compute the table index of each sum."""
+        """Returns the lines that allocate the partial sums of the table's gradient. Unless the index depends on i or j
+        in another way than through i - j, the lines also compute the table index of each sum."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -173,8 +178,9 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that set the sums of a row of tiles to 0. A `general` read has one row of tiles per block
-        of keys. Other reads have one row of tiles per block of queries."""
+        """Returns the lines that set the sums of a row of tiles to 0. A read is `general` if its index depends on i or
+        j in another way than through i - j. A `general` read has one row of tiles per block of keys. Other reads have
+        one row of tiles per block of queries and, with `exact`, also a sum that corrects rounding errors."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -191,8 +197,9 @@ class Reading:
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums. With `exact`, the lines also sum a correction for rounding
-        errors."""
+        """Returns the lines that add the gradients of a tile to the sums. `masked` states whether some pairs of the
+        tile are masked. With `exact`, the lines also sum a correction for rounding errors. Another kernel sums the
+        tiles with masked pairs if the index depends on i - j, so there are no lines for these tiles."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
@@ -226,15 +233,17 @@ class ScoreLines(NamedTuple):
     """The Triton code of the score and the mask of one attention node.
 
     Attributes:
-        calls: The name and value of each function that the score and its derivatives share.
+        calls: The function calls that the score and its derivatives share: the name of the variable for the result, and
+            the call.
         value: The score, as an expression in s, positions and table elements.
         slope: The derivative of the score with respect to s, as an expression; "" if it is 1.
         mask: The condition that a query attends to a key, as an expression.
-        some: The condition that at least one pair of a tile is not masked, as an expression in the bounds of the tile.
-        every: The condition that no pair of a tile is masked and all scores read the same elements, as an expression.
-        bounds: The lines that define the names in `every`.
+        some: The line that computes whether at least one pair of a tile is not masked, from the bounds of the tile.
+        every: The line that computes whether no pair of a tile is masked and all scores read the same elements.
+        bounds: The lines that define the variables that `every` reads.
         readings: The reads of tables.
-        floats: The fp32 positions that occur in the code: their names in `FLOATS`, and their values.
+        floats: The positions and heads that the code reads in fp32: the name of the fp32 variable, and the integer
+            expression that is converted.
         documents: Whether the mask reads `start`, the first position of a token's document.
     """
 
@@ -290,7 +299,7 @@ class ScoreLines(NamedTuple):
 
     @property
     def by_distance(self) -> tuple[Reading, ...]:
-        """The reads with a `distance`."""
+        """The reads whose index depends on i - j."""
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
@@ -299,7 +308,8 @@ class ScoreLines(NamedTuple):
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
-        """Returns the lines that compute the scores x of a tile, and with `masked` also the mask `seen`."""
+        """Returns the lines that compute the scores x of a tile, and with `masked` also the mask `seen`. `by_keys`
+        selects the kernel that computes dk and dv."""
         mask = (nested("seen", self.mask, 8),) if masked else ()
         loads = (line for reading in self.readings for line in reading.load(masked, by_keys))
         return *mask, *loads, *(nested(*call, 8) for call in self.calls), nested("x", self.value, 8)
@@ -321,10 +331,11 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Replaces positions by the fp32 names in `FLOATS`, except in integer subexpressions. Divisions by a number become
-    multiplications.
+    """Replaces the variables i, j and h by the names of their fp32 copies, except in integer subexpressions. Replaces
+    divisions by a number by multiplications.
 
-    A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
+    A factor that is constant within a head, times (i - j), becomes two products: factor * i, computed once per query of
+    a tile, and factor * j, computed once per key.
     """
     match expr:
         case Binary("//" | "%", _, _):

@@ -24,10 +24,10 @@ RANK = 3  # ranks after the libraries' kernels for plain causal attention
 
 
 class ScoredKernel(Kernel):
-    """The base class of the forward and the gradient kernel. It accepts 16-bit heads of at most 256 channels.
+    """The base class of the forward and the gradient kernel. Both kernels accept 16-bit heads of at most 256 channels.
 
-    A separate kernel first lists the tiles that are not fully masked. Tiles without masked pairs do not compute the
-    mask.
+    A separate kernel first lists the tiles that are not fully masked. For tiles without masked pairs, the kernels do
+    not compute the mask.
     """
 
     RANK: ClassVar[int] = RANK

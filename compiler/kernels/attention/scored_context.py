@@ -96,7 +96,7 @@ class ScoredContext(NamedTuple):
         slope: The gradient of the scaled product, as an expression.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
-        key_sums_begin, key_sums_end: The same lines for the kernel that computes dk and dv.
+        key_sums_begin, key_sums_end: Like `sums_begin` and `sums_end`, but for the kernel that computes dk and dv.
         delta: The sum of dy * y over channels, as an expression. The kernel of dq stores this sum.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
@@ -154,8 +154,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def prefix_reason(site: Site) -> str | None:
-    """Returns the reason to reject a mask that is not causal: these kernels list only the tiles of causal masks. None
-    for causal masks."""
+    """Returns the reason to reject a site whose mask is not causal. None for causal masks. The kernels for attention
+    with a score and a mask list only the tiles of causal masks."""
     if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
         return "takes causal masks; this one lets the tokens of a prefix attend to each other"
     return None

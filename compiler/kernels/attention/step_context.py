@@ -78,7 +78,8 @@ class StepWriter(Writer):
 
     def _choice(self) -> tuple[str, ...]:
         """Returns the line that chooses one of two tiles. The line chooses `MANY`, the smaller tile, if there are more
-        blocks of queries than resident program instances. One program instance then reads all keys for a block."""
+        blocks of queries than resident program instances. One program instance then reads all keys for a block of
+        queries. Empty if there is only one tile."""
         condition = "MANY if b * G * row_tiles > room else (KEYS, WARPS, STAGES)"
         return (f"keys, warps, stages = {condition}",) if self.many is not None else ()
 

@@ -35,8 +35,8 @@ class GemmTile:
         cluster: Thread blocks per cluster, along M and N.
         schedule: CUTLASS's schedule, which divides the work among the warps.
         part: The part of a tile that the epilogue holds in shared memory at once. None leaves the choice to CUTLASS.
-        swizzle: CUTLASS's swizzle. It reorders the thread blocks over the output.
-        raster: The direction of the traversal, as an index into `RASTERS`.
+        swizzle: CUTLASS's swizzle, which changes the order in which thread blocks compute the output.
+        raster: The direction in which thread blocks traverse the output, as an index into `RASTERS`.
 
     Raises:
         ValueError: If a field is out of its bounds.
@@ -129,8 +129,8 @@ class GemmContext(NamedTuple):
         tree: The C++ type of the epilogue tree.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. The size does not depend on the tensors, so the pointers
-            are null.
+        nulls: The statement that returns the workspace size. The size does not depend on the tensors, so the statement
+            passes null pointers.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
         weight: The name of the weight.
@@ -175,12 +175,12 @@ class LauncherContext(NamedTuple):
 
 @record
 class GemmEvt(Kernel):
-    """Accepts one or more matrix products of the same rows, with any number of outputs. The expressions may read tiles
-    and columns.
+    """Accepts one or more matrix products of the same rows, with any number of outputs. The epilogue may read operands
+    [rows, N] and vectors [N].
 
-    The kernel computes the last product, and library calls compute the others. This is faster than two accumulators in
-    one kernel. For 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms. Triton's
-    single kernel takes 0.92 ms.
+    The kernel computes the last product, and library calls compute the others. Separate products are faster than two
+    accumulators in one kernel. For two products of 98,304 x 512 x 1792 with three outputs on an H200, the products
+    alone take 0.54 ms. Triton's single kernel takes 0.92 ms.
     """
 
     # Without measurements, this kernel ranks before Triton's, in which tensor cores idle during the epilogue.
@@ -313,8 +313,9 @@ def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
 
 
 def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the type and the arguments of the visitor for several outputs. The type lists each node once, with the
-    nodes that it reads. The last node computes the first output."""
+    """Returns the C++ type and the arguments of the CUTLASS visitor for an epilogue with several outputs. The type
+    lists each node of the epilogue once, with the nodes that this node reads. The last node computes the first
+    output."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
     edges: list[tuple[int, ...]] = [()] * len(nodes)  # for each node, the nodes that it reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]

@@ -1,4 +1,5 @@
-"""The Python function for a matrix product and its epilogue. Kernels in all languages have the same signature."""
+"""The Python function for a matrix product and its epilogue. The function has the same signature for kernels in all
+languages."""
 
 from collections.abc import Iterable
 
@@ -11,10 +12,10 @@ from specc.compiler.records import record
 
 @record
 class Product:
-    """The fields of a matrix product's templates in every language.
+    """The fields that the templates of a matrix product share in all languages.
 
     Attributes:
-        x: The input of the product. The other inputs must have the same number of rows and the same device.
+        x: The name of the input of the product. This input determines the number of rows and the device.
         wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
         result: The returned expression.
@@ -53,9 +54,9 @@ def product_function(
     Args:
         site: The product.
         epilogue: The inputs and outputs of the product.
-        words: The summary of the function. By default, it states that one kernel computes the products and the
-            epilogue.
-        formulas: The formulas. By default, they are those of `epilogue`.
+        words: A description of the products and the epilogue, for the summary of the function. By default, `product and
+            epilogue`, with the numbers of products and outputs if there are several.
+        formulas: The formulas of the computed values. By default, the formulas of `epilogue`.
 
     Returns:
         The description.

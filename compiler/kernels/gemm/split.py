@@ -1,5 +1,5 @@
-"""Splits a node with several matrix products. Library calls compute all products except the last. The kernel computes
-the last product, and reads the results of the library calls as tiles."""
+"""Splits a node with several matrix products into library calls and one kernel. Library calls compute all products
+except the last. The kernel computes the last product, and reads the results of the library calls as tiles."""
 
 from dataclasses import replace
 from typing import NamedTuple

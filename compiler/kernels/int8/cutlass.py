@@ -26,8 +26,8 @@ class Int8Source(NamedTuple):
         tree: The C++ type of the epilogue tree. Its leaves are the values that the functor reads.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The statement that returns the workspace size. The size does not depend on the tensors, so the pointers
-            are null.
+        nulls: The statement that returns the workspace size. The size does not depend on the tensors, so the statement
+            passes null pointers.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes to the kernel.
     """

@@ -134,8 +134,8 @@ def nodes_of(label: str) -> str:
 
 
 def short_label(label: str) -> str:
-    """Returns the label for a file's header. The label of many nodes becomes the first node and the number of the
-    remaining nodes. PLAN.md lists all nodes."""
+    """Returns the label for a file's header. If a label names many nodes, the result has the first node and the number
+    of the remaining nodes. PLAN.md lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

@@ -21,8 +21,8 @@ LEAF = {
 class GemmInt8Sm90(Kernel):
     """Accepts any number of rows. TMA reads zeros beyond the last row, and stores nothing there.
 
-    Each call sets up barriers and TMA, which takes 1 to 3 us. Small products take less time than this, so the kernel
-    ranks first only for large weights.
+    Each call sets up barriers and TMA, which takes 1 to 3 us. Small products take less time than this setup, so the
+    kernel ranks first only for large weights.
     """
 
     def rejects(self, site: Site) -> str | None:

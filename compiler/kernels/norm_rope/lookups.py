@@ -23,7 +23,7 @@ class LookupsContext(NamedTuple):
         kernel: The signature of the kernel.
         copies: The lines that copy one row, or one row of cosines and one of sines.
         angles: The lines of the launch that define the tables of angles.
-        most: The largest number of rows, as an expression.
+        most: The largest number of rows that the kernel copies from one table, as an expression.
         grid: The number of program instances, as an expression.
         arguments: The arguments of the launch.
         first: The name of the first input.
@@ -147,7 +147,7 @@ def context_of(site: Site) -> LookupsContext:
 
 
 def _counted(count: int) -> list[str]:
-    """Returns suffixes of names: an empty suffix if there is one name."""
+    """Returns suffixes that distinguish `count` names: 0, 1, ..., or an empty suffix if there is only one name."""
     return [str(i) for i in range(count)] if count > 1 else [""] * count
 
 

@@ -24,7 +24,7 @@ LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vec
 @record
 class HeadTile:
     """The work of one program instance with `warps` warps. A row is a pair of position and head. The program instance
-    processes the same `rows` rows in `sequences` sequences, one after another.
+    processes the same `rows` rows of `sequences` sequences, one sequence after another.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -47,8 +47,9 @@ def head_tile(block: int) -> HeadTile:
     """Returns the default tile for rows of `block` elements.
 
     Each thread has one load per tensor in flight. All loads of a tile are therefore issued before the first value is
-    used. With two loads per tensor, the compiler would wait for the first load. Four sequences share one read of the
-    angles. With more sequences per program instance, there would be too few program instances to fill a GPU.
+    used. With two loads per tensor, the compiled kernel would wait for the first load before it issues the second. Four
+    sequences share one read of the angles. With more sequences per program instance, there would be too few program
+    instances to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
@@ -242,8 +243,9 @@ def _annotation(count: int) -> str:
 
 
 def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
-    """Returns the lines that call the custom op, and the return statement. The lines return the tensor that contains
-    dx, because the op must not return an input."""
+    """Returns the lines that call the custom op, and the return statement. The custom op returns only the gradients of
+    the `learned` inputs, because an op must not return an input. The return statement adds the tensor into which the op
+    has written dx."""
     call, gradients = f"write({', '.join(heads.inputs)})", [f"d{name}" for name in learned]
     if not gradients:
         return call, f"return {WHOLE}"

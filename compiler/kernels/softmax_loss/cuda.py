@@ -81,18 +81,19 @@ CANDIDATES = (
 class StagedContext(NamedTuple):
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    The field `passes` and all fields after it hold code that depends on whether a gradient is computed, and on whether
-    a block has several rows. A token may have additional targets besides the next token.
+    The texts in the field `passes` and in all fields after it depend on whether the kernel computes a gradient, and on
+    whether a block processes several rows. A token may have additional targets besides the next token.
 
     Attributes:
         how: A description of the kernel's algorithm.
         copiers: The number of additional threads that copy rows.
         prelude: Functions that the code in `functions` calls.
-        functions: The name, comment and body of each function of a logit.
+        functions: The name, comment and body of each device function of a logit.
         parts: The templates of the device code, in order.
         begun: Lines that load a row's additional targets, and the logits of these targets.
         value: Lines that write the loss of a row.
-        parameter: The parameter of `differentiate` that scales the exponentials. Empty if the factor is 1.
+        parameter: The parameter of the device function `differentiate` that scales the exponentials. Empty if the
+            factor is 1.
         argument: The argument that is passed for `parameter`.
         factor: The factor of the exponentials, as an expression.
         ended: Lines that write the gradient with respect to the logits of the targets.
@@ -203,8 +204,8 @@ def staged_tile(site: Site) -> StagedTile:
     If shared memory has room for two rows, each block processes one row. Two blocks then share a multiprocessor: one
     computes while the other waits for its copy.
 
-    Otherwise, a persistent block processes many rows. Parts of the next row replace the parts of the current row that
-    are finished.
+    Otherwise, a persistent block processes many rows. In shared memory, parts of the next row replace the parts of the
+    current row that the block no longer needs.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
@@ -214,8 +215,8 @@ def staged_tile(site: Site) -> StagedTile:
 def shared_bytes(site: Site, tile: StagedTile) -> int:
     """Returns the bytes of shared memory per block.
 
-    Shared memory holds one row, and sums per warp for the current row and the next row. With bulk copies, it also
-    holds two barriers per step.
+    Shared memory holds one row, and sums per warp for the current row and the next row. If TMA copies the rows, shared
+    memory also holds two barriers for each step in which a part of a row is copied.
     """
     barriers = 16 * _steps(site, tile) if tile.copy == "bulk" else 0
     return _bytes(site) + -(-(16 * (tile.threads // WARP) + barriers) // ALIGNED) * ALIGNED

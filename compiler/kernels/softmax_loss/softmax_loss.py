@@ -41,9 +41,9 @@ TILE = 4096  # elements that a program instance holds: 32 per thread, each of wh
 
 @record
 class RowTile:
-    """The work of one program instance: `rows` rows, read `columns` columns at a time, by `warps` warps.
+    """The work of one program instance: its `warps` warps process `rows` rows, and read `columns` columns at a time.
 
-    Rows stay in registers if `columns` covers them entirely. Raises ValueError if a field is out of its bounds.
+    If `columns` covers whole rows, the rows stay in registers. Raises ValueError if a field is out of its bounds.
     """
 
     rows: int
@@ -63,10 +63,10 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the default tile for rows of `width` columns.
 
-    A row that fits into registers is read once. If such rows are short, a program instance processes several. A longer
-    row is read twice, and each thread loads 16 bytes of bf16 at a time. The second read must come from L2, so few rows
-    may be in flight. A program instance therefore has 16 warps, which allows at most four program instances per
-    multiprocessor.
+    A row that fits into registers is read once. A program instance processes several rows if they are short. A row that
+    does not fit into registers is read twice, and each thread loads 16 bytes of bf16 at a time. The second read must
+    come from L2, so few rows may be in flight. A program instance therefore has 16 warps, which allows at most four
+    program instances per multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -128,7 +128,7 @@ class LossContext(NamedTuple):
         partial: Whether a tile may have columns without logits.
         padded: Whether rows have padding after the logits.
         inside: The mask of tile elements inside the tensor of logits, as an expression.
-        slope: The text of the multiplication by the derivative of `f`. Empty if there is none.
+        slope: The text of the multiplication by the derivative of `f`. Empty if the derivative is 1.
         begun: Lines that load a token's additional targets, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute the operands of its expression.
         value: The loss of a token, as an expression.

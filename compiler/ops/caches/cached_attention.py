@@ -18,8 +18,8 @@ class CachedBase(ScoredBase):
 
     `names` lists the inputs: q, k, v, the positions, the inputs of the subclass, the scales of k and v, and the
     additional inputs of `ScoreFields`. A ring buffer does not contain the input tokens yet, so the rows of these tokens
-    are separate inputs. The base classes expect the inputs that `plain` returns: decoded values in the order of
-    `leading`.
+    are separate inputs. The methods of the base classes expect other inputs, which `plain` returns: decoded values in
+    the order of the names in `leading`, then the additional inputs.
 
     Attributes:
         values: The number of leading features of the key that form the value. If None, the values are an input.
@@ -99,8 +99,8 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns decoded inputs in the order of `leading` and `further`. If the cache is a ring buffer, the rows of
-        the input tokens are appended to the cached rows of k and v."""
+        """Returns decoded inputs in the order of the names in `leading` and `further`. If the cache is a ring buffer,
+        the rows of the input tokens are appended to the cached rows of k and v."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))
@@ -144,8 +144,8 @@ class CachedBase(ScoredBase):
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns test inputs. Replaces random positions by positions at the end of the cache, and document starts by
-        earlier positions. Makes half of the codes negative."""
+        """Makes valid test inputs from random inputs. The positions become positions at the end of the cache, and
+        document starts become earlier positions. Half of the codes become negative."""
         given = dict(zip(self.names, inputs, strict=True))
         given |= self.placed(given)
         for name in self.names if self.coded else ():
@@ -227,8 +227,8 @@ def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor)
     tokens.
 
     Args:
-        ring: The sizes (first, window) of a ring buffer, whose rows precede those of the input tokens. None for other
-            caches.
+        ring: The sizes (first, window) of a ring buffer, whose rows precede the rows of the input tokens. None for
+            other caches.
         rows: The number S of keys.
         positions: The positions of the queries, i64[T].
     """

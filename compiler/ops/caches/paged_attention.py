@@ -2,7 +2,8 @@
 has ops that write to the cache, and ops that attend to the cached keys.
 
 A program over pages reads K tokens of each of R texts. All tokens are packed into one row, one text after another.
-Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that treat each token separately need no change.
+Values are therefore [B, T, ...] with B = 1 and T = R K. Ops that compute each token separately accept packed tokens
+without changes.
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,8 @@ class RopeAttention(CachedBase):
     """`RopeWrite` of one token per text, then attention of the rotated queries over the cache.
 
     `names` lists the inputs: q, the new key and value before the rotation, the angles, the cache tensors k and v, the
-    positions, and the additional inputs of `ScoreFields`. Caches of codes also have scales, and paged caches a page
-    table. The outputs are y and the cache tensors, which are written in place.
+    positions, and the additional inputs of `ScoreFields`. Caches of codes also have scales, and paged caches have a
+    page table. The outputs are y and the cache tensors, which are written in place.
 
     Attributes:
         neighbors: Whether channels 2i and 2i + 1 form a pair, as in `Rope`.

@@ -18,9 +18,9 @@ class RopeWrite(Op):
     v [B, T, G, V] to the cache rows `positions` (i64[T]), in place.
 
     `names` lists the inputs. The outputs are the rotated q and the cache tensors. With a ring buffer, attention reads
-    the new rows separately. New rows that are not inputs, such as rotated keys, are therefore outputs too. The ring
-    buffer is written before attention reads it. This is valid because each text has a single new token, which replaces
-    a position that the query and all later queries mask.
+    the new rows from separate tensors. New rows that are not inputs of this op, such as rotated keys, are therefore
+    additional outputs. The ring buffer is written before attention reads it. This is valid because each text has a
+    single new token, which replaces a position that the query and all later queries mask.
 
     Attributes:
         neighbors: Whether channels 2i and 2i + 1 form a pair, as in `Rope`.
@@ -41,17 +41,17 @@ class RopeWrite(Op):
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The names of the cache tensors without scales."""
+        """The names of the cache tensors, excluding tensors of scales."""
         return ("keys",) if self.joined else ("keys", "values")
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The names of the cache tensors with scales."""
+        """The names of the cache tensors, including tensors of scales."""
         return (*self.rows, *(f"{name}_scale" for name in self.rows if self.coded))
 
     @property
     def new(self) -> tuple[str, ...]:
-        """The names of the cache tensors whose new rows are outputs."""
+        """The names of the cache tensors whose new rows are additional outputs of this op."""
         if self.ring is None:
             return ()
         return tuple(name for name in self.stored if self.coded or name != "values")

@@ -29,7 +29,7 @@ class PooledContext(AttendContext):
 
 @record
 class PoolFields(ScoredBase):
-    """The settings of attention over pooled blocks and single tokens. Pooled keys precede those of single tokens.
+    """The settings of attention over pooled blocks and single tokens. Pooled keys precede the keys of single tokens.
 
     Attributes:
         block: the number P of tokens of a block.
@@ -229,7 +229,8 @@ class WriteContext:
         parameters: the parameters of the function after the cache, the rows and the positions.
         pool: the settings of the pooling.
         helper: the template of the function `pool`.
-        rows: the lines that compute the row of each position `at`, i64[N, P].
+        rows: the lines that compute, for each position in `at` i64[N, P], the index of its row in the cache of single
+            tokens.
         call: the call of the function `pool`.
         package: the package of the model.
     """
@@ -245,12 +246,12 @@ class WriteContext:
 
 @record
 class PoolWrite(Op):
-    """Pools the blocks that contain the tokens at `positions` (i64[T]). The results replace the rows of these blocks
-    in a cache [B, N M, G, C], in place.
+    """Pools the blocks that contain the tokens at `positions` (i64[T]). The results replace the rows of these blocks in
+    a cache [B, N M, G, C] with M rows per block, in place.
 
     The second input is the cache of single tokens, as in `SdpaPooledCached`. Pooling by latent tokens also reads the
-    keys and the latents. The rows of an incomplete block are not used. Each additional token of the block replaces
-    these rows.
+    keys and the latents. While a block is incomplete, the mask of attention hides the rows that the op writes for the
+    block. The write that completes the block replaces these rows.
     """
 
     name: ClassVar[str] = "pool_write"
