@@ -1,4 +1,5 @@
-"""The interface of a fusion: whether it accepts the members of a fusion point, and the nodes that replace them."""
+"""The interface of a fusion. A fusion accepts or refuses the members of a fusion point, and creates the nodes that
+replace the members."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
@@ -30,16 +31,16 @@ class Fusion:
     """A rewrite that is more than a pointwise epilogue. Each subclass has one instance at module level, which the
     catalogue finds.
 
-    `ops` are names of ops. A fusion is tried only if a member has one of these ops. If such a member cannot be fused,
-    the error states the reason.
+    `ops` are names of ops. The compiler tries a fusion only if a member has one of these ops. If the fusion refuses the
+    members, the error states the reason.
 
     `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. The fusion
     refuses a member if any other field has a value other than the default. A fusion therefore never drops a setting
     that is not in `reads`, such as a field of a subclass or a field that was added later.
 
-    Members are in the order of `graph`. Only members read the outputs of members before the last one. A node that an
-    earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear or pointwise,
-    or have a derivative rule.
+    In the methods, `members` are in the order of the nodes of `graph`. Only other members read the output of a member,
+    unless it is the last member. A node that an earlier fusion has created is in `members`, but not in `graph`. Every
+    op of the result must be linear or pointwise, or have a derivative rule.
     """
 
     name: str
@@ -47,17 +48,18 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None. The reason follows the name of the fusion in a
-        sentence."""
+        """Returns the reason why the fusion does not apply, or None. The reason completes a sentence that begins with
+        the name of the fusion."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None. `refusal` calls this method after a check that all
-        fields outside of `reads` have their defaults. Subclasses must override this method."""
+        """Returns the reason why the fusion does not apply, or None. `refusal` calls this method if all fields outside
+        of `reads` have their defaults. Subclasses must override this method."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
-        """Returns the rewritten members. `refusal` must have returned None. Subclasses must override this method.
+        """Returns the nodes that replace the members. The caller must first check that `refusal` returns None.
+        Subclasses must override this method.
 
         Raises:
             ExprError: If an expression is too long.

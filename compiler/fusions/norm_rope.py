@@ -19,7 +19,7 @@ class Parts(NamedTuple):
         norm: The norm before or after the rotary embedding.
         rope: The rotary embedding.
         gain: The node that multiplies the heads by their gain, after norm and rotation.
-        scale: The ref of the gain, or "".
+        scale: The reference to the gain, or "" if there is no gain.
         weight: The node that computes the weight of the norm from a parameter.
     """
 
@@ -31,14 +31,15 @@ class Parts(NamedTuple):
 
     @property
     def chain(self) -> tuple[Node, ...]:
-        """The members in the order of their computation, without the weight."""
+        """The members in the order of their computation, without the node `weight`."""
         before = [self.norm] if self.norm is not None and self.norm.name == node_of(self.rope.inputs[0]) else []
         chain = [*before, self.rope, *([] if before else [self.norm]), self.gain]
         return tuple(member for member in chain if member is not None)
 
     @property
     def weights(self) -> tuple[str, tuple[str, ...]]:
-        """The weight of the norm as an expression of `w`, and the ref of `w`. Empty if the norm has no weight."""
+        """The weight of the norm as an expression in `w`, and a tuple with the reference to `w`. Both are empty if
+        there is no norm, or if the norm has no weight."""
         if self.norm is None or len(self.norm.inputs) == 1:
             return "", ()
         if self.weight is None:

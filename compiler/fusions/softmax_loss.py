@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 
     @property
     def f(self) -> str:
-        """The function of a logit `z` before the softmax, as text."""
+        """The function that is applied to a logit `z` before the softmax, as text."""
         if self.bound is None:
             return "z"
         assert isinstance(self.bound.op, Pointwise)
@@ -89,7 +89,8 @@ class SoftmaxLossFusion(Fusion):
 
 
 def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> tuple[Node, ...]:
-    """Returns the nodes of logits with a multiple of 8 columns. The first node pads the parameter if necessary."""
+    """Returns the nodes that compute the logits. If the vocabulary size is not a multiple of 8, the first node, `name`,
+    pads the weight with rows of zeros."""
     chain = (parts.product,) if parts.codes is None else (parts.codes, parts.product)
     if parts.vocab % VECTOR == 0:
         return chain

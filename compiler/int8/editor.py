@@ -20,8 +20,8 @@ STORAGE = "int8"
 class Unfit(Exception):
     """Raised if a product cannot be computed in int8.
 
-    `names` are the full names of the product's parameters. If `at_once` is true, these parameters have different
-    schemes.
+    `names` are the full names of the product's parameters. If `at_once` is true, the product requires the same scheme
+    for these parameters, but they have different schemes.
     """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
@@ -29,7 +29,8 @@ class Unfit(Exception):
         self.message, self.names, self.at_once = message, tuple(names), at_once
 
     def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
-        """Returns the problem to report, at the spec path that requests int8."""
+        """Returns the problem that the compiler reports for this error. Its path is the spec path that requests
+        int8."""
         pattern = covering(self.names)
         if self.at_once:
             # A rule takes precedence over the default
@@ -52,7 +53,7 @@ def covering(names: Sequence[str]) -> str:
 
 @record
 class Source:
-    """A matrix product of the model. Names are full names in the model.
+    """A matrix product of the model. All names are full names, such as `blocks.0.mlp.up`.
 
     The features of the input are divided into `parts` equal slices. The weight multiplies one of these slices.
 
@@ -62,10 +63,10 @@ class Source:
         bias: The name of the int8 bias, or "".
         read: The indices of the node inputs that the weight multiplies.
         outputs: In a recurrence, the indices of the node outputs that the weight multiplies.
-        maker: The name of the node that computes the first multiplied input. If this input is an input of the graph,
-            the name of the graph input.
-        leader: The first weight in the parameter table that multiplies this input. The name of the leader identifies
-            the input scale.
+        maker: The name of the node that computes the first of the inputs `read`. If this input is an input of the
+            graph, the name of the graph input.
+        leader: The first weight in the parameter table that multiplies the same input as `weight`. The name of the
+            leader identifies the scale of the input.
         part: The index of the slice that the weight multiplies.
         parts: The number of slices.
     """
@@ -88,8 +89,8 @@ class Factor(NamedTuple):
     divided into `parts` equal slices. The weight multiplies slice `part`.
 
     Attributes:
-        weight: The ref of the weight [N, K].
-        bias: The ref of the bias [N], or "".
+        weight: The reference to the weight [N, K].
+        bias: The reference to the bias [N], or "".
         read: The indices of the node inputs that the weight multiplies.
         outputs: The indices of the node outputs that the weight multiplies.
         part: The index of the slice.
@@ -108,7 +109,7 @@ class Factor(NamedTuple):
 class Editor:
     """A graph whose matrix products are being replaced by int8 products.
 
-    Names and refs are those of the original graph, except in attributes with new nodes.
+    Names and refs (references to values) are those of the original graph, except in attributes that hold new nodes.
 
     Attributes:
         graph: The original graph.
@@ -116,14 +117,14 @@ class Editor:
             `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
-        functions: New functions, shared by all graphs.
+        functions: New functions, by name. The editors of all graphs share them.
         added: The types of the declared constants, by name.
         types: The types of all values, original and new.
-        new: New nodes. A key is the name of the original node before which they are inserted.
+        new: New nodes, by the name of the original node before which they are inserted.
         gone: The names of the removed nodes.
         names: Maps the ref of each removed value to its replacement.
         shared: The refs of codes that several products may read. A key contains the ref of the quantized value, and the
-            leader that identifies the input scale.
+            leader (`Source.leader`), which identifies the input scale.
     """
 
     graph: Graph
@@ -142,7 +143,7 @@ class Editor:
         self.types = dict(self.graph.types)
 
     def result(self) -> Graph:
-        """Returns the graph with all replacements. New nodes whose outputs are not read are removed.
+        """Returns the graph with all replacements, without new nodes whose outputs no node reads.
 
         An int8 form may compute outputs that the graph does not read, such as the last state of a recurrent layer.
         """
@@ -168,7 +169,8 @@ class Editor:
         return ref
 
     def integer(self, ref: str) -> bool:
-        """Returns whether a value is a parameter that is stored as integers for int8 products."""
+        """Returns whether the value `ref` is a parameter that is stored as integers for int8 products. Raises Unfit if
+        this holds in only some of the blocks that share the code of the graph."""
         if ref[0] != "@" or self.places[0] + ref[1:] not in self.schemes:
             return False
         flags = {self.schemes[at + ref[1:]].integer for at in self.places}
@@ -178,15 +180,15 @@ class Editor:
         return flags.pop()
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
-        """Declares a tensor that is stored next to a weight, with a suffix such as `codes`, `offset` or `scale`.
-        Returns the ref of the tensor."""
+        """Declares a tensor that is stored next to a weight, and returns the ref of the tensor. The name of the tensor
+        is the name of the weight, followed by a suffix such as `codes`, `offset` or `scale`."""
         name = f"{weight[1:]}_{suffix}"
         self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. Codes are the input times
-        this constant, rounded."""
+        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The codes of the input are
+        the input times this constant, rounded."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
@@ -211,7 +213,7 @@ class Editor:
         return widths.pop()
 
     def leader(self, weight: str) -> str:
-        """Returns the leader of `weight`: the first weight, in table order, that multiplies the same input."""
+        """Returns the leader of `weight`: the first weight in the parameter table that multiplies the same input."""
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
             message = (
@@ -222,10 +224,10 @@ class Editor:
         return leaders.pop()
 
     def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Returns the value `ref` as int8 codes for the product with `weight`.
+        """Returns the refs of the int8 codes of the value `ref`, for the product with `weight`.
 
-        A 16-bit input has two codes per value, so two refs are returned. The codes are computed before the node
-        `before`. All products of one value share the codes.
+        A 16-bit input has two codes per value, so the result has two refs. New nodes before the node `before` compute
+        the codes. All products that read the value share the codes.
         """
         leader = self.leader(weight)
         if (ref, leader) not in self.shared:
@@ -233,7 +235,8 @@ class Editor:
         return self.shared[ref, leader]
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Adds the nodes that compute the codes of a value. Returns the refs of the codes."""
+        """Adds nodes that compute the codes of the value `ref`, before the node `before`. Returns the refs of the
+        codes."""
         width, inputs = self.types[ref].width, (ref, self.inverse(weight))
         assert isinstance(width, int)
         names = (f"{weight[1:]}_input", f"{weight[1:]}_second")[: self.input_bits(weight) // 8]
@@ -256,7 +259,7 @@ class Editor:
             name: The name of the node.
             op: The op of the node.
             inputs: The refs of the inputs.
-            at: The original node. The new node gets its position.
+            at: The original node at whose position the new node is inserted.
 
         Returns:
             The ref of the node's first output.
@@ -264,13 +267,14 @@ class Editor:
         return self.add(Node(name, op, tuple(inputs), op.infer([self.types[ref] for ref in inputs])), at)
 
     def function(self, graph: Graph) -> str:
-        """Adds a function, unless an equal function exists. Returns the name of the function."""
+        """Adds a function, unless an equal function exists. Returns the name of the function. Raises TypeRuleError if a
+        different function has this name."""
         if self.functions.setdefault(graph.name, graph) != graph:
             raise TypeRuleError(f"two functions are named {graph.name}")
         return graph.name
 
     def replace(self, old: Node, *refs: str) -> None:
-        """Removes an original node. Readers of the node's outputs then read `refs`. `refs` is empty if another new
-        node already computes these outputs."""
+        """Removes the original node `old`. Nodes that read its outputs then read `refs`. `refs` is empty if a new node
+        with the name of `old` computes the outputs, or if no node reads them any more."""
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}

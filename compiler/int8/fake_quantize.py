@@ -28,8 +28,8 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     copy of the training program is added. The copy rounds each input of an int8 product to a value that the deployed
     model's codes can represent. Recurrent states are rounded at every step.
 
-    If the decoder is not always teacher-forced, the programs that compute the decoder's inputs are copied too. The
-    scales of the inputs are `buffers` of the returned programs. The caller rounds the weights.
+    If the decoder is not always teacher-forced, copies of the programs that compute the decoder's inputs are added too.
+    The scales of the inputs are `buffers` of the returned programs. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -37,12 +37,13 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         train: The training spec.
 
     Returns:
-        The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
+        The programs with the copies and the new phases. If the spec requests no rounding of inputs, the programs are
+        unchanged.
 
     Raises:
-        LoweringError: If no scheme of the spec rounds inputs, or if a product cannot be computed in int8. Also if a
-            loop over time that is not an LSTM contains int8 products, or if the spec does not determine when rounding
-            begins.
+        LoweringError: If `train.qat` is set but no scheme of the spec rounds parameters, or if a product cannot be
+            computed in int8. Also if a loop over time that is not an LSTM contains int8 products, or if the spec does
+            not determine when rounding begins.
     """
     if quant is None or train.qat is None:
         return programs
@@ -105,8 +106,8 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with an additional boundary at the fraction `begins`. The phases after this boundary
-    train the rounded programs."""
+    """Yields the phases of a run, with an additional boundary at the fraction `begins` of the run. The phases after
+    this boundary train the copies that round inputs."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -123,7 +124,7 @@ class _Copied:
         programs: The copies.
         functions: Copied functions, by the name of the original.
         added: New functions that the copies call.
-        buffers: The types of the values that the copies read besides parameters, by full name.
+        buffers: The types of the values that the copies read in addition to parameters, by full name.
     """
 
     def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
@@ -136,7 +137,7 @@ class _Copied:
         self.buffers: dict[str, TensorType] = {}
 
     def program(self, program: Graph) -> None:
-        """Copies one program.
+        """Copies one program, and the functions that it calls.
 
         Raises:
             LoweringError: If a loop over time other than an LSTM contains int8 products.
@@ -153,8 +154,8 @@ class _Copied:
                 self.functions.setdefault(graph.name, edited)
 
     def _refuse_loops(self, graphs: Sequence[Graph], places: Mapping[str, list[str]]) -> None:
-        """Raises LoweringError if a loop over time contains int8 products, because such loops are not copied. An LSTM
-        is still a single node here. Only its copy becomes a loop."""
+        """Raises LoweringError if a loop over time contains int8 products, because this class cannot copy such a loop.
+        An LSTM is a single node in the original graphs. Only the copy of an LSTM is a loop."""
         table = {graph.name: graph for graph in self._all.graphs}
         for loop in [node for graph in graphs for node in graph.nodes if isinstance(node.op, Scan)]:
             assert isinstance(loop.op, Scan)
@@ -194,7 +195,7 @@ class _Copied:
 
 
 class _Rounding(Editor):
-    """A copy of a training graph that rounds the inputs of int8 products."""
+    """An editor that changes a training graph to round the inputs of int8 products."""
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

@@ -23,18 +23,19 @@ SUM = Pointwise(("h + x",), ("h", "x"))
 def fake_quantized_gates(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the matrix product for the gates of all steps of one LSTM direction, and a node that adds the biases.
+    """Adds the nodes that compute the contribution of x to the gates of one LSTM direction, for all steps: a matrix
+    product, and the sums with the biases.
 
     Args:
-        edit: The graph.
-        node: The original LSTM node. New nodes get its position.
+        edit: The editor of the graph.
+        node: The original LSTM node. New nodes are inserted at its position.
         name: The prefix of the names of new nodes.
         x: The ref of the input.
         factors: The matrix products of the direction, with x and with h.
         backward: Whether the direction runs backward in time.
 
     Returns:
-        The ref of the gates, in the order of the steps; and the step, which rounds h.
+        The ref of the contribution, in the order of the steps, and the step. The step rounds h.
     """
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
@@ -56,8 +57,8 @@ def fake_quantized_gates(
 
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
-    """Returns the graph with some `LstmCell` nodes split in three: two matrix products and the op of the gates.
-    `wanted` contains the input weights of these nodes."""
+    """Returns the graph with some `LstmCell` nodes split into matrix products, sums, and the op of the gates. A node is
+    split if `wanted` contains the weight of its input."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]

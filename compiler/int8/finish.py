@@ -11,8 +11,9 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph with two changes. Operands with the shape of an int8 product are copied to contiguous rows. If
-    only a `QuantizeRows` node reads an int8 product, the product writes the codes itself."""
+    """Returns the graph with two changes. If an operand of an int8 product's epilogue has the shape of the product, a
+    new node copies the operand to contiguous rows. If only a `QuantizeRows` node reads an int8 product, the product
+    writes the codes itself."""
     return _row_by_row(_requantized(graph))
 
 
@@ -37,9 +38,9 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """Copies operands with the shape of a product to contiguous rows, because the kernel requires contiguous rows.
-    Such an operand may be a view, such as features that are repeated over time. Results of int8 products are
-    contiguous already."""
+    """Copies each epilogue operand that has the shape of its int8 product to contiguous rows, because the kernel
+    requires contiguous rows. The operand may be a view, such as features that are repeated over time. Results of int8
+    products are not copied, because they are already contiguous."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:

@@ -33,13 +33,13 @@ class Int8Form:
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces a node of a training program by float ops that round wherever the nodes of `rewrite` round. In
-        training, `edit.codes` returns a single value: the float value of the codes."""
+        training, `edit.codes` returns a single reference, to the input after rounding, in floats."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
 def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
-    """Returns the stored codes [N, K] i8, offset [N] i32 and scale [N] f32 of a weight. N and K are padded to the
-    multiples that an int8 product requires."""
+    """Declares the stored tensors of a weight, and returns the references to them: codes [N, K] i8, offset [N] i32 and
+    scale [N] f32. N and K are padded to the multiples that an int8 product requires."""
     n, k = edit.types[weight].shape
     assert isinstance(n, int) and isinstance(k, int)
     rows = padded(n)
@@ -53,22 +53,24 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the first part of an int8 product's epilogue, an expression that converts the integer sums `p` to
-    floats.
+    """Returns the first part of an int8 product's epilogue: an expression that converts the integer sums `p` of the
+    product to floats.
 
-    A 16-bit input has two codes per value. A separate node then multiplies the second codes. The expression adds the
-    result of this node, f32 [..., N].
+    The product multiplies the first codes of its input by the weight. A 16-bit input has two codes per value. For a
+    16-bit input, this function also adds a node that multiplies the second codes by the weight. The expression then
+    includes the result of that node, f32 [..., N].
 
     Args:
-        edit: The graph.
-        name: The name of the product, and the prefix of the name of the second product.
-        codes: The refs of the input's codes: one, or two for a 16-bit input. The product itself reads the first codes.
-        weight: The ref of the weight.
-        held: The refs of the weight's codes, offset and scale.
-        at: The original node. New nodes get its position.
+        edit: The editor of the graph.
+        name: The name of the product. The node for the second codes is named `name`.second.
+        codes: The references to the input's codes: one, or two for a 16-bit input.
+        weight: The reference to the weight.
+        held: The references to the weight's codes, offset and scale.
+        at: The original node. New nodes are inserted at its position.
 
     Returns:
-        The expression, and the operands other than `p` and `scale`: the variable of each ref.
+        The expression, and its operands other than `p` and `scale`, as a map from the reference of an operand to its
+        variable in the expression.
     """
     first, *second = codes
     if not second:
@@ -84,8 +86,8 @@ def weighed(
 
 
 def title_of(expr: Expr, type: TensorType) -> str:
-    """Returns the part of a kernel's name after `int8_linear`: `i16` for a 16-bit input, the functions after scaling,
-    and the output dtype."""
+    """Returns the part of a kernel's name after `int8_linear`: `i16` for a 16-bit input, the functions that follow the
+    scaling, and the output dtype."""
     words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
     wide = "i16" if "second" in variables(expr) else ""
     return "_".join(filter(None, (wide, words, type.dtype)))

@@ -1,4 +1,5 @@
-"""The int8 form of a linear layer. The bias is added to the integer sums, and the next nodes join the epilogue."""
+"""The int8 form of a linear layer. The bias is added to the integer sums. Pointwise nodes that follow join the
+epilogue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +19,11 @@ WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved
 
 
 class Int8LinearForm(Int8Form):
-    """Covers `x w^T`, the sum with a bias vector that is stored for int8 products, and the next pointwise nodes.
+    """Converts `x w^T`, the sum with a bias vector that is stored for int8 products, and the pointwise nodes that
+    follow.
 
-    A pointwise node joins the epilogue if no other node reads the previous node. Each other operand must be a vector
-    [N], or have the shape of the product.
+    A pointwise node joins the epilogue of the product if it is the only reader of the node before it. Each of its other
+    operands must be a vector [N], or have the shape of the product.
     """
 
     takes: ClassVar[type[Op]] = Linear
@@ -76,8 +78,8 @@ class Int8LinearForm(Int8Form):
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:
-    """Returns the node that adds a parameter vector to the product `node`. None if there is none, or if the product
-    has other readers."""
+    """Returns the node that adds a parameter vector to the product `node`. Returns None if no node does so, or if other
+    nodes also read the product."""
     readers = graph.consumers[node.name]
     if graph.uses(node.name) != 1 or not readers:
         return None
@@ -116,8 +118,9 @@ def _operands(epilogue: Node, last: Node) -> list[str]:
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Applies the pointwise node `epilogue` to `expr`, the expression of the node `last`. Returns the new expression
-    and the variable of each operand's ref. Returns None if no kernel can print the expression."""
+    """Applies the pointwise node `epilogue` to `expr`, the expression of the node `last`. Returns the new expression,
+    and a map from the reference of each operand to its variable. Returns None if the expression cannot be written as
+    kernel code."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}

@@ -25,7 +25,8 @@ Direction = Callable[[Editor, Node, str, str, Sequence[Factor], bool], tuple[str
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
-    """Returns the two matrix products of each direction. A single bias belongs to the product with h."""
+    """Returns the two matrix products of each direction. If a direction has a single bias vector, this bias belongs to
+    the product with h."""
     factors: list[Factor] = []
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
@@ -58,7 +59,7 @@ def _held(edit: Editor, hidden: Factor) -> tuple[str, str, str, str]:
 
 
 class Int8CellForm(Int8Form):
-    """The int8 form of a single step."""
+    """The int8 form of a single LSTM step."""
 
     takes: ClassVar[type[Op]] = LstmCell
 

@@ -15,9 +15,9 @@ class Step(NamedTuple):
 
     Attributes:
         suffix: The suffix of the function name, for this kind of step.
-        constants: The refs that all steps read, by the name of the input.
+        constants: The refs of the values that every step reads, by the name of the step's input.
         update: A function that adds the ops of a step: (builder, h, c, gates of the step, constants) -> the next h. The
-            next c is another output of the same node.
+            next c is the second output of the node that computes the next h.
     """
 
     suffix: str
@@ -31,8 +31,8 @@ def add_loop(
     """Adds a loop over the steps of one direction.
 
     Args:
-        edit: The graph.
-        node: The original LSTM node. New nodes get its position.
+        edit: The editor of the graph.
+        node: The original LSTM node. New nodes are inserted at its position.
         name: The prefix of the names of new nodes.
         inputs: The refs of x, the initial h, the initial c, and the contribution of x to the gates. This contribution
             is in the order of the steps.

@@ -1,4 +1,4 @@
-"""Rewrites the programs of a deployed model. Products with int8 weights are then computed in int8."""
+"""Rewrites the programs of a deployed model so that they compute products with int8 weights in int8."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +46,7 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
 
 
 def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs of the deployed model, without training programs, with int8 products.
+    """Returns the programs of the deployed model, with int8 products and without training programs.
 
     Every node whose weights have an integer scheme is replaced by its int8 form. New parameters replace those of the
     node: the codes [N, K], offset [N] and scale [N] of each weight, and the inverse scale [K] of each input.
@@ -57,7 +57,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
     Raises:
         LoweringError: If a parameter with an integer scheme has a reader that is not a product. Also if only some of
-            the blocks that share a function quantize a parameter. Lists all problems.
+            the blocks that share a function quantize a parameter. The error lists all problems.
     """
     schemes = allocation(quant, programs.stored)
     if quant is None:
@@ -132,8 +132,8 @@ def rewritten(editor: Editor, fake: bool = False) -> Graph:
     """Returns the graph of `editor` with int8 forms in place of nodes whose weights are int8.
 
     Args:
-        editor: The graph.
-        fake: Whether to fake-quantize the nodes for training instead.
+        editor: The editor of the graph.
+        fake: If true, the graph is a training graph, and the nodes are fake-quantized instead.
 
     Raises:
         Unfit: If a product cannot be computed in int8.
@@ -174,8 +174,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each spec path that requests an integer scheme although a node still reads the parameter as
-    floats."""
+    """Yields a problem for each spec path that requests an integer scheme for a parameter that a node still reads as
+    floats. `changed` are the rewritten graphs, by name."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
@@ -207,6 +207,6 @@ class _Leaders:
         self.above[self.top(b)] = self.top(a)
 
     def of(self, weight: str, order: Mapping[str, int]) -> str:
-        """Returns the first weight, in table order, that shares input codes with `weight`."""
+        """Returns the first weight, in `order`, that shares the codes of its input with `weight`."""
         top = self.top(weight)
         return min((other for other in self.above if self.top(other) == top), key=lambda name: order[name])

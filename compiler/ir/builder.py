@@ -35,17 +35,17 @@ class Builder:
         return name
 
     def scalar(self, name: str, value: float, formula: str) -> str:
-        """Declares a number that each caller passes. Returns a reference to it. `value` is the number of the current
-        caller, and `formula` the text of the number in the spec."""
+        """Declares a number that each caller of the graph passes, and returns a reference to the number. `value` is the
+        number that the current caller passes, and `formula` is its text in the spec."""
         self.scalars.setdefault(name, (value, formula))
         self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 
     def param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares a parameter in the scope with an initialization. Returns a reference to it.
+        """Declares the parameter `name` with the initialization `init`, and returns a reference to the parameter.
 
-        A second declaration of a name refers to the same parameter. Raises TypeRuleError if the two declarations differ
-        in type, or if the name is that of a learned value.
+        If a parameter of this name is already declared, the reference is to that parameter. Raises TypeRuleError if the
+        two declarations differ in type, or if the name is that of a learned value.
         """
         path = self.path(name)
         if path in self.learned:
@@ -57,8 +57,8 @@ class Builder:
         return f"@{path}"
 
     def learned_param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares the parameter of a learned value of the spec. Raises TypeRuleError if another parameter has the same
-        name."""
+        """Declares the parameter of a learned value of the spec, and returns a reference to the parameter. Raises
+        TypeRuleError if another parameter has the same name."""
         path = self.path(name)
         if path in self.params and path not in self.learned:
             raise _same_name(path)
@@ -77,10 +77,10 @@ class Builder:
         return f"{self.scope}.{name}" if self.scope else name
 
     def add(self, name: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node and returns its first output.
+        """Adds a node with the given op and inputs, and returns a reference to the first output of the node.
 
-        Raises TypeRuleError with the name of the node if the op cannot accept the inputs, or if the name is already
-        used.
+        Raises TypeRuleError if the op cannot accept the inputs, or if the name is already used. The message states the
+        name of the node.
         """
         path = self.path(name)
         if path in self.types:
@@ -97,10 +97,10 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """Returns the name of the node that determines the number of features of a value, for error messages.
+        """Returns the name of the node that determines the number of features of the value `ref`, for error messages.
 
-        Ops that preserve the number of features, such as norms, are skipped. For an input of a function, the node is
-        in the caller.
+        The search skips ops that preserve the number of features, such as norms. If `ref` is an input of a function,
+        the node is in the caller of the function.
         """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
@@ -115,8 +115,8 @@ class Builder:
 
 
 def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
-    """Returns `name` if this name is free. Otherwise, appends the smallest number from 2 on that makes the name
-    free."""
+    """Returns `name` if `free(name)` is true. Otherwise, returns `name` followed by `separator` and a number: the
+    smallest number from 2 on for which `free` is true."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 

@@ -21,12 +21,12 @@ class Node:
     Attributes:
         name: the path of the node, unique in its graph.
         op: the operation.
-        inputs: references to the inputs of `op`, then those of `epilogue`.
+        inputs: references to the inputs of `op`, followed by references to the other values that `epilogue` reads.
         types: the types of the outputs.
         epilogue: a pointwise op of the accumulators of `op`, fused into this node.
-        members: the spec paths of the nodes that this node replaced. Empty unless it replaced several.
-        region: in a flattened graph, the recomputed call that contains this node. Empty if the backward pass does not
-            recompute the node.
+        members: the spec paths of the nodes that this node replaced. Empty unless this node replaced several nodes.
+        region: in a flattened graph, the call that contains this node, if the backward pass recomputes the call.
+            Otherwise empty.
     """
 
     name: str
@@ -96,7 +96,8 @@ class Graph:
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
-        """Maps each value to the nodes that read it, in order. A node that reads a value twice is listed twice."""
+        """Maps each value to the nodes that read it, in the order of `nodes`. A node that reads a value twice is listed
+        twice."""
         readers: dict[str, list[Node]] = {ref: [] for ref in self.types}
         for node in self.nodes:
             for ref in node.inputs:
@@ -126,7 +127,8 @@ def output_refs(node: str, count: int) -> tuple[str, ...]:
 
 
 def node_of(ref: str) -> str:
-    """Returns the name of the node that computes a value, or of the graph input that is the value."""
+    """Returns the name of the node that computes the value `ref`. If the value is an input of the graph, returns the
+    name of the input."""
     return ref.partition(":")[0]
 
 
@@ -148,7 +150,7 @@ def retyped(graph: Graph, change: Callable[[TensorType], TensorType]) -> Graph:
 
 
 def needed(nodes: Sequence[Node], refs: Iterable[str]) -> tuple[Node, ...]:
-    """Returns the nodes on which the values `refs` depend, in order."""
+    """Returns those of `nodes` on which the values `refs` depend, in the order of `nodes`."""
     names, chosen = set(map(node_of, refs)), list[Node]()
     for node in reversed(nodes):
         if node.name in names:
@@ -158,7 +160,8 @@ def needed(nodes: Sequence[Node], refs: Iterable[str]) -> tuple[Node, ...]:
 
 
 def walk(graphs: Mapping[str, Graph], start: Graph) -> Iterator[Graph]:
-    """Yields `start` and every function reachable from it by calls, each once, in breadth-first order."""
+    """Yields `start`, and every function of `graphs` that `start` calls, directly or through other functions. Each
+    graph is yielded once, in breadth-first order."""
     seen: list[str] = []
     queue = [start]
     while queue:

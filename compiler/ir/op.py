@@ -18,8 +18,8 @@ ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 class Op:
     """The base class of operations. The fields of an instance are its settings.
 
-    Subclasses set `name` and implement the methods. They override a class attribute below if the default does not
-    apply.
+    Subclasses set `name` and implement the methods. A subclass overrides a class attribute if the default does not
+    apply to the op.
     """
 
     name: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class Op:
 
     @property
     def arity(self) -> int:
-        """Returns the number of inputs of the op. The next inputs of a node belong to the epilogue."""
+        """Returns the number of inputs of the op. Any further inputs of the op's node belong to the epilogue."""
         raise TypeRuleError(f"{self.name} has no fixed arity")
 
     @property
@@ -87,7 +87,7 @@ class Op:
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns the names of the inputs in the code of a group. Empty if the default names are good enough."""
+        """Returns the names of the inputs in the code of a fused group. Empty if the default names are clear enough."""
         return ()
 
     @property
@@ -108,7 +108,8 @@ class Op:
         raise TypeRuleError(f"{self.name} has no bound for integer inputs")
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Makes random test inputs consistent, for ops whose inputs depend on each other."""
+        """Returns random test inputs after making their values consistent. Ops whose inputs depend on each other
+        override this method."""
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -119,14 +120,16 @@ class Op:
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
     def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the bytes that Torch saves for the backward pass besides inputs and outputs."""
+        """Returns the number of bytes that Torch saves for the backward pass in addition to the inputs and outputs of
+        the op."""
         return 0
 
     def site_type(self, type: TensorType) -> TensorType:
-        """Returns the type of an input or output for the selection of a kernel, outside of fused groups.
+        """Returns the type with which the plan selects a kernel for an op outside of fused groups. `type` is the type
+        of an input or output of the op.
 
-        By default, the dims before the last become B, T, as in a whole sequence. Programs on sequences and on single
-        tokens then share a kernel.
+        By default, symbolic dims before the last one become B and T, as for whole sequences. Programs on sequences and
+        on single tokens then share a kernel.
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
         return type.with_shape("B", "T", type.width) if leading else type
@@ -183,16 +186,16 @@ class Op:
     def into(self, at: int) -> "Op | None":
         """Returns the variant of the op that writes its first output into a wider tensor, or None.
 
-        The wider tensor [..., D] is an additional last input. The variant writes to the features of this tensor from
-        `at` on, and returns the tensor in place of the first output.
+        The variant has the wider tensor [..., D] as an additional last input. It writes the output to the features of
+        this tensor that begin at index `at`, and returns the tensor in place of the first output.
         """
         return None
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
-        """Adds the nodes that compute the gradients of the inputs. Returns one gradient per input.
+        """Adds nodes to `tape` that compute the gradients of the op's inputs. Returns one gradient per input.
 
-        An entry is None if the input has no gradient. The result is None if the op has no derivative rule. A rule must
-        be linear in the gradients of the outputs.
+        The entry of an input without a gradient is None. The result is None if the op has no derivative rule. A rule
+        must be linear in the gradients of the outputs.
         """
         return None
 
@@ -207,17 +210,18 @@ class Op:
 
 
 class SupportCall(Op):
-    """The base class of ops that a support function of the same name computes. The arguments of the function are the
-    inputs of the op, followed by its fields."""
+    """The base class of ops that generated code computes with a support function, a helper function of the same name.
+    The arguments of the function are the inputs of the op, followed by its fields."""
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
         return TorchCall(self.name, (*map(Input, range(self.arity)), *(getattr(self, f.name) for f in fields(self))))
 
 
 class Scaled(NamedTuple):
-    """A gradient in two factors: `value`, and the scalar `by`, f32[].
+    """A gradient as the product of `value` and the scalar `by`, f32[].
 
-    Every derivative rule is linear. `by` can therefore be multiplied at the end, when the gradient leaves the group.
+    Every derivative rule is linear in the gradient. The multiplication by `by` can therefore be the last step of the
+    backward pass of a fused group.
     """
 
     value: str

@@ -44,7 +44,8 @@ def _types(text: str) -> tuple[TensorType, ...]:
 
 
 def parse_op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
-    """Returns the op of the given name, with settings such as `{eps=0.5}`. Raises the same errors as `parse`."""
+    """Returns the op with the name `name` in `ops`, and with settings such as `{eps=0.5}`. Raises the errors that
+    `parse` lists."""
     if name not in ops:
         raise GraphTextError(f"{name!r} is not an op")
     call = ast.parse(f"f({(settings or '{}')[1:-1]})", mode="eval").body
@@ -53,7 +54,7 @@ def parse_op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op
 
 
 def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
-    """Parses the text of a graph, with the op classes in `ops` by name.
+    """Parses the text of a graph. `ops` maps the names of ops to their classes.
 
     Raises:
         GraphTextError: if a line is not recognized, or if a type or op is unknown. The message states the line number.

@@ -76,7 +76,7 @@ class TensorType:
     """The shape and dtype of a value.
 
     A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the format
-    of a deployed parameter, such as `int5`. Empty if the parameter is stored in `dtype`.
+    of a deployed parameter, such as `int5`. It is empty if the parameter is stored in `dtype`.
     """
 
     shape: tuple[Dim, ...]

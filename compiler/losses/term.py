@@ -53,8 +53,8 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds the nodes of additional targets for the same logits. Returns the targets, i64 [B, T], by name. A missing
-        target is -1. `per_token` reads the cross-entropy of the targets named `n` as `nats_n`.
+        """Adds nodes that compute additional targets for the logits of the next token. Returns the targets, i64 [B, T],
+        by name. A missing target is -1. `per_token` reads the cross-entropy of the targets named `n` as `nats_n`.
 
         Args:
             b: The builder of the program.
@@ -82,7 +82,8 @@ def add_loss(
         terms: The terms of the training loss.
         logits: The logits, f32 [B, T, V].
         targets: The next token of each token, i64 [B, T].
-        mean: Whether to return the training loss, f32 []. Otherwise, the cross-entropy of each token, f32 [B, T].
+        mean: If true, the value is the training loss, f32 []. Otherwise, it is the cross-entropy of each token, f32 [B,
+            T].
         ignore: The target id that the loss ignores.
     """
     reduction: Literal["mean", "none"] = "mean" if mean else "none"

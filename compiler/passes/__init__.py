@@ -1,1 +1,2 @@
-"""Passes over programs. Each is a pure function from programs to programs. Programs are verified after every pass."""
+"""Passes over programs. Each pass is a pure function from programs to programs. The compiler verifies the programs
+after every pass."""

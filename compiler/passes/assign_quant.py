@@ -32,14 +32,14 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, the needs of schemes
-            are not checked.
+        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, the function does
+            not check whether calibration observes what the schemes need.
         looked: The names of the embedding tables whose lookups calibration observes, from `observed`.
 
     Raises:
-        LoweringError: With all problems. A rule may match nothing, overlap another rule, or not fit a parameter. A
-            scheme may need inputs that calibration does not observe. The parameters may not support `promote`,
-            `allocate` or `correct`.
+        LoweringError: If a rule matches nothing, overlaps another rule, or does not fit a parameter. Also if a scheme
+            needs inputs that calibration does not observe, or if the parameters do not support `promote`, `allocate` or
+            `correct`. The error lists all problems.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -98,9 +98,9 @@ def pattern_of(names: Collection[str]) -> str:
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """Returns a hint: how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is the
-    current scheme of these parameters. A parameter may match only one rule, so the hint may be to narrow an existing
-    rule."""
+    """Returns a hint that explains how to store the parameters that match `pattern` in `dtype`, without quantization.
+    `scheme` is the current scheme of these parameters. A parameter may match only one rule, so the hint may be to
+    narrow an existing rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
@@ -212,7 +212,8 @@ def _has_more_bits(scheme: Scheme, bits: int) -> bool:
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs with the storage of each parameter. Raises LoweringError like `allocation`."""
+    """Returns the programs with the storage format of each parameter. Raises LoweringError in the cases that
+    `allocation` lists."""
     schemes = allocation(quant, programs.stored, *observed(programs))
     names = {name: storage_name(scheme) for name, scheme in schemes.items()}
     params = tuple(replace(param, storage=names.get(param.name, "")) for param in programs.params)

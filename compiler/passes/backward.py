@@ -1,5 +1,5 @@
-"""Composes the backward pass of a fused group from the derivative rules of the group's nodes, the members. The result
-is a graph that reads the values saved by the forward pass."""
+"""Composes the backward pass of a fused group from the derivative rules of the group's nodes, which are called members.
+The result is a graph that reads the values saved by the forward pass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending
 
 
 def accumulates(op: Op) -> bool:
-    """Returns whether the op is a linear layer. The kernel of a linear layer can also compute the next pointwise
-    operation."""
+    """Returns whether the op is a linear layer. The kernel of a linear layer can also compute the pointwise operation
+    that follows."""
     return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
 class NoDerivative(Exception):
-    """Raised if the op of a node states no derivative with its settings."""
+    """Raised if the op of a node has no derivative rule for its settings."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(f"{node.name} has no derivative")
@@ -43,15 +43,15 @@ class NoDerivative(Exception):
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. Such an output
-    is stored only if the backward pass reads it."""
+    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. `linear`
+    contains the names of these layers. The output of such a layer is stored only if the backward pass reads it."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the part of a kernel name for a pointwise member, such as `gelu`. The result is `gelu_pre` if the
-    forward pass saves the input of the activation, and not the derivative."""
+    """Returns the part of a kernel name that describes a pointwise member, such as `gelu`. The result is `gelu_pre` if
+    the forward pass saves the input of the activation instead of the derivative."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
@@ -123,8 +123,9 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the name of the forward value `ref` in the backward graph. The first call makes the value an input. A
-        view is not saved. The backward graph computes the view again from the viewed value."""
+        """Returns the name of the forward value `ref` in the backward graph. The first call for a value makes the value
+        an input of the backward graph. A view is not saved. The backward graph computes the view again from the viewed
+        value."""
         node = self.forward.by_name.get(node_of(ref))
         if node is not None and node.op.views:
             if node.name not in self.b.types:
@@ -149,7 +150,8 @@ class Derivation:
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns a gradient with the pending factor `by`. The rule computed `value` without this factor."""
+        """Returns the gradient `value` with the pending factor `by`. The derivative rule of the node computed `value`
+        without this factor."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -163,8 +165,8 @@ class Derivation:
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a pointwise member's inputs. For inputs that are products of the group,
-        `plan_backward` has stated the gradients. For other inputs, the expression is differentiated symbolically."""
+        """Returns the gradients of a pointwise member's inputs. If an input is a product of the group, `plan_backward`
+        states its gradient. The gradient of any other input is the symbolic derivative of the member's expression."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])

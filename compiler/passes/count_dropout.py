@@ -13,9 +13,9 @@ SUFFIX = "_draw"  # the name suffix of the buffers
 def count_dropout(programs: Programs, text: bool) -> Programs:
     """Returns the programs with one buffer per dropout node. The buffer determines the random numbers.
 
-    The trainer sets the buffers before each micro-batch. A buffer has the name of its node. Models that do not read
-    text still use Torch's generator. In these models, the lengths of sources and targets vary between batches, and
-    loops over time draw new numbers in each step.
+    The trainer sets the buffers before each micro-batch. The name of a buffer is the name of its node, followed by
+    `_draw`. Models that do not read text still use Torch's generator. In these models, the lengths of sources and
+    targets vary between batches, and loops over time draw new numbers in each step.
 
     Args:
         programs: The programs, before any fusion.

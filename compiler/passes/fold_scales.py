@@ -1,9 +1,9 @@
 """Multiplies factors of the outputs of linear layers into the matrices of these layers.
 
-In `x + scale * linear(h)`, the gradient of `scale` reads the product for all tokens. The gradient of the product is a
-separate tensor. If the layer has the matrix `scale * w` instead, the gradient of the product equals the gradient of
-the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale * d(scale * w),
-and d scale is the sum of d(scale * w) * w over each row.
+In `x + scale * linear(h)`, the gradient of `scale` reads `linear(h)` for all tokens. The gradient of `linear(h)` is a
+separate tensor. If the layer multiplies by the matrix `scale * w` instead of `w`, the gradient of its output equals the
+gradient of the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale *
+d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,10 +36,10 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the layers to change. `auto` for all.
+        patterns: The patterns of the layers to change. `auto` selects all layers.
 
     Raises:
-        LoweringError: If a pattern has no effect. Lists the problems of all patterns.
+        LoweringError: If a pattern has no effect. The error lists the problems of all patterns.
     """
     requests = Requests(programs, "fold_scales", "fold", patterns)
     return requests.run(lambda graph: _folded(programs, graph, requests))
@@ -115,8 +115,8 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
 
 
 def _source(graph: Graph, ref: str) -> Node | None:
-    """Follows homogeneous ops back from the value `ref`, and returns the first node that is not homogeneous. None if
-    the ops begin at an input of the graph, or if a value on the way has several readers."""
+    """Follows homogeneous ops back from the value `ref`, and returns the first node that is not homogeneous. Returns
+    None if the ops begin at an input of the graph, or if several nodes read one of the values on the way."""
     node = graph.by_name.get(ref)
     if node is None or graph.uses(ref) != 1:
         return None
@@ -160,8 +160,8 @@ def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
 
 
 def _matrix(programs: Programs, product: Node) -> int | None:
-    """Returns the index of the matrix among the inputs of a product. None if the node is not a product, or if the
-    epilogue does more than multiply the product by factors. A dropout mask is a factor."""
+    """Returns the index of the matrix among the inputs of a product. Returns None if the node is not a product, or if
+    the epilogue of the product does more than multiply by factors. A dropout mask counts as a factor."""
     if product.op == Linear() and product.epilogue is None:
         return 1
     if not isinstance(product.op, Fused) or programs.group(product.op.group).chunks > 1:
@@ -175,8 +175,8 @@ def _matrix(programs: Programs, product: Node) -> int | None:
 
 
 def _multiplies(epilogue: Op | None) -> bool:
-    """Returns whether an epilogue only multiplies the product by a factor. An epilogue that adds a term, such as a
-    bias, does more. Without an epilogue, the factor is 1."""
+    """Returns whether an epilogue does nothing but multiply the product by a factor. Returns True if `epilogue` is
+    None. Returns False if the epilogue also adds a term, such as a bias, or has several outputs."""
     if not isinstance(epilogue, Pointwise):
         return epilogue is None
     if len(epilogue.outputs) > 1:

@@ -24,7 +24,7 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
 
     Programs for scoring and decoding still multiply in the compute dtype, because a scale depends on all tokens of a
     tensor, including later tokens. If a training program shares a function with another program, the training program
-    gets a copy. Programs that fake-quantize inputs are unchanged.
+    calls a changed copy of the function. Programs that fake-quantize inputs are unchanged.
 
     Args:
         programs: The programs, before fusion.

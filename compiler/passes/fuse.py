@@ -1,5 +1,5 @@
-"""Replaces the nodes of each fusion point in a spec by a fused group. Applies to programs that compute whole
-sequences."""
+"""Replaces the nodes of each fusion point in a spec by a fused group. This pass changes only programs that compute
+whole sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
     token at a time are unchanged.
 
     Raises:
-        LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
+        LoweringError: If a fusion point cannot be applied. The error lists the problems of all fusion points.
     """
     problems: list[Problem] = []
     built: dict[Selection, Group] = {}  # not shared between specs, whose names for equal sizes may differ
@@ -111,8 +111,8 @@ def _short(names: Sequence[str]) -> str:
 def _fuse_graph(
     programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int, built: dict[Selection, Group]
 ) -> Programs:
-    """Replaces the members of one scope in one graph by a fused node, named after the last member. Returns the new
-    programs."""
+    """Replaces the members of one scope in one graph by a fused node, which has the name of the last member. Returns
+    the new programs."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = shared(programs, build_group(graph, scope, nodes, chunks, built))
@@ -130,7 +130,7 @@ def _fuse_graph(
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     """Returns the nodes `names` and the nodes that have to be fused with these nodes, in graph order.
 
-    A linear layer is fused if only a named node reads it. A node whose name begins with the name of a member, such as
+    A linear layer is fused if only a node in `names` reads it. A node whose name begins with a name in `names`, such as
     the cast `logits.f32` of `logits`, is fused if only fused nodes read it.
     """
     chosen = set(names)
@@ -149,8 +149,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns a group and whether the programs already have it. If a group of the programs equals `group`, the result
-    is this group. If none does, the result is `group` under a unique name."""
+    """Returns a group and whether the programs already have it. If a group of the programs equals `group`, the returned
+    group is that group. Otherwise, it is `group` under a unique name."""
     for known in programs.groups:
         if known.members == group.members and known == _named(group, known.name):
             return known, True

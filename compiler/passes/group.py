@@ -29,7 +29,7 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """Raised if a node cannot be in a group. `reason` follows the name of the node in a sentence."""
+    """Raised if a node cannot be in a group. `reason` completes a sentence that begins with the name of the node."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(f"{node} {reason}")
@@ -66,9 +66,9 @@ def build_group(
     Args:
         graph: The graph of the members.
         scope: The prefix of node names that the fusion point matched.
-        members: The nodes, in graph order. Only the last may be read from outside.
+        members: The nodes, in graph order. Only the last node may have readers outside of `members`.
         chunks: The number of chunks of rows that are computed one after another.
-        known: The groups that were built before in the same programs. This function adds the new group to them.
+        known: The groups that were built before in the same programs. This function adds the new group to `known`.
 
     Returns:
         The group with the default save choice. The field `others` holds the group with each other save choice.

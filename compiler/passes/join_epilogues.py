@@ -17,12 +17,12 @@ def join_epilogues(graph: Graph) -> Graph:
     the new graph.
 
     If a pointwise node reads several linear layers of the same input, these layers become one node with several
-    accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, stays separate. Such a node
-    only scales a small tensor, and the product can remain a library call.
+    accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, stays separate. Such a pointwise
+    node only scales a small tensor, and the product can remain a library call.
 
-    Dropout with a buffer is a pointwise node that reads a mask. Dropout also joins an existing epilogue. A pointwise
-    node that reads the result of an epilogue with a dropout mask joins this epilogue, too. Dropout between a product
-    and a sum then needs no separate pass over memory.
+    Dropout with a buffer counts as a pointwise node that reads a mask. It also joins the epilogue whose result it
+    reads. A pointwise node that reads the result of an epilogue with a dropout mask also joins this epilogue. Dropout
+    between a product and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)
@@ -88,7 +88,8 @@ def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
 
 
 def _drawing(graph: Graph, reader: Node) -> Node | None:
-    """Returns the product whose epilogue `reader` can join. None unless the epilogue or `reader` has a dropout mask."""
+    """Returns the product whose epilogue `reader` can join. Returns None if there is no such product, or if neither the
+    epilogue nor `reader` has a dropout mask."""
     for ref in reader.inputs:
         node = graph.by_name.get(node_of(ref))
         if node is None or not isinstance(node.epilogue, Pointwise) or not isinstance(node.op, Product):

@@ -26,8 +26,8 @@ from specc.compiler.programs.programs import Group, Programs
 
 
 def join_groups(programs: Programs) -> Programs:
-    """Returns the programs with joined groups. Groups are joined if at least one group has a kernel that can write its
-    gradient into a wider tensor."""
+    """Returns the programs with joined groups. Groups that read parts of one product are joined if the kernel of at
+    least one of these groups can write the gradient of its part into a wider tensor."""
     for name in [graph.name for graph in programs.functions]:
         for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
             programs = _joined(programs, programs.function(name), parts)
@@ -36,8 +36,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the fused node that reads `ref`, a part of a product, as heads. None if there are other readers, or if
-    the node's kernel cannot write the gradient of the part into a wider tensor."""
+    """Returns the fused node that reads `ref`, a part of a product, as heads. Returns None if other nodes read the
+    part, or if the kernel of the fused node cannot write the gradient of the part into a wider tensor."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None
@@ -105,7 +105,8 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
 
 
 def _into_one(graph: Graph) -> Graph:
-    """Rewrites a backward graph: its nodes write the parts of the joined gradient into one tensor."""
+    """Returns a backward graph that computes the gradients of `graph`, but whose nodes write the parts of the joined
+    gradient into one tensor."""
     join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
     if join is None:
         return graph

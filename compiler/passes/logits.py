@@ -1,4 +1,4 @@
-"""Builds the program `logits` for exported files: the nodes of `score` before the loss."""
+"""Builds the program `logits` for exported files. The program contains the nodes of `score` that compute the logits."""
 
 from dataclasses import replace
 

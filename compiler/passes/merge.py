@@ -1,5 +1,5 @@
-"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each merged node records its
-variants.
+"""Merges several graphs, which are called variants, into one list of nodes (anti-unification). Each merged node records
+the variants that contain it.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
 code runs a node unconditionally if all variants have it, otherwise under a condition. If a node reads different values
@@ -35,8 +35,8 @@ class Move(Op):
 
 @record
 class Slot:
-    """A merged node. `name` is the name of the node's first output. `nodes` maps each variant with this node to the
-    node in that variant's graph."""
+    """A merged node. `name` is the name of the node's first output. `nodes` maps the index of each variant that
+    contains the node to the node in that variant."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -73,7 +73,7 @@ class Merged:
         variants: The graphs.
         slots: The merged nodes, in an order that is valid for every variant.
         outputs: The values to return, by label.
-        variables: Maps each value that shares a variable to the first value of the variable.
+        variables: Maps each value that shares a variable with other values to the first of these values.
     """
 
     variants: tuple[Graph, ...]
@@ -95,8 +95,8 @@ class Merged:
         return sorted(inputs, key=lambda entry: entry[2] != self.every)
 
     def operands(self) -> Iterator[tuple[int, Operand]]:
-        """Yields every operand with the index of the slot that reads it. Operands of outputs have a larger index than
-        any slot."""
+        """Yields every operand (a value that a slot reads, which may differ between variants) with the index of the
+        slot that reads it. Operands of outputs have a larger index than any slot."""
         yield from ((i, operand) for i, slot in enumerate(self.slots) for operand in slot.inputs)
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
@@ -106,8 +106,8 @@ class Merged:
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs of similar parts, and assigns shared variables to their values. The arguments are those of
-    `align`."""
+    """Merges the graphs of similar parts of a model, and assigns shared variables to their values. The arguments are
+    those of `align`."""
     merged = align(graphs, labels, kind)
     for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
         variables = _Variables(merged)
@@ -119,12 +119,12 @@ def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs of similar parts, without shared variables.
+    """Merges the graphs of similar parts of a model, without shared variables.
 
     Args:
         graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. A dim of
             1 token counts as equal to a dim of T tokens.
-        labels: The outputs to return, or None for all. A variant may lack some.
+        labels: The labels of the outputs to return, or None for all outputs. A variant may lack some of these outputs.
         kind: A function that returns an additional key of a node, such as its kernel. Only nodes with equal keys are
             merged.
     """
@@ -146,8 +146,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Groups all nodes. A group holds nodes of different variants that can be merged. The groups are almost in the
-    order of each graph."""
+    """Returns all nodes in groups. A group maps the indices of variants to nodes that can be merged. The groups are
+    almost in the order of the nodes in each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
@@ -164,7 +164,7 @@ def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]
 
 
 def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Replaces dims of 1 by T. A program for one token then matches a program for several."""
+    """Replaces dims of 1 by T. A program for one token then matches a program for several tokens."""
     return tuple("T" if dim == 1 else dim for dim in shape)
 
 
@@ -227,8 +227,8 @@ def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """Returns the slots in a topological order, or None if there is none. Slots of the same variants are adjacent
-    where possible."""
+    """Returns the slots in a topological order, or None if no such order exists. Slots of the same variants are
+    adjacent where possible."""
     before = _precedence(graphs, slots)
     current = every = frozenset(range(len(graphs)))
     ordered: list[Slot] = []
@@ -289,8 +289,8 @@ def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: 
 
 
 class _Variables:
-    """Sets of values that share a variable. Two sets are joined only if no value of one is live at the same time as a
-    value of the other."""
+    """Sets of values that share a variable. Two sets are joined only if no value of one set is live at the same time as
+    a value of the other set."""
 
     def __init__(self, merged: Merged) -> None:
         self.computed_at = {name: -1 for name, _, _ in merged.inputs()}
@@ -338,8 +338,8 @@ class _Variables:
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Maps every value that shares a variable to the first value of the variable. If an input shares the variable,
-        the input is the first value."""
+        """Maps every value that shares a variable with other values to the first of these values. If an input shares
+        the variable, the input is the first value."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

@@ -1,11 +1,12 @@
 """Merges linear layers that read the same value into one matrix product.
 
-The forward pass is one product with the concatenated matrices. The gradient of the input is one product, which reads
-the concatenated output gradients. The gradients of all matrices are one product. Each matrix remains a separate
-parameter.
+The forward pass computes one product with the concatenated matrices. In the backward pass, one product of the
+concatenated output gradients gives the gradient of the input, and another product gives the gradients of all matrices.
+Each matrix remains a separate parameter.
 
 Some gradients are written directly into the tensor of concatenated gradients: the gradients that Torch's compiler
-computes, and the gradients of fused groups that `join_groups` can join. All other gradients are copied there.
+computes, and the gradients of fused groups that `join_groups` can join. All other gradients are copied into this
+tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
         patterns: The patterns of the layers to merge. `auto` merges all layers whose merged gradients move fewer bytes.
 
     Raises:
-        LoweringError: If a pattern has no effect. Lists the problems of all patterns.
+        LoweringError: If a pattern has no effect. The error lists the problems of all patterns.
     """
     requests = Requests(programs, "merge_linears", "merge", patterns)
     balance = _balance(programs) if patterns == "auto" else {}
@@ -176,8 +177,8 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
-    """Returns whether the gradient of `ref` must be copied into the concatenated gradients, because a kernel,
-    attention or a fused group computes it. Torch's compiler writes other gradients there directly."""
+    """Returns whether the gradient of `ref` must be copied into the concatenated gradients, because a kernel, attention
+    or a fused group computes it. Torch's compiler writes other gradients into the concatenated gradients directly."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:

@@ -11,7 +11,8 @@ from specc.compiler.strict import Problem
 
 
 def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
-    """Returns the programs with the optimizer of each parameter. Raises LoweringError like `owners`."""
+    """Returns the programs with the optimizer of each parameter. Raises LoweringError in the cases that `owners`
+    lists."""
     owner = owners(train.optimizers, {param.name: param.shape for param in programs.params})
     return replace(programs, params=tuple(replace(param, optimizer=owner[param.name]) for param in programs.params))
 
@@ -20,8 +21,8 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
     """Maps each parameter name, in the order of `shapes`, to an index into `optimizers`.
 
     Raises:
-        LoweringError: If an optimizer matches no remaining parameter, or matches a parameter that it cannot update.
-            Also if a parameter has no optimizer. Lists all problems.
+        LoweringError: If an optimizer matches no parameter that earlier optimizers leave, or matches a parameter that
+            it cannot update. Also if no optimizer matches a parameter. The error lists all problems.
     """
     owner = {
         name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)

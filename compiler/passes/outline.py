@@ -64,8 +64,8 @@ def outline(
         taken: The names of the model's methods.
         reserved: The names that arguments must not have.
         kind: A function that returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: A function that returns whether the arguments of a method determine the calling program. If they
-            do not, the pass tries a section of fewer programs.
+        distinguishes: A function that returns whether the arguments of a method determine the calling program. If it
+            returns False, the pass tries a section of fewer programs.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -258,8 +258,9 @@ class _Section:
         return bodies
 
     def stands_for(self, program: Graph) -> bool:
-        """Returns whether the method can be called like a program: it has no further results, and the inputs of the
-        program are parameters that all callers pass."""
+        """Returns whether the method can replace `program`, so that callers of `program` can call the method in the
+        same way. The method must return as many results as `program`. Each input of `program` must be a parameter of
+        the method that all callers pass."""
         passed = {name for name, refs in self.inputs.items() if refs.keys() == self.where}
         return len(self.read) == len(program.outputs) and {name for name, _ in program.inputs} <= passed
 
@@ -303,8 +304,8 @@ def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
 
 
 def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns names for a value, shortest first. An input has one name. Other values are named by the op's label for
-    the output, and by parts of the node's path."""
+    """Returns candidate names for the value `ref`, shortest first. An input of the graph has only one candidate. The
+    candidates for any other value are the label that its op gives to the output, and parts of its node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:
         return (ref.replace(".", "_"),)

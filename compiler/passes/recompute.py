@@ -149,14 +149,14 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
 
 
 def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, Graph]) -> str:
-    """Adds a function to the class of a graph's block. Returns the name of the function. Blocks of one class share
-    equal functions.
+    """Adds a function as a method of the block class to which `graph` belongs, unless an equal function exists. Returns
+    the name of the function.
 
     Args:
         graph: The graph that calls the function.
         method: The name of the method. A number is appended if another function has this name.
         function: The function.
-        functions: All functions by name. The function is added to them.
+        functions: The functions that were added before, by name. The new function is added to this dict.
     """
     alike = [name for name in functions if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
     for name in alike:

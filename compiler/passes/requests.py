@@ -14,8 +14,8 @@ Patterns = Sequence[str] | Literal["auto"]
 
 
 def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields every graph that a whole-sequence program runs, with each path of the graph. Programs that fake-quantize
-    inputs are skipped."""
+    """Yields pairs (graph, path) for every graph that a whole-sequence program runs, one pair for each path at which
+    the graph runs. Programs that fake-quantize inputs are skipped."""
     rounded = {phase.train for phase in programs.phases if phase.rounds}
     for name in (name for name in programs.whole if name not in rounded):
         program = programs.program(name)
@@ -55,8 +55,8 @@ class Requests:
 
         Raises:
             LoweringError: If a pattern matches no node that the pass rewrites, or if it matches a node that the pass
-                cannot rewrite. Also if a pattern matches only some of the nodes that share generated code. Lists all
-                problems.
+                cannot rewrite. Also if a pattern matches only some of the nodes that share generated code. The error
+                lists all problems.
         """
         whole: set[str] = set()
         for graph, at in whole_sequences(self.programs):
@@ -81,8 +81,8 @@ class Requests:
         return replace(self.programs, functions=functions, rewritings=rewritings)
 
     def names(self, graph: Graph, node: str) -> bool:
-        """Returns whether to rewrite a node. With `auto`, the result is always True. Otherwise, a pattern must match
-        all paths of the node. A pattern that matches only some of the paths is recorded as a problem."""
+        """Returns whether the pass should rewrite a node. With `auto`, the result is always True. Otherwise, a pattern
+        must match all paths of the node. A pattern that matches only some of the paths is recorded as a problem."""
         if self.patterns == "auto":
             return True
         paths = self._paths(graph, node)
@@ -105,7 +105,8 @@ class Requests:
         self._rewritings[Rewriting(self.step, self._shown(graph, nodes), text)] = None
 
     def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:
-        """Records why the pass cannot rewrite `nodes`. If the spec names the nodes, this is an error."""
+        """Records the reason why the pass cannot rewrite `nodes`. If a pattern of the spec names the nodes, records the
+        reason as an error."""
         if self.patterns == "auto":
             self._rewritings[Rewriting(self.step, self._shown(graph, nodes), "", reason)] = None
             return

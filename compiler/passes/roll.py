@@ -218,8 +218,8 @@ def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns all names in one order that is consistent with each of `orders`. If two orders contradict each other,
-    the first applies."""
+    """Returns all names in one order that is consistent with each of `orders`. If two orders contradict each other, the
+    first of the two applies."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))
@@ -228,7 +228,7 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Returns programs whose loops over a list all have the same inputs in the same order.
+    """Returns the programs after a change: all loops over one module list then have the same inputs in the same order.
 
     A loop that lacks an input receives the value that another program passes. If the program of the loop does not
     compute this value before the loop, the loop receives `None`.

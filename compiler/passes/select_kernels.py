@@ -35,9 +35,9 @@ def select_kernels(
 ) -> Plan:
     """Returns the plan of `programs` on `target`.
 
-    The lock holds measurements. A node gets its fastest measured kernel. Without a measurement, it gets the accepting
-    kernel of the lowest rank. A group gets its fastest measured save choice. Without a measurement, it gets the save
-    choice that moves the fewest bytes.
+    The lock holds measurements. A node gets its fastest measured kernel. Without a measurement, it gets the kernel of
+    the lowest rank among the kernels that accept the node. A group gets its fastest measured save choice. Without a
+    measurement, it gets the save choice that moves the fewest bytes.
 
     Args:
         programs: The programs, with fused groups.
@@ -51,7 +51,7 @@ def select_kernels(
         The plan, with the chosen groups.
 
     Raises:
-        LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
+        LoweringError: If no kernel accepts a node, or if names of kernels clash. The error lists all problems.
         LockError: If the kernel of a lock entry no longer accepts the node.
     """
     request = _Request(target, lock, deterministic)

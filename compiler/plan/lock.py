@@ -43,9 +43,10 @@ class Entry(StrictModel):
         site: In locks of earlier versions, a digest of the node in place of `key`.
         kernel: The name of the fastest kernel.
         tile: The tile of this kernel.
-        rows: The number of rows of the measurement.
+        rows: The number of rows that the kernel processed in the measurement.
         ms: The median time of the kernel.
-        floor_ms: A lower bound of the time: the node's bytes and operations at the peak rates of the machine.
+        floor_ms: A lower bound of the time: the time that the node's bytes and operations take at the peak rates of the
+            machine.
         others: The times in ms of the other kernels, each measured with its fastest tile.
     """
 
@@ -68,7 +69,8 @@ class Entry(StrictModel):
 
 
 class GroupEntry(StrictModel):
-    """The measured save choice of one group.
+    """The measured save choice of one group. A save choice is a choice of the values that the group's forward pass
+    saves for its backward pass.
 
     Attributes:
         key: A digest of the nodes in all save choices (`group_key`). The entry does not apply to a changed group.
@@ -108,9 +110,9 @@ def _with_one_of(entry: Model, new: str, old: str) -> Model:
 class Machine(StrictModel):
     """The machine and software versions of an entry.
 
-    `nvcc` and `cutlass` (the headers) are the versions that compiled the CUTLASS kernels. A version is None if the
-    software was not installed, or if its version was not recorded. Such an entry does not match a machine with the
-    software.
+    The CUTLASS kernels were compiled by version `nvcc` of the compiler, with version `cutlass` of the headers. A
+    version is None if the software was not installed, or if its version was not recorded. An entry with such a version
+    does not match a machine that has the software.
     """
 
     gpu: Word
@@ -144,7 +146,7 @@ class StepTiming(StrictModel):
         tokens: The number of tokens of the step.
         ms: The time in milliseconds.
         memory: The peak memory in bytes.
-        classes: The milliseconds of each class of work that is not a node of the plan.
+        classes: The time in milliseconds of each class of work that does not belong to a node of the plan.
     """
 
     key: Word
@@ -159,7 +161,7 @@ class TargetLock(StrictModel):
 
     Attributes:
         machine: The machine of the measurements.
-        kernels: The entries of kernels, by symbol.
+        kernels: The entries of kernels, by the symbol of the kernel.
         groups: The entries of groups, by the names of the group and of its first kernel.
         timings: The times of nodes that a library computes, by key (`Site.key`).
         step: The time of a whole training step.
@@ -204,7 +206,7 @@ class Lock(StrictModel):
         Args:
             target: the name of the target.
             machine: the machine of the measurements.
-            kernels: entries of kernels, by symbol.
+            kernels: entries of kernels, by the symbol of the kernel.
             groups: entries of groups, by name.
             timings: times of nodes that a library computes, by the key of the node (`Site.key`).
             step: the time of a whole step. None leaves the old time unchanged.
@@ -267,16 +269,17 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Yields the diagnostics with a hint for lock files. Locks are not edited by hand, so hints for specs do not
-    apply."""
+    """Yields the diagnostics with a hint for lock files. The hint replaces the original hints, which tell users how to
+    edit a spec."""
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(diagnostic, hint=hint) for diagnostic in diagnostics)
 
 
 def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:
-    """Raises LockError if `machine` has already measured one of the nodes on more rows.
+    """Raises LockError if `machine` has already measured one of the nodes on more than `rows` rows.
 
-    The fastest tile depends on the number of rows. A measurement on fewer rows must therefore not replace the entry.
+    The fastest tile depends on the number of rows. A measurement on fewer rows must therefore not replace the entry of
+    a node.
 
     Args:
         lock: The lock with earlier measurements.
@@ -293,8 +296,8 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """Returns the key of the node in locks of earlier versions: twelve hex digits, a digest of the `repr` of op and
-    epilogue."""
+    """Returns the key of a node in locks of earlier versions. The key is a digest of the target, the types of the node,
+    and the `repr` of its op and epilogue. It has twelve hex digits."""
     types, node = map(str, (*site.inputs, *site.node.types)), (site.node.op, site.epilogue)
     return _digest("\n".join((site.target.name, *map(_earlier_repr, node), *types)))
 
@@ -308,20 +311,20 @@ def _earlier_repr(op: Op | None) -> str:
 
 
 def group_digest(options: Sites) -> str:
-    """Returns the key of the group in locks of earlier versions: twelve hex digits, a digest of the nodes'
-    `site_digest`."""
+    """Returns the key of a group in locks of earlier versions. The key is a digest of the `site_digest` of the group's
+    nodes, and has twelve hex digits. `options` lists the nodes that have kernels, for each save choice."""
     return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
 def group_key(options: Sites) -> str:
-    """Returns the key of a group: twelve hex digits, a digest of the nodes' keys. `options` lists the nodes for each
-    save choice."""
+    """Returns the key of a group. The key is a digest of the keys of the group's nodes, and has twelve hex digits.
+    `options` lists the nodes that have kernels, for each save choice."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
-    """Returns the plan key: twelve hex digits, a digest of node, target, kernel and tile. All files of a kernel state
-    their plan key.
+    """Returns the plan key, a digest of node, target, kernel and tile with twelve hex digits. Every generated file of a
+    kernel states the plan key.
 
     Args:
         kernel: The kernel that computes the node.
@@ -337,7 +340,7 @@ def _digest(text: str) -> str:
 
 
 def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
-    """Returns a kernel's tile in the form of a lock. None if the kernel has no tile."""
+    """Returns the tile of a kernel in the form in which locks store it, or None if the kernel has no tile."""
     tile = getattr(kernel, "tile", None)
     return None if tile is None else {k: v for k, v in asdict(tile).items() if v is not None}
 
@@ -346,7 +349,7 @@ _tiles: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)  # the validator
 
 
 def locked_kernel(entry: Entry) -> Kernel:
-    """Returns the kernel of an entry, with the tile.
+    """Returns the kernel that a lock entry names, with the tile of the entry.
 
     Raises LockError if this compiler does not have the kernel, or if the tile is invalid.
     """

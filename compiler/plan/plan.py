@@ -34,7 +34,7 @@ class Choice:
 
     @property
     def listed(self) -> bool:
-        """Whether plans, explanations and benchmarks list the node. True if the node's op is planned, or if the node's
+        """Whether plans, explanations and benchmarks list the node. True if the op of the node is `planned`, or if its
         kernel is a generated function."""
         return self.site.node.op.planned or bool(self.rendered.function)
 
@@ -44,7 +44,8 @@ class Choice:
 
 
 class SaveChoice(NamedTuple):
-    """One save choice of a group: the group with this choice, and the kernels of its nodes."""
+    """One choice of the values that the forward pass of a group saves for the backward pass. `group` is the group with
+    this choice, and `choices` are the kernels of the group's nodes."""
 
     group: Group
     choices: tuple[Choice, ...]
@@ -55,7 +56,7 @@ class SaveChoice(NamedTuple):
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The saved values that the group computes, without its inputs."""
+        """The names of the saved values that the group computes. Saved inputs of the group are not included."""
         inputs = {name for name, _ in self.group.forward.inputs}
         return tuple(name for name in self.group.saved if name not in inputs)
 
@@ -68,8 +69,8 @@ class SaveChoices:
         label: The path of the group.
         name: The name of the group's entry in a lock.
         options: The save choices, beginning with the default of the group.
-        chosen: The selected save choice. It is the fastest measured choice, otherwise the choice that moves the fewest
-            bytes.
+        chosen: The selected save choice. This is the fastest choice if the lock has measurements of the group,
+            otherwise the choice that moves the fewest bytes.
         measured: The lock's entry of the group, or None.
     """
 
@@ -114,7 +115,8 @@ class Plan:
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices of the plan and of every save choice, with possible duplicates."""
+        """The kernel choices of the plan and of all save choices of its groups. The same kernel choice may occur more
+        than once."""
         options = (option for choices in self.save_choices for option in choices.options)
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
@@ -128,8 +130,8 @@ class Plan:
         return tuple(choices.values())
 
     def called(self, choice: Choice) -> str:
-        """Returns the name under which model.py calls the function of a kernel. This is the name of the function, or
-        the name of the file if several kernels have functions of the same name."""
+        """Returns the name by which model.py calls the kernel function of `choice`. If several kernels have functions
+        of the same name, this is the name of the kernel's file. Otherwise, it is the name of the function."""
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
         return function if len(modules) == 1 else choice.rendered.module

@@ -1,2 +1,2 @@
-"""The programs of a model, which share one parameter table, and the cost of programs. Also two checks of generated
-modules: against torch.fx traces, and against float64 references."""
+"""The programs of a model, which share one parameter table, and the cost of programs. The package also contains two
+checks of generated modules: one against torch.fx traces, and one against float64 references."""

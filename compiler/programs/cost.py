@@ -50,7 +50,7 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
-    """Yields the cost of every node of a graph that is not flattened. Operations inside calls and groups do
+    """Yields the cost of every node of a graph. Calls and fused groups are not expanded, so operations inside them do
     not count."""
     types = graph.types
     for node in graph.nodes:
@@ -69,12 +69,14 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns the number of elements in the decoding cache of `tokens` tokens. 0 if the programs use no cache."""
+    """Returns the number of elements in the decoding cache of `tokens` tokens. The number is 0 if the programs use no
+    cache."""
     return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
 
 
 def cached_bytes(programs: Programs, tokens: int) -> int:
-    """Returns the bytes of the decoding cache of `tokens` tokens. 0 if the programs use no cache."""
+    """Returns the number of bytes of the decoding cache of `tokens` tokens. The number is 0 if the programs use no
+    cache."""
     return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
 
 
@@ -87,7 +89,8 @@ def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mappi
 
 
 def used_parameters(programs: Programs) -> int:
-    """Returns the number of parameters that one token uses. Experts to which the token is not routed are left out."""
+    """Returns the number of parameters that one token uses. Parameters of experts to which the token is not routed do
+    not count."""
     graph = flatten(programs, programs.program("train"))
     shares = {param.name: 1.0 for param in programs.params}
     for node in graph.nodes:
@@ -98,10 +101,10 @@ def used_parameters(programs: Programs) -> int:
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:
-    """Returns the operations of matrix products and attention per token, in a forward pass over one window.
+    """Returns the number of operations of matrix products and attention per token, in a forward pass over one window.
 
-    A model of lines also reads a source line of `tokens` tokens. Training takes three times as many operations,
-    because each matrix product has two gradients of the same cost.
+    An encoder-decoder also reads a source of `tokens` tokens. Training takes three times as many operations, because
+    each matrix product has two gradients of the same cost.
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens

@@ -117,7 +117,8 @@ def compare(
 
     Args:
         graph: the flattened graph of the plan.
-        scalars: the scalars that calls pass. Keys have the form `PATH.name`.
+        scalars: the values of the scalars that calls pass. The key of a scalar is `PATH.name`, where PATH is the path
+            of the call.
         traced: the fx graph.
         groups: the function name of each fused group, by the group's name.
 
@@ -133,8 +134,8 @@ def compare(
 def check_types(
     programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
 ) -> int:
-    """Runs a traced program on tensors without data. Checks the dtype and shape of every matched value. Parameters
-    have the dtypes of the plan.
+    """Runs a traced program on tensors without data. Checks the dtype and shape of every matched value. In this run,
+    parameters have the dtypes of the plan.
 
     Args:
         programs: The programs of the plan.
@@ -263,8 +264,8 @@ class _Comparison:
         """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, the
         trace must apply an autograd function instead.
 
-        The trace may flatten the rows of an argument to one dim, and then unflatten the rows of the result, or view it
-        in the shape of the argument.
+        The trace may flatten the rows of an argument to one dim. If so, it may unflatten the rows of the result, or
+        view the result in the shape of the argument.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)
@@ -350,7 +351,8 @@ class _Comparison:
             self.operation(node, primitive.torch.partition(".")[2], expr.args, values, actual)
 
     def planned_call(self, ref: str) -> str:
-        """Returns the name of the function or method that computes a value in the plan, or "" if there is none."""
+        """Returns the name of the function or method that computes the value `ref` in the plan, or "" if no single call
+        computes the value."""
         planned = self.graph.by_name.get(node_of(ref)) if ref[0] not in "$@" else None
         if planned is None or isinstance(planned.op, Scan | Pointwise | Fused):
             return ""

@@ -24,8 +24,9 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator that requires an expression to read `name`. The expression may also read the names in
-    `further`, but no others. `message` is the error message if the expression does not read `name`."""
+    """Returns a validator that requires an expression to read the variable `name`. The expression may also read the
+    variables in `further`, but no other variables. `message` is the error message if the expression does not read
+    `name`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):
@@ -38,7 +39,8 @@ LayerFormula = Annotated[float | str, formula("layer", "layers")]
 
 
 def value_of(value: float | str, **variables: float) -> float:
-    """Returns the value of a number or formula. Raises ExprError if the formula has no value."""
+    """Returns the value of a number, or of a formula in which `variables` have the given values. Raises ExprError if
+    the formula has no value."""
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 

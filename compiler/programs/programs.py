@@ -50,11 +50,11 @@ class Parameter:
     Attributes:
         name: The name in checkpoints, rules and reports.
         shape: The dims of the tensor.
-        dtype: The dtype in which programs read it.
+        dtype: The dtype in which programs read the parameter.
         init: The initialization.
-        storage: The format in which the deployed model stores it. Empty if it is not quantized.
+        storage: The format in which the deployed model stores the parameter. Empty if the parameter is not quantized.
         optimizer: The index into `train.optimizers`. None until an optimizer is assigned.
-        training: Whether only training programs read it. Artifacts do not contain such a parameter.
+        training: Whether only training programs read the parameter. If so, artifacts do not contain the parameter.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Group:
 
     Attributes:
         name: The name of the group.
-        scope: The prefix of the names of its nodes.
+        scope: The prefix of the names of the group's nodes.
         members: The names of the nodes that the group replaces.
-        forward: The forward graph, whose nodes have epilogues.
-        backward: The backward graph, whose nodes have epilogues. Empty if no gradient flows through the group.
-        saved: The values of `forward` that `backward` reads besides the incoming gradient.
+        forward: The forward graph, whose nodes may have epilogues.
+        backward: The backward graph, whose nodes may have epilogues. Empty if no gradient flows through the group.
+        saved: The values of `forward` that `backward` reads in addition to the incoming gradients.
         keep: The save choice: the kind of value that the forward pass saves for the backward pass.
         others: A copy of the group for each of the other save choices. The plan selects this group or one of the
             copies.
@@ -103,14 +103,14 @@ class Group:
 
     @property
     def inlined(self) -> bool:
-        """Whether generated code contains the nodes of the group, and not a call. Such a group has no backward pass
-        and no chunks."""
+        """Whether generated code contains the nodes of the group in place of a call of the group. This holds if the
+        group has no backward pass and only one chunk."""
         return not self.backward.outputs and self.chunks == 1
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the group accepts rows that are flattened to one dim. Such a group has a matrix product that does not
-        mix tokens."""
+        """Whether the group accepts rows that are flattened to one dim. This holds if the group has a matrix product
+        that does not mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
@@ -124,8 +124,8 @@ class Phase:
         train: The name of the program that trains the model.
         score: The name of the program that scores the model.
         rests: The names of the parameters that neither `train` nor `score` reads.
-        rounds: Whether `train` fake-quantizes the inputs of products, as in the deployed model. The weights must then
-            be fake-quantized too.
+        rounds: Whether `train` fake-quantizes the inputs of products, as in the deployed model. If so, the weights must
+            also be fake-quantized in this phase.
         writes: The programs that compute decoder inputs without teacher forcing. The first encodes the source, and the
             second appends one token to the target.
     """
@@ -235,7 +235,7 @@ class Programs:
 
     @cached_property
     def callers(self) -> Mapping[str, tuple[str, ...]]:
-        """Maps the name of each group to the names of the graphs that run it."""
+        """Maps the name of each group to the names of the graphs that run the group."""
         callers: dict[str, dict[str, None]] = {group.name: {} for group in self.groups}
         for graph in self.graphs:
             for node in graph.nodes:
@@ -258,7 +258,7 @@ class Programs:
 
     @property
     def derived_weights(self) -> tuple[DerivedWeight, ...]:
-        """The derived weights of all blocks. Training computes each once per step."""
+        """The derived weights of all blocks. Training computes each of these matrices once per step."""
         return tuple(
             DerivedWeight(
                 at, name.partition(".")[2], tuple(f"{at}.{param}" for param, _ in function.params), shape, type.dtype
@@ -307,17 +307,20 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:
-    """Returns `graph` with the nodes of a function in place of every call, under full names. Loops over time are not
-    expanded.
+    """Returns `graph` with every call replaced by the nodes of the called function. The full name of such a node begins
+    with the path of the call. Loops over time are not expanded.
 
-    A call at PATH may pass a scalar `name`. The scalar becomes `$PATH.name`, and `scalar_values` returns the value.
+    If a call at the path PATH passes a scalar `name`, the returned graph refers to the scalar as `$PATH.name`. The
+    function `scalar_values` returns the values of the scalars.
 
     Args:
         programs: The programs with the functions and groups.
         graph: The program or function to flatten.
-        groups: Whether to expand every fused group. Otherwise, only groups without a gradient are expanded.
+        groups: If true, every fused group is replaced by its nodes. Otherwise, only fused groups without a gradient are
+            replaced.
         at: The path at which `graph` runs.
-        derived: Whether to expand the functions of derived weights. Otherwise, derived weights are parameters.
+        derived: If true, calls of functions that compute derived weights are replaced too. Otherwise, derived weights
+            are parameters of the returned graph.
     """
     nodes, outputs = _inlined(programs, graph, groups, at, derived=derived)
     params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
@@ -334,7 +337,8 @@ def read_by(programs: Programs, name: str) -> frozenset[str]:
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:
-    """Returns the value of each scalar that the calls in `graph` pass. Keys have the form `PATH.name`."""
+    """Returns the values of the scalars that the calls in `graph` pass. The key of a scalar `name` is `PATH.name`,
+    where PATH is the path of the call that passes the scalar."""
     calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 
@@ -342,15 +346,16 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 def _inlined(
     programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True, derived: bool = True
 ) -> tuple[tuple[Node, ...], tuple[tuple[str, str], ...]]:
-    """Returns the nodes of `graph` under full names, and the outputs. Groups and calls are replaced by their nodes.
+    """Returns the nodes of `graph`, with full names, and the outputs. A fused group is replaced by its nodes, and a
+    call by the nodes of the called function.
 
     Args:
         programs: The programs with the functions and groups.
         graph: The graph to inline.
-        groups: Whether to expand every fused group; see `flatten`.
+        groups: Whether to replace every fused group; see `flatten`.
         at: The path at which `graph` runs.
-        calls: Whether to expand calls.
-        derived: Whether to expand the functions of derived weights; see `flatten`.
+        calls: Whether to replace calls.
+        derived: Whether to replace calls of functions that compute derived weights; see `flatten`.
     """
     nodes: list[Node] = []
 
@@ -360,7 +365,8 @@ def _inlined(
         """Adds the nodes of `graph` to the result. Returns the references of the outputs of `graph`.
 
         Names of parameters begin with `at`, and names of nodes with `run`. `values` maps references to their
-        replacements, and `dims` maps dims, such as T to S in an encoder. The nodes are in the region `region`.
+        replacements, and `dims` maps dims, such as T to S in an encoder. `region` becomes the attribute `region` of the
+        nodes.
         """
         prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
@@ -408,8 +414,8 @@ def group_functions(programs: Programs) -> Mapping[str, str]:
     """Returns the function name of each group, by the group's name.
 
     Groups with the same computation, such as the rotations of q and of k, share one function. The name of a shared
-    function consists of the names of the group's members. If that name is taken, the function has the name of the first
-    group.
+    function consists of the names of the members of the first group that uses the function. If that name is taken, the
+    function has the name of this first group.
     """
     shared: dict[object, list[Group]] = {}
     for group in programs.groups:
@@ -441,11 +447,12 @@ def _computation(group: Group) -> object:
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
-    """Returns the graph with nodes in place of each group without a gradient."""
+    """Returns a copy of `graph` in which each fused group without a gradient is replaced by the nodes of the group."""
     nodes, outputs = _inlined(programs, graph, groups=False, calls=False)
     return replace(graph, nodes=nodes, outputs=outputs)
 
 
 def owner(ref: str) -> str:
-    """Returns the class in the name of a function, such as `block` in `block.forward`."""
+    """Returns the name of the class in `ref`, the name of a function. For example, the class of `block.forward` is
+    `block`."""
     return node_of(ref).partition(".")[0]

@@ -19,7 +19,8 @@ def run(
     params: Mapping[str, Tensor],
     observe: Observe | None = None,
 ) -> dict[str, Tensor]:
-    """Runs a program with the references of its ops, in the precision of `params`. The programs must not be fused.
+    """Runs a program with the references of its ops, in the precision of `params`. `programs` must be the programs
+    before fusion.
 
     Args:
         programs: The programs of the model.
@@ -94,8 +95,8 @@ def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None 
 
 
 def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Applies an epilogue to its accumulators and operands. The additional outputs are computed first, because the
-    main result may read them."""
+    """Returns the outputs of the epilogue of a node. `operands` are the accumulators of the node's op, followed by the
+    other values that the epilogue reads. The first output is computed last, because it may read the other outputs."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.fp8_codes import codes_of
     from specc.compiler.ops.pointwise import Pointwise

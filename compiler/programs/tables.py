@@ -19,12 +19,12 @@ class Tables:
 
     Attributes:
         layers: The number of blocks, for formulas.
-        places: The spec paths of all nodes so far, by prefix of the node names.
+        places: The spec paths of all nodes so far, by the prefix of the node names.
         graphs: The functions, by name.
         params: The parameters, by path.
         scored: The paths of the parameters that are read outside of training programs.
         refused: For each initialization that a parameter cannot have, a text with the parameter and the reason.
-        owners: For each path, the name of the class whose functions run there.
+        owners: For each path, the name of the class whose functions run at the path.
         constants: The value and the text of each formula, by the name of the constant in generated code.
         sizes: The sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
     """

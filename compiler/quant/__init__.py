@@ -1,2 +1,2 @@
 """Quantization schemes, one module each. A scheme states the stored arrays of a parameter, and how to quantize and
-dequantize it."""
+dequantize the parameter."""

@@ -1,8 +1,8 @@
 """The layout of an artifact's sections, derived from the arrays that a spec stores.
 
 The runtime's `artifact` package defines the file format. Arrays whose names differ only in numbers have the same role,
-such as the codes of all `blocks.*.mlp.up`. The arrays of one role are concatenated along rows into one stream. Small
-roles of the same kind share a stream. A stream is cut between rows into sections.
+such as the codes of all `blocks.*.mlp.up`. The arrays of one role are concatenated along rows into one stream. The
+arrays of small roles share one stream per kind. A stream is divided between rows into sections.
 """
 
 import re
@@ -53,8 +53,8 @@ def kind_of(stored: Stored) -> Kind:
 
 @record
 class Stream:
-    """The concatenation of the arrays `members`, as `rows` rows of `columns` items. `members` are indices into the
-    layout."""
+    """The concatenation of the arrays `members`, as `rows` rows of `columns` items. `members` are the indices of the
+    arrays in the layout of the artifact."""
 
     kind: Kind
     columns: int
@@ -72,7 +72,8 @@ class Stream:
 
 
 def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
-    """Returns the streams of an artifact with this layout, in file order. Empty arrays are in no stream."""
+    """Returns the streams of an artifact, in file order. `layout` has a pair (parameter name, stored array) per array.
+    Empty arrays are in no stream."""
     roles: dict[tuple[Kind, str, int], list[int]] = {}
     for place, (name, stored) in enumerate(layout):
         if stored.bytes:
@@ -95,7 +96,7 @@ def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
 def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -> int:
     """Returns an upper bound of an artifact's bytes without the compressed arrays.
 
-    The header is exact. The bound of a text section is the size before compression plus CODEC_BYTES.
+    The size of the header is exact. The bound of a text section is its size before compression, plus CODEC_BYTES.
 
     Args:
         layout: A pair (parameter name, stored array) per array, in the order of `Scheme.stored`.
@@ -107,7 +108,8 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
 
 def _columns(stored: Stored) -> int:
-    """Returns the number of items per row of an array. 1 for a scalar, and for rows that are too long for a section."""
+    """Returns the number of items per row of an array. The number is 1 for a scalar, and for rows that are too long for
+    a section."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

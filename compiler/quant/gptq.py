@@ -28,8 +28,8 @@ class Gptq(PerRow):
     Attributes:
         damping: the number that is added to the Hessian's diagonal, as a fraction of the mean diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
-        block: the number of columns that are rounded before the error is propagated to the rest. The number affects the
-            speed. It affects codes only by rounding errors in float64.
+        block: the number of columns that are rounded before the error is propagated to the other columns. The number
+            affects the speed. It affects codes only by rounding errors in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394).
             These clips replace the quantiles. For rounding to nearest, they replace the maximum of the row. Such clips
@@ -61,15 +61,16 @@ class Gptq(PerRow):
         return self.quantize_seen(weight, Seen(hessian))
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes with `seen.hessian` [columns, columns], which must be symmetric positive semidefinite.
+        """Quantizes `weight` with the calibration data `seen`. The Hessian `seen.hessian` [columns, columns] must be
+        symmetric and positive semidefinite.
 
-        If the parameter has several uses, each group of rows (see `row_groups`) has a separate Hessian, the metric of
-        the group. In a parameter of experts, [experts, rows, columns], each expert has a Hessian, measured on the
-        inputs of that expert.
+        If several products or lookups read the parameter, `row_groups` divides its rows into groups, each with a matrix
+        that takes the place of the Hessian. If the parameter contains the matrices of several experts, [experts, rows,
+        columns], `seen.hessian` contains one Hessian per expert. It was measured on the inputs of that expert.
 
-        Raises SchemeError if the shape is rejected, if the weight contains NaN or infinity, or if a value is out of
-        range. Also raises SchemeError if the Hessian is missing, has the wrong shape, contains NaN or infinity, or is
-        not positive definite with the largest damping.
+        Raises SchemeError if the scheme rejects the shape, if the weight contains NaN or infinity, or if a value is out
+        of range. Also raises SchemeError if the Hessian is missing, has the wrong shape, contains NaN or infinity, or
+        is not positive definite with the largest damping.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)

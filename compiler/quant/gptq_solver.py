@@ -36,12 +36,12 @@ class Factor:
 
 
 def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
-    """Divides the rows of a parameter into groups in which the metrics of all rows nearly agree, up to a factor.
+    """Divides the rows of a parameter into groups of rows whose metrics are nearly equal, up to a factor.
 
-    The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group. Rows form a
-    group if their weights rows_ui are similar. To compare two rows, the weights of each row are divided by the maximum
-    weight of the row. The quotients are rounded to powers of 2, but not below 2^-10. With two uses, there are at most
-    21 groups.
+    The metric of row i is the matrix sum_u rows_ui columns_u over the uses u. It takes the place of the Hessian. GPTQ
+    factorizes one metric per group. To form the groups, the weights rows_ui of each row are divided by the largest
+    weight of the row. The quotients are rounded to powers of 2, to at least 2^-10. Rows with equal rounded quotients
+    form a group. With two uses, there are at most 21 groups.
 
     Args:
         uses: At least one use.
@@ -109,8 +109,8 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
 def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -> Tensor:
     """Returns the codes of `weight`, as whole numbers in float64 [rows, n].
 
-    Columns are rounded in the order of `factor`, in blocks. A column's error changes the later columns of the block at
-    once. One matrix product at the end of the block changes the columns after the block.
+    Columns are rounded in the order of `factor`, in blocks. The error of a column changes the later columns of the
+    block immediately. One matrix product at the end of the block changes the columns after the block.
 
     Args:
         weight: float64 [rows, n].

@@ -81,7 +81,7 @@ class Int8(PerRow):
         """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored weight of the same
         product.
 
-        Raises SchemeError if `seen` lacks the field, or if a value cannot be quantized.
+        Raises SchemeError if `seen` lacks this field, or if a value cannot be quantized.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)
@@ -101,9 +101,10 @@ class Int8(PerRow):
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
         """Returns the codes of GPTQ, or `nearest` for rows whose error GPTQ does not reduce.
 
-        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k.
-        The solver therefore uses the second moments of these values, including the variance of the rounding. The
-        damping is this variance, and at least LEAST_DAMPING.
+        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k,
+        where r_k is the scale of feature k relative to the largest scale. The solver therefore uses the second moments
+        of these values, including the variance of the rounding. The damping is this variance, and at least
+        LEAST_DAMPING.
         """
         import torch
 
@@ -127,11 +128,11 @@ class Int8(PerRow):
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. For an input of
-        zeros, the scale is 1 / 127.
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. If the input was
+        always 0 during calibration, the scale is 1 / 127.
 
-        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over
-        k. `a` is the number in EXPONENTS with the smallest expected squared error of all sums.
+        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over k.
+        `a` is the number in EXPONENTS with the smallest expected squared error of the products with `weights`.
 
         This error is the sum over n and k of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12
         * E[x_k^2] / s_k^2 for rounding W_nk s_k to the step of row n. 16-bit inputs use the exponent of 8-bit inputs.
@@ -206,8 +207,9 @@ class Int8(PerRow):
         matrices of int8 models. With scales per feature, nothing is added, because the scaled weights have heavier
         tails. For a bias, the estimate is 5 of the 8 bytes per number.
 
-        These numbers were measured with poly_attn after 30 steps: 413 kB with one input scale per tensor, and 406 kB
-        with scales per feature. For each number of a bias, the code takes 1.7 bytes and the scale 3.1 bytes.
+        These numbers were measured with the spec poly_attn after 30 training steps: 413 kB with one input scale per
+        tensor, and 406 kB with scales per feature. For each number of a bias, the code takes 1.7 bytes and the scale
+        3.1 bytes.
         """
         if len(shape) == 1:
             return 5 * shape[0]
@@ -217,8 +219,8 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """Returns s_in * s_w, f32 [N], the number that 1 represents in the int32 sums. `weight` holds the stored arrays of
-    a weight, by suffix."""
+    """Returns s_in * s_w, f32 [N]. Entry n is the number that 1 represents in the int32 sums of row n. `weight` holds
+    the stored arrays of a weight, by suffix."""
     import torch
 
     return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()

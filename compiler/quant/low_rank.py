@@ -33,14 +33,14 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     """Returns the arrays of the correction L R that minimizes the remaining error E - L R.
 
     With H = C C^T, the best L R of a given rank is the truncated singular value decomposition of E C, times C^-1. L is
-    rounded first, then R is fitted to the rounded L. If the rounded correction does not reduce the error, the result
-    is 0.
+    rounded first, then R is fitted to the rounded L. If the rounded correction does not reduce the error, all codes of
+    the result are 0.
 
     Args:
         error: the error E of the codes, float64 [rows, columns].
         rank: the rank of the correction.
-        hessian: X^T X of the inputs [columns, columns]. The error is then the error of the outputs, tr(E H E^T). If
-            None, the error is the Frobenius norm.
+        hessian: X^T X of the inputs [columns, columns]. The function then minimizes the error of the outputs, tr(E H
+            E^T) with H = `hessian`. If `hessian` is None, it minimizes the Frobenius norm of the remaining error.
 
     Raises:
         SchemeError: if the damped Hessian is not positive definite.

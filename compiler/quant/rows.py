@@ -105,7 +105,7 @@ class PerRow(Scheme):
         correction.
 
         This is the size of a model after little training. Trained matrices with clips near the maximum took 3.65 bits
-        per value at int5. Normally distributed rows of 512 values take 4.28.
+        per value at int5. Normally distributed rows of 512 values take 4.28 bits per value.
         """
         bits = normal_bits(self.normal_clip(shape[-1]), self.top)
         codes = math.ceil(math.prod(shape) * bits / 8) + 2 * math.prod(shape[:-1])
@@ -119,11 +119,11 @@ class PerRow(Scheme):
             raise SchemeError(f"{self.scheme} cannot store {bits} bits: {reason}") from error
 
     def scales(self, clip: Tensor) -> Tensor:
-        """Returns the float16 row scales for which `clip`, the |w| of the largest code, maps to `top`.
+        """Returns the float16 row scales for which `clip`, the |w| of the largest code, maps to the code `top`.
 
         Scales have the shape of `clip`. Scales are rounded up to float16, so no value within the clip exceeds the
-        largest code. A scale is at least 2^-24, the scale of a row of zeros. Raises SchemeError if a scale exceeds
-        float16.
+        largest code. A scale is at least 2^-24, the scale of a row of zeros. Raises SchemeError if a scale exceeds the
+        range of float16.
         """
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
@@ -161,8 +161,8 @@ def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
 
 
 def largest_rank(shape: tuple[int, ...]) -> int:
-    """Returns the largest useful rank of a correction: the smaller number of rows and columns. 0 for the matrices of
-    experts, which cannot be corrected."""
+    """Returns the largest useful rank of a correction: the smaller number of rows and columns. The rank is 0 for the
+    matrices of experts, which cannot be corrected."""
     return min(shape) if len(shape) == 2 else 0
 
 

@@ -1,5 +1,5 @@
 """The interface of quantization schemes. A scheme states the stored arrays of a parameter, and how to quantize and
-dequantize it.
+dequantize the parameter.
 
 A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
 runtime/quantize/assignment.py decides the scheme of each parameter.
@@ -149,8 +149,8 @@ class Scheme(StrictModel):
         """Returns the stored arrays of a parameter of `shape`, in file order."""
 
     def row_codes(self, shape: tuple[int, ...]) -> int | str:
-        """Returns the number of bits of `codes`, if each value is a code times the `scale` of its row. Otherwise,
-        returns the reason why a kernel cannot decode such a parameter."""
+        """If a parameter of `shape` is stored as one code per value and one scale per row, returns the number of bits
+        of a code. Otherwise, returns the reason why a kernel cannot decode the parameter."""
         return f"{self.label()} has no codes"
 
     @abstractmethod
@@ -178,8 +178,8 @@ class Scheme(StrictModel):
 
     @property
     def input_by_feature(self) -> bool:
-        """Whether `input_scale` has one number per feature, [K]. All schemes of weights with the same input must agree
-        on this."""
+        """Whether `input_scale` has one number per feature, [K]. Weights that multiply the same input must have schemes
+        with the same value of this property."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:

@@ -91,7 +91,7 @@ def set_text(layers: Sequence[int]) -> str:
 
 
 class BlockClass(NamedTuple):
-    """The class of a module list.
+    """The class of the blocks in a module list.
 
     Attributes:
         context: The text of the class.
@@ -166,7 +166,7 @@ def _uses(plan: Plan, place: str, calls: Sequence[tuple[Node, Flags]]) -> _Uses:
 
 
 def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str], taken: set[str]) -> BlockClass:
-    """Returns the class of one module list. Adds the class name to `taken`.
+    """Returns the class of the blocks in one module list. Adds the class name to `taken`.
 
     Args:
         plan: the plan.

@@ -30,7 +30,7 @@ class Body:
 
     Attributes:
         merged: The graphs to render, as variants of one function.
-        spell: A function that returns the text of calls of kernels, groups and blocks. None for other nodes.
+        spell: A function that returns the text of calls of kernels, groups and blocks. It returns None for other nodes.
         names: The Python names of inputs, by the name in the graph. Contains only inputs whose two names differ.
         facts: The conditions that distinguish the variants, most preferred first.
         reserved: The names that local variables must not have.
@@ -128,11 +128,12 @@ class Body:
         return text
 
     def _fewest_tests(self, groups: Sequence[Group], every: Where) -> Sequence[str]:
-        """Returns the text of groups of guarded lines with the fewest conditions.
+        """Returns the lines of `groups` inside `if` statements, with the fewest conditions. `every` contains the
+        variants that reach these statements.
 
-        A group is adjacent lines of the same variants. A statement contains one group, two groups with opposite
-        conditions, or several groups in the two branches of one fact. `best[n]` is the best text of the first n groups
-        (dynamic programming).
+        A group consists of lines that run in the same variants. Each `if` statement contains one or more successive
+        groups: a single group, two groups with opposite conditions, or several groups that one fact divides into two
+        branches. Dynamic programming finds the statements for the first n groups from the statements for fewer groups.
         """
         best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), set())]
         for end in range(1, len(groups) + 1):
@@ -161,8 +162,8 @@ class Body:
                 yield self._nested(groups, every, first)
 
     def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-        """Yields the lines of an `if` statement without nested statements: `lines` for the variants `where`, `others`
-        for the rest."""
+        """Yields the lines of an `if` statement without nested statements. The statement runs `lines` in the variants
+        `where`, and `others` in the other variants of `every`."""
         condition = self.condition(where, every)
         if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
             condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
@@ -170,8 +171,8 @@ class Body:
         yield from _branched(condition, lines, others) if joined is None else joined
 
     def _nested(self, groups: Sequence[Group], every: Where, side: Where) -> Iterator[str]:
-        """Yields the lines of an `if` statement with the groups in two branches: one for the variants `side`, one for
-        the rest."""
+        """Yields the lines of an `if` statement with the groups in two branches: one branch for the variants `side`,
+        and one branch for the other variants of `every`."""
         lines = [(where, text) for where, texts in groups for text in texts]
         branches = [
             (branch, list(self._block([line for line in lines if line[0] <= branch], branch)))
@@ -183,8 +184,8 @@ class Body:
     def _joined(
         self, others: Where, every: Where, condition: str, group: Sequence[str], other: Sequence[str]
     ) -> Sequence[str] | None:
-        """Returns a shorter text of two lines that assign the same variable under opposite conditions. The text is a
-        conditional expression, or an assignment and a conditional addition. Returns None if neither is possible.
+        """Returns a shorter form of two lines that assign the same variable under opposite conditions. The shorter form
+        is a conditional expression, or an assignment and a conditional addition. Returns None if neither is possible.
 
         Args:
             others: The variants of the second line.
@@ -206,8 +207,8 @@ class Body:
         return group[0], f"if {self.condition(others, every)}:", added
 
     def condition(self, where: Where, every: Where | None = None) -> str:
-        """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`,
-        by default all variants. Raises Indistinguishable if no facts distinguish these variants."""
+        """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`.
+        By default, `every` contains all variants. Raises Indistinguishable if no facts distinguish these variants."""
         condition = self._conditions.of(where, self.merged.every if every is None else every)
         self.conditions |= condition.names
         return condition.text
@@ -368,8 +369,8 @@ class Body:
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
         """Returns the possible names of a value, most preferred first.
 
-        These are the name in `wanted`, the label in the graph, the label of the op's output, the component of the
-        spec, and the whole path.
+        These are the name in `wanted`, the label of the graph's output, the label of the op's output, one component of
+        the node's path, and the whole path.
         """
         ref, node = slot.outputs[index], slot.node
         if isinstance(node.op, Move):
@@ -439,7 +440,8 @@ def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> It
 
 
 def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
-    """Returns the lines grouped by guard, the set of their variants.
+    """Returns the lines in groups. All lines of a group have the same guard, which is the set of variants that run the
+    line.
 
     Lines with the same guard are joined if no variant of the guard runs the lines between them. Groups are sorted by
     their first variant.

@@ -107,8 +107,9 @@ class Conditions:
     def _divided(self, where: Where, every: Where) -> Condition:
         """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
 
-        One fact divides the variants `every` into two parts, and each part has a separate condition. A part with a
-        constant condition needs no further test. The chosen fact leaves the fewest variants undecided.
+        One fact divides the variants `every` into two parts, and each part has a separate condition. A part needs no
+        further test if all of its variants are in `where`, or none. The chosen fact leaves the fewest variants in parts
+        that need further tests.
         """
 
         def parts(fact: Fact) -> Iterator[tuple[Condition, Where, Where]]:

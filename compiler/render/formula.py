@@ -20,7 +20,7 @@ class _Python(Printer):
 
 def python_formula(text: str, layers: int) -> str:
     """Returns Python that computes the formula for a number of layers. Empty if `text` is empty, or if Python's math
-    module lacks a function."""
+    module lacks a function of the formula."""
     if not text:
         return ""
     try:

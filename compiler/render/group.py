@@ -28,7 +28,7 @@ class GroupContext(NamedTuple):
 
     Attributes:
         saved: The values that the forward method saves.
-        restored: The names to which the backward method assigns these values. Empty if the backward method unpacks
+        restored: The names to which the backward method assigns the saved values. Empty if the backward method unpacks
             `ctx.saved_tensors` directly into the arguments of a call.
         calls: The support functions that model.py must define for the forward method.
     """
@@ -119,8 +119,8 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward graph of a loss, in which the gradients `names` are not multiplied by the incoming gradient
-    `d`."""
+    """Returns a copy of the backward graph of a loss that does not multiply the gradients `names` by the incoming
+    gradient `d`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
     outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)
@@ -129,7 +129,7 @@ def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
     """Splits a graph in two: the nodes that do not depend on the inputs `rows`, and all other nodes. The second graph
-    reads values of the first as inputs."""
+    reads values of the first graph as inputs."""
     first: list[Node] = []
     known = {name for name, _ in graph.inputs if name not in rows}
     for node in graph.nodes:

@@ -20,7 +20,7 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     """Adds the tables of loops over blocks.
 
     The tables hold the order of the blocks, the blocks that receive an optional input, and the positions (in this
-    order) of the earlier blocks whose outputs are added to the stream.
+    order) of the earlier blocks whose outputs later blocks or join modules read.
     """
     given: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for loop in loops:
@@ -243,7 +243,7 @@ def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
 
 
 def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
-    """Returns the method that runs `step` at all positions.
+    """Returns the method that runs `step` at each position of a sequence, in order.
 
     If `drops` is true, the method has a flag `training`, which selects the training step with dropout.
     """

@@ -38,7 +38,7 @@ from specc.compiler.render.program import METHODS, Methods, keeper_of, new_cache
 
 @record
 class OpContext:
-    """The context of an op's file.
+    """The template context of the file of an op.
 
     Attributes:
         package: the package that contains the file. The file uses this name if it is run outside of the package.
@@ -51,7 +51,7 @@ class OpContext:
 
 @record
 class ModelContext:
-    """The context of model.py.
+    """The template context of model.py.
 
     `ops` are the functions in separate files, by name: the template and the context of each file. These functions are
     custom ops of Torch, or functions generated for an op.
@@ -74,7 +74,7 @@ class ModelContext:
 def model_context(plan: Plan) -> ModelContext:
     """Returns the context of model.py for `plan`.
 
-    `supports` contains the names of templates. build.py replaces them by rendered text.
+    `supports` contains the names of templates. build.py replaces these names by rendered text.
     """
     programs = plan.programs
     groups = group_contexts(plan)

@@ -38,7 +38,7 @@ def parameter_lines(
     """Returns the lines that create parameters and buffers.
 
     Args:
-        params: The paths and types of the parameters. Those whose type has `storage` become buffers.
+        params: The paths and types of the parameters. Parameters whose type has `storage` become buffers.
         where: The conditions of parameters that only some instances of the class have, by path.
         modules: Paths of modules that other lines create. The returned lines create the parents of these modules.
         table: The table of buffers, by name or as an expression.

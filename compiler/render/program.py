@@ -196,8 +196,8 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Ta
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: a parameter. The cache is on the same device. Float tensors without a stated dtype have the parameter's
-            dtype.
+        param: a parameter. The method creates the cache on the device of this parameter. Float tensors without a stated
+            dtype have the parameter's dtype.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]

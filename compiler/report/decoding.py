@@ -1,4 +1,4 @@
-"""The bytes of weights that a decoding step reads: as floats, and as codes of an artifact."""
+"""The bytes that a decoding step reads, with weights as floats and with weights as the codes of an artifact."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +16,8 @@ from specc.compiler.targets import TARGETS
 
 @record
 class Decoding:
-    """A step that decodes one token of one text, with the GPU kernels for few rows."""
+    """A step that decodes one token of one text, with the GPU kernels for few rows. The programs `floats` read all
+    weights as floats of `dtype`. The programs `packed` read codes where a kernel can decode them."""
 
     dtype: str
     floats: Programs
@@ -32,8 +33,8 @@ class Decoding:
 
     @property
     def refused(self) -> tuple[Rewriting, ...]:
-        """The products whose weights stay floats. The field `refusal` of an entry states why the product does not read
-        codes."""
+        """The products that read float weights in `packed`. The field `refusal` of an entry states why the product does
+        not read codes."""
         return tuple(r for r in self.packed.rewritings if r.step == STEP and r.refusal)
 
 
@@ -58,8 +59,8 @@ def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
 
 
 def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
-    """Yields the lines of `specc plan` about a decoding step: the bytes that it reads, and the products whose weights
-    stay floats, one line for each reason."""
+    """Yields the lines of `specc plan` about a decoding step. The first line states the bytes that the step reads. Each
+    other line states a reason for reading float weights, and the products to which the reason applies."""
     if decoding is None:
         return
     floats, packed = decoding.float_bytes, decoding.packed_bytes

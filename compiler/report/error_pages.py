@@ -1,4 +1,5 @@
-"""The meaning and examples of each error code. They are read from docs/reference/errors.md of this installation."""
+"""The meaning and examples of each error code. This module reads them from docs/reference/errors.md of the
+installation."""
 
 import difflib
 import importlib.resources
@@ -44,7 +45,7 @@ class ErrorPage:
 
 
 def page_of(code: str) -> ErrorPage:
-    """Returns the page of a code. Raises UsageProblem if there is no such code."""
+    """Returns the page of a code. Raises UsageProblem if the code does not exist."""
     if code not in CODES:
         near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6)
         raise UsageProblem(

@@ -19,10 +19,10 @@ class Explained:
     """The kernel of one node on one target.
 
     Attributes:
-        target: The name of the folder of generated files. A target and a deployed plan each have a folder.
+        target: The name of the folder of generated files. Each target has such a folder, and each deployed plan too.
         rejected: The other kernels, and the reason why each was not chosen.
-        passes: The passes that rewrote the node, each with the effect, and the passes that refused to, each with the
-            reason.
+        passes: A pair for each pass that rewrote the node, or refused to rewrite it: the name of the pass, and the
+            effect or the reason.
     """
 
     target: str
@@ -47,8 +47,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
     Args:
         plan: the plan.
-        node: a node's path, a path in one block, or a pattern. None for all nodes with a matrix product, attention or a
-            kernel.
+        node: a node's path, a path in one block, or a pattern. None selects all nodes with a matrix product, attention
+            or a kernel.
         folder: the folder of the plan's files. By default, the target's name.
     """
     folder = folder or plan.target.name

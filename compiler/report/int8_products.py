@@ -13,7 +13,7 @@ class ProductRow(NamedTuple):
     """One matrix product [M, K] x [N, K]^T.
 
     Attributes:
-        m: An expression of the symbolic dims, such as `B * T`.
+        m: The extent M as an expression of the symbolic dims, such as `B x T`.
         model_n, model_k: The extents in the model.
         n, k: The extents in the kernel, padded with zeros.
     """

@@ -29,7 +29,8 @@ class LockUse(NamedTuple):
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
-    """Returns which entries of a lock no plan uses. Entries for targets without a plan in `plans` are ignored."""
+    """Returns which entries of a lock no plan uses. If a target of the spec has no plan in `plans`, its entries are
+    ignored."""
     targets = [target for target in lock.targets if target in plans or target not in spec.targets]
     entries = [entry for target in targets for entry in _of(lock, target, plans, spec)]
     return LockUse(len(entries), tuple(sorted(name for name, used in entries if not used)))

@@ -2,7 +2,7 @@
 
 The passes are simulated on the flattened training program. The forward pass keeps the values that the backward pass
 reads, and frees other values after the last reader. The backward pass visits the nodes from the last to the first. At
-each node, gradients of the inputs are computed. Then a value is freed if no earlier node reads it.
+each node, it computes the gradients of the node's inputs. It then frees each value that no earlier node reads.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
 
 
 def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memory:
-    """Returns the memory of a step.
+    """Returns the memory of a training step.
 
     Args:
         train: the training settings.
@@ -94,7 +94,8 @@ def _update_bytes(train: TrainSpec, plan: Plan) -> int:
 
 
 class _Peak:
-    """Computes the peak memory of a pass: the most bytes of activations, gradients and temporary values at once."""
+    """Computes the peak memory of a forward and backward pass: the largest number of bytes that activations, gradients
+    and temporary values occupy at the same time."""
 
     def __init__(self, simulated: Pass, plan: Plan) -> None:
         self._pass, self._plan, self._graph = simulated, plan, simulated.graph
@@ -161,8 +162,9 @@ class _Peak:
         return self._graph.types[ref].bytes(self._pass.sizes) if ref[0] == "@" or self._is_stored(ref) else 0
 
     def _inside(self, node: Node, forward: bool) -> int:
-        """Returns the most bytes that a fused group allocates at once, including its results, in its forward or
-        backward graph."""
+        """Returns the largest number of bytes that a fused group allocates at the same time, including its results. If
+        `forward` is true, these are the bytes in the forward graph of the group, otherwise in the backward graph. For a
+        node that is not a fused group, returns 0."""
         if not isinstance(node.op, Fused):
             return 0
         group = self._plan.programs.group(node.op.group)

@@ -117,8 +117,8 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
 
 
 def joined(plan: Plan) -> Iterator[str]:
-    """Yields sentences about dropout and about rounding to 8 bits. The sentences state where a kernel of a matrix
-    product computes this operation, and where Torch does."""
+    """Yields sentences about dropout and about rounding to 8 bits. The sentences name the matrix products whose kernels
+    also compute these operations, and the operations that Torch computes."""
     kernels: dict[str, dict[str, None]] = {}
     torch: dict[str, dict[str, None]] = {}
     for group in plan.programs.groups:
@@ -218,9 +218,10 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """For each matrix product and attention outside of fused groups, yields the reasons why fusions refuse it.
+    """Yields the reasons why fusions refuse the matrix products and attention outside of fused groups, one line per
+    node and fusion.
 
-    Only fusions that can contain the op are listed.
+    Only fusions that can contain the op of the node are listed.
     """
     for graph in programs.graphs:
         if graph.name not in programs.whole[:1] and not graph.name.endswith((".forward", ".step")):

@@ -1,7 +1,8 @@
 """The values that the forward pass of a training program saves for its backward pass.
 
 On the CPU, code is not compiled. The forward pass saves what the derivative of each Torch operation reads. On a GPU,
-Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all others.
+Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all other
+values.
 """
 
 from collections import Counter
@@ -26,7 +27,8 @@ def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]
     """Maps each view to the value with which it shares memory.
 
     The outputs of a node are views if the node has one input, computes nothing, and preserves the dtype. Together, the
-    outputs must have as many elements as the input. If `parts` is false, a node with several outputs returns no views.
+    outputs must have as many elements as the input. If `parts` is false, the outputs of nodes with several outputs do
+    not count as views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
@@ -54,7 +56,7 @@ def learned_values(graph: Graph) -> set[str]:
 
 
 class SavedByGroup(NamedTuple):
-    """The values that a fused group, as one node of a graph, saves.
+    """The values that a fused group saves for its backward pass. The group is one node of a graph.
 
     Attributes:
         read: The values of the graph that the backward pass reads: inputs and results of the group.
@@ -101,9 +103,10 @@ class Pass:
 
     @cached_property
     def saved(self) -> Mapping[str, int]:
-        """The bytes of each value that the forward pass saves, with the same keys as in `_read`.
+        """The bytes of each value that the forward pass saves. As in `_read`, an entry `REF#` stands for values without
+        a name in the graph.
 
-        For a recomputed region, only its inputs and some of its results are saved.
+        If the backward pass recomputes a region of the graph, only the inputs and some results of the region are saved.
         """
         inputs = {self.views.get(ref, ref) for node in self.graph.nodes if node.region for ref in node.inputs}
         inputs = {ref for ref in inputs if self._region(ref) == "" or self._leaves(ref)}
@@ -124,9 +127,9 @@ class Pass:
         return node.region if node is not None else ""
 
     def _leaves(self, ref: str) -> bool:
-        """Returns whether a value of a recomputed region is saved, because the program returns it or another region
-        reads it. If no other region reads the value, but nodes outside of all regions do, Torch's compiler recomputes
-        the value, and code that is not compiled saves it."""
+        """Returns whether the forward pass saves the value `ref` of a recomputed region. It saves the value if the
+        program returns the value, or if another recomputed region reads it. Code that is not compiled also saves the
+        value if a node outside of all recomputed regions reads it."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -178,8 +181,8 @@ class Pass:
         }
 
     def _saved_by(self, node: Node) -> SavedByGroup:
-        """Returns the values that a group saves. Torch's compiler may move nodes from the backward pass to the forward
-        pass. The results of these nodes are then saved, and not their inputs."""
+        """Returns the values that the fused group `node` saves. Torch's compiler may move nodes from the backward pass
+        to the forward pass. The group then saves the results of the moved nodes, and not their inputs."""
         assert isinstance(node.op, Fused)
         group, sizes = self.programs.group(node.op.group), self.sizes
         outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
@@ -202,11 +205,11 @@ class Pass:
     # Compiled code
 
     def _saved_by_compiler(self) -> set[str]:
-        """Returns the values of the graph that compiled code saves.
+        """Returns the values of the graph that compiled code saves for the backward pass.
 
-        The backward passes of products, attention and groups read saved values. Other derivatives read values that
-        Torch's compiler recomputes. The compiler starts from the nearest values of these kinds: values that are saved
-        anyway, results of barriers, and values that are never recomputed.
+        Compiled code saves every value that the backward pass of a matrix product, attention or fused group reads. If
+        the derivative of another node reads a value, compiled code usually recomputes the value in the backward pass.
+        For this, it also saves the values from which the recomputation starts (see `_sources`).
         """
         saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
@@ -221,8 +224,9 @@ class Pass:
         return saved
 
     def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
-        """Returns the values that are saved for a reader of `ref`: `ref` itself, or smaller values from which `ref` is
-        computed."""
+        """Returns the values that compiled code must save so that the backward pass can read `ref`, in addition to the
+        values in `saved`. These are the nearest values from which the backward pass can recompute `ref`: inputs of the
+        graph, and values in `final`. If `ref` itself takes fewer bytes, the result is only `ref`."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
             if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
@@ -263,8 +267,8 @@ class Pass:
     # Code that is not compiled
 
     def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
-        """Returns the values that Torch saves without compilation, and the bytes of saved values without a name.
-        Values without a name are listed under the named value that is computed from them."""
+        """Returns the values that Torch saves if code is not compiled, and the bytes of saved values without a name in
+        the graph. Values without a name are listed under the named value that is computed from them."""
         saved: set[str] = set()
         inside: Counter[str] = Counter()
         for node in self.graph.nodes:

@@ -113,13 +113,13 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step in ms. If there is none, the sum of the times of the rows, with floors in
-        place of missing times."""
+        """The measured time of the whole step in ms. If the step was not measured, this is the sum of the times of the
+        rows, with floors in place of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:
         """Returns the share of a class of work in the step's time. If the target's peak rates and the times are
-        unknown, returns the share of operations."""
+        unknown, returns the share of the class in the number of operations."""
         if self.expected_ms:
             return work.expected_ms / self.expected_ms
         return work.flops / max(1, sum(other.flops for other in self.works))
@@ -262,8 +262,8 @@ def _as_computed(type: TensorType) -> TensorType:
 
 
 def without_storage(key: str) -> str:
-    """Returns the key of a node without the storage of its matrices. Old keys in locks may contain the storage, as in
-    `int5:bf16[512,512]`."""
+    """Returns the key of a node without the storage formats of its matrices. Old keys in locks may contain storage
+    formats, such as `int5` in `int5:bf16[512,512]`."""
     return re.sub(r"[\w()]+:(?=\w+\[)", "", key)
 
 
@@ -290,11 +290,11 @@ def _pattern(name: str) -> str:
 
 
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the fewest bytes that the pointwise nodes of a forward pass can move. Matrix products, attention and
-    groups are barriers.
+    """Returns the smallest number of bytes that the pointwise nodes of a forward pass can move. Matrix products,
+    attention and groups are barriers.
 
-    All nodes between the same barriers count as one kernel. Such a kernel reads each input once. It writes only values
-    that other kernels read, each once.
+    All nodes between the same barriers count as one kernel. This kernel reads each of its inputs once. It writes each
+    value that another kernel reads once, and no other values.
     """
     views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
     # For each value, its stage, and whether a kernel between barriers computes it

@@ -46,8 +46,8 @@ class Storage(NamedTuple):
         rows: The storage forms.
         overhead: The bytes of the header, the spec and the table of arrays.
         budget: The limit `quant.budget_bytes`, or None.
-        chosen: A description of `promote`, `allocate` or `correct`, if the spec has such a setting. These settings
-            change the bits that the rules state.
+        chosen: A description of `quant.promote` or `quant.allocate`, the settings that change the bits of the rules.
+            Empty if the spec has neither.
         warnings: The reasons why the artifact may not fit.
     """
 
@@ -68,7 +68,7 @@ def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
     Args:
         spec: the spec.
         programs: the programs of the spec, with their parameters.
-        target: the target of the warnings.
+        target: the target for which the spec is lowered to compute the warnings.
     """
     schemes = allocation(spec.quant, programs.stored)
     rows = tuple(_rows(spec, schemes, programs))
@@ -109,8 +109,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns a description of `promote` or `allocate`, the settings that change the bits of the rules. Empty if the
-    spec has neither."""
+    """Returns a description of `quant.promote` or `quant.allocate`, the settings that change the bits of the rules.
+    Empty if the spec has neither."""
     if quant is None:
         return ""
     if quant.allocate is not None:
@@ -127,8 +127,9 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """Yields two lines if the smallest choice of `quant.allocate` may exceed the budget. The lines state the bytes of
-    this choice, and the largest parameters with fixed bits."""
+    """Yields warnings if the artifact may exceed the budget even with the fewest bits that `quant.allocate` can choose.
+    The first warning states the bytes of this artifact. The second warning names the largest parameters whose bits are
+    fixed."""
     if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()

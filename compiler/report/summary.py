@@ -42,8 +42,8 @@ def percent(share: float) -> str:
 
 @record
 class Summary:
-    """The main facts about the plans of a spec. `deployed` has the plan of the model that runs from an artifact. It
-    contains only targets for which this plan differs from the plan in `plans`."""
+    """The main facts about the plans of a spec. `deployed` maps a target to the plan of the model that runs from an
+    artifact. It contains only targets for which this plan differs from the plan in `plans`."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -70,7 +70,8 @@ class Summary:
 
     @cached_property
     def cached_numbers(self) -> int:
-        """The number of elements of the cache when a sequence fills the context. 0 for a model without a cache."""
+        """The number of elements of the cache when a sequence fills the context. The number is 0 for a model without a
+        cache."""
         return cached_numbers(self.main.programs, self.spec.model.window)
 
     @property
@@ -177,7 +178,8 @@ class Summary:
 
 
 def lines(summary: Summary) -> tuple[str, ...]:
-    """Returns the lines of `specc plan`, at most 24. Lines have at most 120 columns, except the line about files."""
+    """Returns the lines that `specc plan` prints before its line about files. There are at most 24 lines, of at most
+    120 columns."""
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",

@@ -15,10 +15,11 @@ from specc.compiler.targets import Target
 
 
 def lookups(programs: Programs, target: Target) -> Programs:
-    """Returns the programs with one `Lookups` in place of the lookups of embeddings and rotary angles.
+    """Returns the programs with one `Lookups` node per program in place of the lookups of embeddings and rotary angles.
 
-    Nodes are combined if they read ids or positions that are known at the start of a program, and if the kernel
-    accepts the combined node. The tables of embeddings must be parameters.
+    A lookup is combined with others if it reads ids or positions that are known at the start of a program. A lookup of
+    embeddings is combined only if its table is a parameter. If the kernel does not accept the combined node, the
+    program is unchanged.
 
     Args:
         programs: The programs that append one token to each text, after `rope_writes`.

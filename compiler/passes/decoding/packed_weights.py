@@ -66,7 +66,8 @@ class _Packing:
         return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
-        """Packs the weights of a node if a kernel can decode the codes. Adds the codes and scales to `params`."""
+        """Returns the node with packed weights if a kernel can decode the codes, otherwise the unchanged node. Adds the
+        codes and scales to `params`."""
         if isinstance(node.op, Call | Scan):
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
@@ -106,7 +107,7 @@ class _Packing:
 
     def _function(self, name: str, at: str) -> Graph:
         """Returns the function with packed weights. The function gets a new name if the old name already belongs to a
-        function with other types."""
+        packed function with other types."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}

@@ -20,8 +20,8 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
     """Returns the programs with a `RopeAttention` in place of each `RopeWrite` and the attention that reads the
     rotated queries.
 
-    The kernel for attention over a cache must accept the new node. `rewritings` records the replaced nodes, and the
-    reason for each node that is not replaced.
+    Nodes are replaced only if the kernel for attention over a cache accepts the new node. `rewritings` of the result
+    records each replaced node. For each `RopeWrite` that is not replaced, it records the reason.
 
     Args:
         programs: The programs that append one token to each text, after `rope_writes`.
@@ -44,7 +44,8 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
 
 
 def _joined(programs: Programs, graph: Graph, write: Node, target: Target) -> Graph | str:
-    """Returns the graph with a combined node, or the reason why the nodes cannot be combined."""
+    """Returns the graph with one node in place of `write` and its attention, or the reason why the two nodes cannot be
+    combined."""
     op = write.op
     assert isinstance(op, RopeWrite)
     queries, *cached = write.outputs

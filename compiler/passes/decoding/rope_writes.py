@@ -17,19 +17,19 @@ def rope_writes(programs: Programs) -> Programs:
     """Returns the programs with one `RopeWrite` in place of several nodes. These are the rotations of q and k by the
     same angles, the rounding of the new rows to codes, and the writes of k and v to a cache.
 
-    No other node may read the rows that are written. In latent attention, a row consists of v and the rotated k. The
-    new node reads the angles from a table.
+    These nodes are replaced only if no other node reads the written rows. In latent attention, a row consists of v and
+    the rotated k. The new node reads the angles from a table.
 
-    In programs that append one token, the token may be written to a ring buffer before attention reads the buffer.
-    Attention masks the old position that the token overwrites.
+    In programs that append one token, the new node may write the token to a ring buffer before attention reads the
+    buffer. This is correct because attention masks the position that the token overwrites.
     """
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     return programs.rewritten(lambda graph: _rewritten(graph, programs.context, single))
 
 
 class _Stored(NamedTuple):
-    """The nodes that write a row to a cache. `codes` round the row, if the cache holds codes. `writes` store the row,
-    or its codes and scales."""
+    """The nodes that write a row to a cache. If the cache holds codes, the nodes `codes` round the row to codes and
+    scales. The nodes `writes` store the row, or its codes and scales."""
 
     codes: tuple[Node, ...]
     writes: tuple[Node, ...]
@@ -106,14 +106,14 @@ def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
-    """Returns the nodes that write the rows `row` to a cache. None if there are none, or if other nodes read the
-    written values.
+    """Returns the nodes that write the rows `row` to a cache. Returns None if no nodes write the rows, or if other
+    nodes read the written values.
 
     Args:
         graph: The graph.
         row: The ref of the rows, [B, T, G, C].
-        single: Whether the graph appends one token to each text. A ring buffer may then be written before attention
-            reads it.
+        single: Whether the graph appends one token to each text. If so, a ring buffer may be written before attention
+            reads the buffer.
         only: Whether to return None if other nodes read `row`.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))

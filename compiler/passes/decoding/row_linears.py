@@ -17,11 +17,11 @@ def row_linears(programs: Programs) -> Programs:
     """Returns the programs that append tokens to texts, with every linear layer as a `RowLinear`.
 
     If only one pointwise node reads a product, the pointwise node becomes the epilogue of the product. If the pointwise
-    node reads several products of the same input, these products become one node. The remaining products of each input
+    node reads several products of the same input, these products become one node. Any other products of the same input
     also become one node. An RMS norm that only products read becomes a part of each product.
 
     Raises:
-        ValueError: If the model has no such program.
+        ValueError: If the model has no program that appends tokens to texts.
     """
     steps = tuple(graph for graph in programs.programs if graph.name in DECODING)
     if not steps:
@@ -56,8 +56,8 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
-    """Yields the products that can have `reader` as their epilogue. All of them have the same input, the shape of
-    `reader`, and no reader besides `reader`."""
+    """Yields the products that can have `reader` as their epilogue. These products have the same input and the shape of
+    `reader`, and no other node reads them."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
