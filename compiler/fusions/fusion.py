@@ -38,9 +38,9 @@ class Fusion:
     refuses a member if any other field has a value other than the default. A fusion therefore never drops a setting
     that is not in `reads`, such as a field of a subclass or a field that was added later.
 
-    In the methods, `members` are in the order of the nodes of `graph`. Only other members read the output of a member,
-    unless it is the last member. A node that an earlier fusion has created is in `members`, but not in `graph`. Every
-    op of the result must be linear or pointwise, or have a derivative rule.
+    In the methods, `members` are in the order of the nodes of `graph`. Nodes outside of `members` read only the output
+    of the last member. A node that an earlier fusion has created is in `members`, but not in `graph`. Every op of the
+    result must be linear or pointwise, or have a derivative rule.
     """
 
     name: str

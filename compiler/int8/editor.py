@@ -29,8 +29,8 @@ class Unfit(Exception):
         self.message, self.names, self.at_once = message, tuple(names), at_once
 
     def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
-        """Returns the problem that the compiler reports for this error. Its path is the spec path that requests
-        int8."""
+        """Returns the problem that the compiler reports for this error. The path of the problem is the spec path that
+        requests int8."""
         pattern = covering(self.names)
         if self.at_once:
             # A rule takes precedence over the default
@@ -117,7 +117,7 @@ class Editor:
             `@mlp.up` is then the parameter `blocks.0.mlp.up`.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
-        functions: New functions, by name. The editors of all graphs share them.
+        functions: New functions, by name. The editors of all graphs share this dict.
         added: The types of the declared constants, by name.
         types: The types of all values, original and new.
         new: New nodes, by the name of the original node before which they are inserted.

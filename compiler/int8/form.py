@@ -32,8 +32,8 @@ class Int8Form:
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node of a training program by float ops that round wherever the nodes of `rewrite` round. In
-        training, `edit.codes` returns a single reference, to the input after rounding, in floats."""
+        """Replaces a node of a training program by float ops that round wherever the nodes of `rewrite` round. For a
+        training graph, `edit.codes` returns one reference. It refers to the rounded input, which consists of floats."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 

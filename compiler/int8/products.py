@@ -48,8 +48,8 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
 def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs of the deployed model, with int8 products and without training programs.
 
-    Every node whose weights have an integer scheme is replaced by its int8 form. New parameters replace those of the
-    node: the codes [N, K], offset [N] and scale [N] of each weight, and the inverse scale [K] of each input.
+    Every node whose weights have an integer scheme is replaced by its int8 form. New parameters replace the parameters
+    of the node: the codes [N, K], offset [N] and scale [N] of each weight, and the inverse scale [K] of each input.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.

@@ -135,8 +135,8 @@ class Op:
         return type.with_shape("B", "T", type.width) if leading else type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """Returns the sizes of the symbolic dims for verification and measurement of kernels. `sizes` are those of a
-        training step."""
+        """Returns the sizes of the symbolic dims for verification and measurement of kernels. `sizes` are the sizes in
+        a training step."""
         return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:

@@ -43,14 +43,15 @@ class NoDerivative(Exception):
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that stand for outputs of the group's linear layers. `linear`
-    contains the names of these layers. The output of such a layer is stored only if the backward pass reads it."""
+    """Returns the variables of a pointwise node in a group that stand for outputs of the group's linear layers.
+    `linear` contains the names of these layers. The output of such a layer is stored only if the backward pass reads
+    it."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the part of a kernel name that describes a pointwise member, such as `gelu`. The result is `gelu_pre` if
+    """Returns the part of a kernel name that describes a pointwise node, such as `gelu`. The result is `gelu_pre` if
     the forward pass saves the input of the activation instead of the derivative."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
@@ -77,8 +78,8 @@ def spelled(forward: Graph, ref: str) -> str:
 
 
 def gradient_names(forward: Graph) -> tuple[str, ...]:
-    """Returns the names of the result gradients, which are inputs of the backward graph. The name is `d` for a single
-    result, otherwise `d_LABEL` for each result."""
+    """Returns the names of the gradients of the results, which are inputs of the backward graph. The name is `d` for a
+    single result, otherwise `d_LABEL` for each result."""
     if len(forward.outputs) == 1:
         return ("d",)
     taken = {f"d_{name}" for name, _ in forward.inputs}
@@ -92,7 +93,7 @@ class Derivation:
     it.
 
     Attributes:
-        members: The nodes of the group by name, before outputs for saved values were added.
+        members: The nodes of the group by name, before outputs for saved values were added to the nodes.
         forward: The forward graph. Saved values are among its outputs.
         keep: The save choice, which determines the values that the forward pass saves.
     """
@@ -165,8 +166,9 @@ class Derivation:
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a pointwise member's inputs. If an input is a product of the group, `plan_backward`
-        states its gradient. The gradient of any other input is the symbolic derivative of the member's expression."""
+        """Returns the gradients of the inputs of a pointwise node. If an input is a product of the group,
+        `plan_backward` states its gradient. The gradient of any other input is the symbolic derivative of the node's
+        expression."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])

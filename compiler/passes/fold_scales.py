@@ -32,7 +32,7 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     A factor is folded if it consists of one number, or of one number per feature, and is a constant or a function of
     parameters. The product may be the last node of a fused group. Dropout may lie between the product and the factor.
     Training and scoring multiply with the same matrices. Decoding programs are unchanged, because they read few bytes
-    besides the matrices.
+    other than the matrices.
 
     Args:
         programs: The programs, with fused groups.

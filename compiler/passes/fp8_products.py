@@ -92,7 +92,7 @@ class _Products:
     """Rewrites the linear layers of graphs.
 
     Attributes:
-        products: The paths of all linear layers so far, with `*` for the index of a block.
+        products: The paths of all linear layers that were visited so far, with `*` for the index of a block.
         used: The indices of the rules that match a linear layer.
         buffers: The types of the scales, by name.
         problems: The problems so far.

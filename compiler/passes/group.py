@@ -71,7 +71,8 @@ def build_group(
         known: The groups that were built before in the same programs. This function adds the new group to `known`.
 
     Returns:
-        The group with the default save choice. The field `others` holds the group with each other save choice.
+        The group with the default save choice, a choice of the values that the forward pass saves. The field `others`
+        holds the group with each other save choice.
 
     Raises:
         Unfusable: If a member cannot be in a group.
@@ -115,8 +116,8 @@ def compose(
 
 
 def _composed(selection: Selection) -> Group:
-    """Returns the group with the default save choice. Its field `others` contains the group with each of the other save
-    choices."""
+    """Returns the group with the default save choice, a choice of the values that the forward pass saves. Its field
+    `others` contains the group with each of the other save choices."""
     name, scope, members, rewrite, _, results, chunks = selection
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
@@ -204,8 +205,8 @@ def _inputs(graph: Graph, nodes: Sequence[Node], labels: Mapping[str, str]) -> t
 
 
 def _forward(selection: Selection, keep: Keep) -> Graph:
-    """Returns the nodes as a graph whose inputs have short names. Pointwise nodes also output the values that the
-    backward pass reads."""
+    """Returns the nodes of `selection` as a graph whose inputs have short names. Pointwise nodes also output the values
+    that the backward pass reads."""
     b, rewrite, names = Builder(f"{selection.name}.forward"), selection.rewrite, dict[str, str]()
     for ref, name, type in selection.inputs:
         names[ref] = b.input(name, type)

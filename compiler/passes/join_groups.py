@@ -36,8 +36,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the fused node that reads `ref`, a part of a product, as heads. Returns None if other nodes read the
-    part, or if the kernel of the fused node cannot write the gradient of the part into a wider tensor."""
+    """Returns the fused node that reads `ref`, a part of a product, as attention heads. Returns None if other nodes
+    read the part, or if the kernel of the fused node cannot write the gradient of the part into a wider tensor."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None

@@ -169,8 +169,8 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. If two slots of different variants compute the same value, they become
-    one slot."""
+    """Returns a slot (a merged node) for each group of nodes. If two slots of different variants compute the same
+    value, they become one slot."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -218,7 +218,8 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
 
 
 def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
-    """Returns the first option that is not taken. If all are taken, appends a number to the last option."""
+    """Returns the first option that is not taken. If all options are taken, returns the last option with a number
+    appended."""
     numbered = (f"{options[-1]}_{i}" for i in count(2))
     return next(option for option in chain(options, numbered) if not taken(option))
 
@@ -227,8 +228,8 @@ def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """Returns the slots in a topological order, or None if no such order exists. Slots of the same variants are
-    adjacent where possible."""
+    """Returns the slots (merged nodes) in a topological order, or None if no such order exists. Slots of the same
+    variants are adjacent where possible."""
     before = _precedence(graphs, slots)
     current = every = frozenset(range(len(graphs)))
     ordered: list[Slot] = []
@@ -247,7 +248,7 @@ def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | Non
 
 
 def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, set[str]]:
-    """Returns the names of the slots that must precede each slot.
+    """Returns, for the name of each slot (a merged node), the names of the slots that must precede it.
 
     A slot follows the slots whose values it reads. A slot that updates a state in place keeps its order relative to
     all readers of that state. Slots that draw random numbers keep their order.
@@ -326,9 +327,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether two values must have different variables. This is the case if both are live at once in some
-        variant, or if one of the two values is an optional input. Generated code tests an optional input for None, so
-        no other value may overwrite the input."""
+        """Returns whether two values must have different variables. This is the case if both values are live at the
+        same time in some variant, or if one of the two values is an optional input. Generated code tests an optional
+        input for None, so no other value may overwrite the input."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(

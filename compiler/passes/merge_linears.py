@@ -32,7 +32,8 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the layers to merge. `auto` merges all layers whose merged gradients move fewer bytes.
+        patterns: The patterns of the layers to merge. `auto` merges all layers whose merged gradients move fewer bytes
+            than separate gradients.
 
     Raises:
         LoweringError: If a pattern has no effect. The error lists the problems of all patterns.

@@ -109,8 +109,8 @@ def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """Returns the slots that all programs in `where` run. Slots of only some of these programs are included if they
-    are between common slots, or if common slots read their values."""
+    """Returns the slots (merged nodes) that all programs in `where` run. Slots of only some of these programs are
+    included if they are between common slots, or if common slots read their values."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}

@@ -27,8 +27,8 @@ def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 @dataclass
 class Requests:
-    """The nodes that a pass rewrites. A key of the spec names them. With `auto`, the pass rewrites all nodes for which
-    it expects a gain.
+    """The nodes that a pass rewrites. A key of the spec names these nodes. With `auto`, the pass rewrites all nodes for
+    which it expects a gain.
 
     A pattern names a node if it matches the path of the node, or the path of a part that contains the node. A pattern
     without effect is an error, which states the reason.

@@ -113,7 +113,7 @@ def _chosen(
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
     """Returns the save choices of a group, and chooses one of them: the choice in the lock, otherwise the choice that
-    moves the fewest bytes. A tie selects the default."""
+    moves the fewest bytes. If the default is among the choices that move the fewest bytes, it is chosen."""
     group = options[0].group
     # The kernel is that of the default save choice, because other save choices may have another kernel
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))
@@ -245,8 +245,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """Returns a key for the function of a node. Nodes with different keys need different function names. Sizes are
-    only in the file name, so the key does not contain them."""
+    """Returns a key for the function of a node. Nodes with different keys need different function names. The key does
+    not contain sizes, because kernels of different sizes have different file names."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

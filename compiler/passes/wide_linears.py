@@ -9,8 +9,8 @@ from specc.compiler.programs.programs import Programs
 
 
 def wide_linears(programs: Programs) -> Programs:
-    """Returns the programs with WideLinear layers. A WideLinear replaces a linear layer with an f32 matrix, if the
-    input is a bf16 value that is converted to f32. The router of a mixture of experts is such a layer.
+    """Returns the programs with WideLinear layers. A WideLinear takes the place of a linear layer whose matrix is f32,
+    and whose input is a bf16 value that is converted to f32. The router of a mixture of experts is such a layer.
 
     A layer is not changed if another node reads the converted value, because the value is then stored in f32 anyway.
     """

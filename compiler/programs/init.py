@@ -60,7 +60,7 @@ class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
     A number may be a formula of `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number of
-    blocks, which in an encoder-decoder includes both sides).
+    blocks, which in an encoder-decoder includes the blocks of encoder and decoder).
 
     Attributes:
         normal: the standard deviation of a normal distribution.
@@ -87,8 +87,8 @@ class Init(StrictModel):
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
         """Returns the name and the value of the field that is set, for a parameter of this shape.
 
-        For `fan_in` and `fan_out`, a vector is a matrix of one row, and a parameter of experts [experts, rows,
-        columns] is the matrix of one expert. Raises ExprError if the formula has no value.
+        For `fan_in` and `fan_out`, a vector counts as a matrix of one row, and a parameter of experts [experts, rows,
+        columns] as the matrix of one expert. Raises ExprError if the formula has no value.
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}

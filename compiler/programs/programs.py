@@ -126,8 +126,8 @@ class Phase:
         rests: The names of the parameters that neither `train` nor `score` reads.
         rounds: Whether `train` fake-quantizes the inputs of products, as in the deployed model. If so, the weights must
             also be fake-quantized in this phase.
-        writes: The programs that compute decoder inputs without teacher forcing. The first encodes the source, and the
-            second appends one token to the target.
+        writes: The programs that compute decoder inputs without teacher forcing. The first program encodes the source,
+            and the second program appends one token to the target.
     """
 
     until: float

@@ -45,7 +45,8 @@ TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)
 
 
 def kind_of(stored: Stored) -> Kind:
-    """Returns the kind of an array. Row scales are a separate kind, because they compress worse among other floats."""
+    """Returns the kind of an array. Row scales are a separate kind, because they compress worse in a section with other
+    floats."""
     if stored.dtype == "i8":
         return Kind.CODES
     return Kind.SCALES if (stored.suffix, stored.dtype) == ("scale", "f16") else Kind[stored.dtype.upper()]

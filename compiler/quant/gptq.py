@@ -66,7 +66,8 @@ class Gptq(PerRow):
 
         If several products or lookups read the parameter, `row_groups` divides its rows into groups, each with a matrix
         that takes the place of the Hessian. If the parameter contains the matrices of several experts, [experts, rows,
-        columns], `seen.hessian` contains one Hessian per expert. It was measured on the inputs of that expert.
+        columns], `seen.hessian` contains one Hessian per expert. Each of these Hessians was measured on the inputs of
+        its expert.
 
         Raises SchemeError if the scheme rejects the shape, if the weight contains NaN or infinity, or if a value is out
         of range. Also raises SchemeError if the Hessian is missing, has the wrong shape, contains NaN or infinity, or

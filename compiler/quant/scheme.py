@@ -63,7 +63,8 @@ class Range:
     Attributes:
         largest: the largest magnitude of each feature [K].
         products: the mean of x^T x [K, K].
-        beyond: the mean square of the clipped excess [K], for an input that already has a scale.
+        beyond: the mean square of the amount that clipping removes from each feature [K]. None if the input has no
+            scale yet.
         clipped: the fraction of all values that clipping changes by more than half a scale.
     """
 
@@ -118,7 +119,8 @@ class Seen:
         input_scale: The scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
         weight: For a bias, the stored arrays of the weight of the same product.
         solved: A function that is called with a `Solution` if the Hessian is used.
-        uses: All uses of a parameter that several products or lookups read. If set, `hessian` is ignored.
+        uses: All uses of a parameter that several products or lookups read. If `uses` is not empty, schemes ignore
+            `hessian`.
     """
 
     hessian: Tensor | None = None
@@ -167,8 +169,8 @@ class Scheme(StrictModel):
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. None if the
-        scheme does not round inputs."""
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. Returns None if
+        the scheme does not round inputs."""
         return None
 
     @property

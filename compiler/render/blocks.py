@@ -116,8 +116,9 @@ class _Uses(NamedTuple):
     """The functions that the blocks of a module list run.
 
     `layers` maps the name of each function to the blocks that run the function. `callers` maps the name of each
-    function to the flags of the programs that call the function. `state` holds the names of the inputs that are state.
-    `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
+    function to the flags of the programs that call the function. `state` holds the names of the inputs that contain the
+    state of earlier tokens. `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their
+    formulas.
     """
 
     place: str

@@ -40,8 +40,8 @@ class Body:
         unpacks: The lines that unpack state. An entry has the names that the line assigns, the text of the line, and
             the variants that run the line. The line is inserted before the first read of one of these names.
         constants: The names of constants, by the text of their values.
-        regions: A function that adds the lines of a loop or another node that is not an expression. Returns False for
-            expressions.
+        regions: A function that adds the lines of a loop or another node that is not an expression. It returns False
+            for expressions.
         guarded: The lines, each with its variants.
         texts: The text of each value that has been assigned.
         held: All values that were assigned to each name.
@@ -132,8 +132,9 @@ class Body:
         variants that reach these statements.
 
         A group consists of lines that run in the same variants. Each `if` statement contains one or more successive
-        groups: a single group, two groups with opposite conditions, or several groups that one fact divides into two
-        branches. Dynamic programming finds the statements for the first n groups from the statements for fewer groups.
+        groups: a single group, two groups with opposite conditions, or several groups in two branches that one fact (a
+        condition on an argument or attribute) selects. Dynamic programming finds the statements for the first n groups
+        from the statements for fewer groups.
         """
         best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), set())]
         for end in range(1, len(groups) + 1):
@@ -234,7 +235,8 @@ class Body:
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
         """Returns the expression of the node, its complexity, and whether it contains a heavy node (see `_heavy`).
 
-        A pending input is first assigned to a name if the expression would contain it twice or become too complex.
+        An input may be pending, which means that its value has no name yet. A pending input is first assigned to a name
+        if the expression would contain it twice or become too complex.
         """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or self.reads(operand) > 1):
@@ -298,8 +300,8 @@ class Body:
         return self.texts[ref]
 
     def write(self, ref: str) -> None:
-        """Assigns a pending value on a separate line before the current node. Earlier pending values with several
-        readers are assigned first."""
+        """Assigns `ref`, a pending value (a value without a name yet), on a separate line before the current node.
+        Earlier pending values with several readers are assigned first."""
         before, guard = self.ahead, self.guard
         slot = self._slots[ref]
         at = self._at[slot.name]
@@ -315,7 +317,8 @@ class Body:
         self.ahead, self.guard = before, guard
 
     def release(self, *names: str) -> None:
-        """Assigns the pending values that read one of `names`, before these names are reassigned."""
+        """Assigns the pending values (values without a name yet) that read one of `names`, before these names are
+        reassigned."""
         while waiting := next(
             (ref for ref, (text, _, _) in self.pending.items() if any(mentions(text, name) for name in names)), None
         ):
@@ -358,7 +361,7 @@ class Body:
 
     def _overwritten(self, held: str, root: str | None) -> bool:
         """Returns whether a variant reads the value `held` after it assigns the variable `root`. Each variant assigns
-        the variable at its own node."""
+        the variable at a different node."""
         slots = [
             self._slots[ref] for ref, other in self.merged.variables.items() if other == root and ref in self._slots
         ]

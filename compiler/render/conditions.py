@@ -58,10 +58,10 @@ class Condition:
 
 
 def facts_of(merged: Merged, optional: Mapping[str, Where], flags: Mapping[str, Where]) -> list[Fact]:
-    """Returns the conditions on arguments, in order of preference.
+    """Returns the conditions on arguments that distinguish the variants of a function, in order of preference.
 
     Args:
-        merged: the variants.
+        merged: the merged graphs of the variants.
         optional: the variants that have each optional argument.
         flags: the variants in which each flag is true.
     """
@@ -107,9 +107,9 @@ class Conditions:
     def _divided(self, where: Where, every: Where) -> Condition:
         """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
 
-        One fact divides the variants `every` into two parts, and each part has a separate condition. A part needs no
-        further test if all of its variants are in `where`, or none. The chosen fact leaves the fewest variants in parts
-        that need further tests.
+        One fact (a condition on an argument or attribute) divides the variants `every` into two parts, and each part
+        has a separate condition. A part needs no further test if all of its variants are in `where`, or none. The
+        chosen fact leaves the fewest variants in parts that need further tests.
         """
 
         def parts(fact: Fact) -> Iterator[tuple[Condition, Where, Where]]:

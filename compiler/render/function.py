@@ -178,8 +178,8 @@ class Speller:
     def kernel(self, graph: Graph, node: Node) -> str:
         """Returns the name of a node's kernel function. Empty if the plan has no kernel for the node.
 
-        The nodes of a group without a backward pass are rendered in the program that runs the group. The plan lists
-        their kernels under the group.
+        The nodes of a group without a backward pass are rendered in the program that runs the group. The plan lists the
+        kernels of these nodes under the group.
         """
         homes = [graph]
         for group in self.plan.programs.groups:

@@ -126,7 +126,7 @@ class LoopText:
         body.hold(name, slot.name)
 
     def _lists(self, joins: Sequence[str]) -> Mapping[str, str]:
-        """Returns the name of the Python list that collects an output of the blocks, by the label of the output. An
+        """Returns the names of the Python lists that collect outputs of the blocks, by the label of the output. An
         output has a list only if a later block reads it."""
         read = {label for _, label, _ in self.loop.earlier} | ({""} if joins else set())
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}

@@ -187,7 +187,7 @@ def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
 
 def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) -> tuple[str, object]:
     """Returns the template of an op's file, and the context for the template. If `generated` is None, the context is
-    `context`. Otherwise, the context is that in `generated`, with the package of `context`."""
+    `context`. Otherwise, the context is the one in `generated`, with the package of `context`."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", context
     template, settings = generated

@@ -162,8 +162,8 @@ def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """Yields the rows of one node of the flattened training program, for one micro-batch. The forward of a recomputed
-    node has two calls."""
+    """Yields the rows of one node of the flattened training program, for one micro-batch. The row of a recomputed
+    node's forward pass has two calls."""
     programs, again = plan.programs, 2 if node.region else 1
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)

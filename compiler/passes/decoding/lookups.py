@@ -17,9 +17,9 @@ from specc.compiler.targets import Target
 def lookups(programs: Programs, target: Target) -> Programs:
     """Returns the programs with one `Lookups` node per program in place of the lookups of embeddings and rotary angles.
 
-    A lookup is combined with others if it reads ids or positions that are known at the start of a program. A lookup of
-    embeddings is combined only if its table is a parameter. If the kernel does not accept the combined node, the
-    program is unchanged.
+    A lookup is combined with the other lookups if it reads ids or positions that are known at the start of a program. A
+    lookup of embeddings is combined only if its table is a parameter. If the kernel does not accept the combined node,
+    the program is unchanged.
 
     Args:
         programs: The programs that append one token to each text, after `rope_writes`.
