@@ -1,7 +1,7 @@
-"""Entry points of the compiler: from a spec file to one plan per target and the text of every generated file.
+"""Entry points of the compiler. They turn a spec file into one plan per target and the text of every generated file.
 
-Modules that render, report and write are imported inside functions, because checking or planning a spec does not need
-them.
+Functions of this module import the modules that render, report and write only when they run, because checking or
+planning a spec does not need those modules.
 """
 
 import hashlib
@@ -115,8 +115,8 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
     """Checks, plans and renders a spec file in memory.
 
-    `overrides` and `targets` are those of `plan_spec`. Raises SpecError with every problem if the spec is invalid or
-    cannot be planned.
+    `overrides` and `targets` have the meaning of the arguments of `plan_spec`. Raises SpecError with every problem if
+    the spec is invalid or cannot be planned.
     """
     spec, source = load(path, tuple(overrides))
     return compile_loaded(spec, source, tuple(targets), read_lock(lock_path(path, spec.name)))
@@ -145,8 +145,8 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
 @record
 class _Request:
-    """The arguments of `compiled`, as a key of the cache of this function. Two requests are equal if they have the same
-    texts and targets."""
+    """The arguments of `compiled`, as the key of a cached result. Two requests are equal if their spec texts, targets
+    and lock texts are equal."""
 
     spec_text: str
     targets: tuple[str, ...]
@@ -156,8 +156,8 @@ class _Request:
 
 
 def compiled(spec: Spec, targets: Iterable[str] = (), lock: Lock = NO_LOCK) -> Built:
-    """Plans and renders a checked spec. The last results are cached, because a command such as `specc quantize`
-    compiles the same specs several times.
+    """Plans and renders a checked spec for `targets`, by default all targets of the spec. The last results are cached,
+    because a command such as `specc quantize` compiles the same specs several times.
 
     Raises LoweringError with every problem if the spec cannot be planned.
     """
@@ -202,7 +202,8 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
 
 
 def check(path: Path, into: Path) -> tuple[str, ...]:
-    """Returns one line per file in generated/<name>/ that a build would change. Writes nothing.
+    """Returns one line per file that a build of the spec file `path` would change in generated/<name>/. `into` is the
+    folder `generated`. Writes nothing.
 
     Raises SpecError if the spec is invalid or cannot be planned.
     """
@@ -233,9 +234,9 @@ def spec_of(text: str | bytes) -> Spec:
 
 
 def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]) -> bytes:
-    """Returns the SHA-256 digest of the parameter names, shapes and storage forms, in order.
+    """Returns the SHA-256 digest of the names, shapes and storage forms of `parameters`, in their order.
 
-    An artifact records this digest. Only a model with the same digest can load it.
+    An artifact records this digest. Only a model with an equal digest can load the artifact.
     """
     lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in parameters]
     return hashlib.sha256("\n".join(lines).encode()).digest()
@@ -258,9 +259,10 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
 
 
 def called_text(site: Site) -> str | None:
-    """Returns the source of a Python function named CALLED, which computes a node by its Torch call. The arguments are
-    the node's inputs. The source begins with the support functions that the Torch call uses. Returns None if the Torch
-    call uses no support functions with their own files, or if the node has an epilogue."""
+    """Returns the source of a Python function that computes the node of `site` by the node's Torch call. The constant
+    CALLED is the name of the function, and the node's inputs are its arguments. The source begins with the support
+    functions that the Torch call uses. Returns None if the node has an epilogue or no Torch call. Also returns None if
+    the Torch call uses no support functions, or one that has no file of its own."""
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import OpContext, is_op, op_file
 
@@ -274,7 +276,7 @@ def called_text(site: Site) -> str | None:
 
 
 def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
-    """Renders the files of one target: model.py, ops and kernels. Returns file name -> text.
+    """Renders the files of one target: model.py, ops and kernels. Returns the text of each file, by file name.
 
     Raises TemplateFault if a template fails to render. The message states the node and the node's line in `source`.
     """
@@ -303,8 +305,9 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) -> Iterator[None]:
-    """A context manager around rendering. Adds the node, the target and the spec line to a TemplateFault of the body.
-    `node_of` returns the path of the node. An empty path stands for model.py."""
+    """A context manager around the rendering of a file. If the rendering raises a TemplateFault, the context manager
+    adds the node, the target and the spec line to the message. `node_of` returns the path of the node for which the
+    file is rendered. An empty path stands for model.py."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -319,7 +322,8 @@ def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) ->
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """Renders the files of an encoder-decoder that decodes without a cache, for benchmarks. No build writes them.
+    """Renders the files of an encoder-decoder that decodes without a cache. Benchmarks use these files, and no build
+    writes them.
 
     Raises ValueError if `passes.without_cache` cannot rewrite the model, and LoweringError if the model cannot be
     lowered.
@@ -328,7 +332,7 @@ def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
 
 
 def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """Renders the files of the programs that `specc export` writes as graphs. No build writes them.
+    """Renders the files of the programs that `specc export` writes as graphs. No build writes these files.
 
     Raises ValueError if an operation cannot be exported, and LoweringError if the spec cannot be lowered.
     """
@@ -337,16 +341,17 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
 
 def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str, str]:
     """Renders the files of the programs that append one token to each text, with kernels for few rows. No build writes
-    them. With `packed`, the kernels decode the codes of an artifact of the spec.
+    these files. If `packed` is True, the kernels read the quantized weights of an artifact of the spec, and decode
+    them.
 
-    Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
+    Raises ValueError if the model has no program that appends tokens, and LoweringError if the spec cannot be lowered.
     """
     return model_files(pipeline.decoding_plan(spec, target, _source_name(spec), packed))
 
 
 def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
-    """Returns a plan for each GPU target. The planned programs append one token, and read an artifact's weights as
-    codes. Empty unless the model is quantized and generates text."""
+    """Returns a plan for each GPU target. The planned programs append one token to each text, and read the quantized
+    weights of an artifact. The result is empty unless the model is quantized and generates text."""
     spec = planned.spec
     names = [name for name in planned.plans if pipeline.reads_codes(spec, name)]
     return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
@@ -391,8 +396,9 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. A .cu file takes precedence over the Python wrapper. If several
-    ops compute a node in different programs, each op has an entry with the key `PATH OP`."""
+    """Maps each node path to the file that computes the node. For a kernel in CUDA C++, this is the .cu file and not
+    its Python wrapper. If different programs compute a node by different ops, each op has an entry with the key `PATH
+    OP`."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

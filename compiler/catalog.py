@@ -1,4 +1,4 @@
-"""Finds the features in a package: all module-level instances of a class, or all subclasses of a class."""
+"""Finds all module-level instances of a class, or all subclasses of a class, in the modules of a package."""
 
 import importlib
 import pkgutil
@@ -49,7 +49,8 @@ def _subclasses(modules: Iterable[str], base: type[T]) -> Iterator[type[T]]:
 
 @cache
 def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
-    """Returns all module-level instances of `kind` in the modules of `package`, by `name`, in module order.
+    """Returns all module-level instances of `kind` in the modules of `package`. The keys are the attribute `name` of
+    each instance. The order is the order of the modules.
 
     Raises ValueError if two instances have the same name.
     """
@@ -60,8 +61,8 @@ def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
 
 @cache
 def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...]:
-    """Returns all subclasses of `base` in `package` for which the type of `field` is a single-valued Literal, in module
-    order.
+    """Returns the subclasses of `base` in `package` whose field named `field` has a Literal type with one value. The
+    order is the order of the modules.
 
     Raises ValueError if two classes have the same literal.
     """
@@ -71,8 +72,8 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
 
 @cache
 def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
-    """Returns subclasses of `base`, by name, in module order. These are the classes in `package` that set `name` in the
-    class body.
+    """Returns the subclasses of `base` in `package` that set the attribute `name` in their class body, by this name.
+    The order is the order of the modules.
 
     Raises ValueError if two classes have the same name.
     """
@@ -108,7 +109,7 @@ class Kinds(Generic[M]):
         return tuple(map(self.form, chain(*listed)))
 
     def model(self, tag: str) -> type[M] | None:
-        """Returns the model of a tag; None if there is none.
+        """Returns the model with this tag, or None if no model has this tag.
 
         The search begins with the module named `tag`, and continues with the modules that are already imported, then
         with all modules.

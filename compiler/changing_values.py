@@ -20,14 +20,15 @@ TIMES = 101  # the number of shares of a run at which a formula is checked
 
 
 class Schedule(StrictModel):
-    """A value that changes during training. It is constant after the last point.
+    """A value that changes during training. The value is constant after the last point.
 
     Attributes:
         at: [time, value] pairs. The first time is 0, and times increase.
         by: the unit of the times. `share`: the completed share of the run, from 0 to 1. The share is measured by
             seconds if `budget_seconds` is set, otherwise by steps. `step`: the number of updates. `epoch`: the number
             of passes over the training data.
-        between: the value between two points. `step`: the value of the earlier point. `linear`: interpolated.
+        between: how the value between two points is computed. `step`: as the value of the earlier point. `linear`: by
+            linear interpolation.
     """
 
     at: tuple[tuple[float, Any], ...]
@@ -67,8 +68,9 @@ class Schedule(StrictModel):
 
     @property
     def changes(self) -> tuple[tuple[int, float], ...]:
-        """The points at which the value changes, as pairs (index of the point, share of the run). Empty if times are
-        not shares."""
+        """The points at which a new value or a new slope begins, as pairs (index of the point, completed share of the
+        run). With `between: step`, these are all points but the first. With `between: linear`, they are all points but
+        the last. Empty if the unit `by` of the times is not `share`."""
         points = enumerate(time for time, _ in self.at)
         if self.by != "share":
             return ()
@@ -76,12 +78,13 @@ class Schedule(StrictModel):
 
 
 def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
-    """Returns the points of a schedule, or one point at 0 for a constant."""
+    """Returns the (time, value) points of a schedule. A constant has one point, at time 0."""
     return schedule.at if isinstance(schedule, Schedule) else ((0.0, schedule),)
 
 
 def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
-    """Yields each value of a schedule, with the path of the value. Yields a constant itself, and nothing for None."""
+    """Yields each value of a spec field that may be a schedule, with the path of the value. `field` is the name of the
+    field, with which the paths begin. A constant is the only value of its field. If `value` is None, yields nothing."""
     if isinstance(value, Schedule):
         yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
     elif value is not None:
@@ -94,7 +97,8 @@ def last(value: Any) -> Any:
 
 
 def change_shares(part: StrictModel) -> tuple[float, ...]:
-    """Returns the fractions of the run at which a schedule in `part` changes, in order."""
+    """Returns the times of the points of all schedules in `part`, except 0, in ascending order. The times are fractions
+    of the run."""
     return tuple(sorted({share for at in _points_in(part.stated()) for share, _ in at if share}))
 
 
@@ -133,7 +137,8 @@ def formula_at(text: str, t: float) -> float:
 
 
 def formula(most: float = math.inf) -> AfterValidator:
-    """Returns a validator of formulas in `t`. For `t` from 0 to 1, values must be from 0 to `most`."""
+    """Returns a validator of formulas in `t`. The value of a valid formula is from 0 to `most` for all `t` from 0 to
+    1."""
 
     def check(text: str) -> str:
         if "t" not in variables(parse(text, ("t", "pi"))):
@@ -189,7 +194,8 @@ class ForcingSchedule(Schedule):
 
 
 class SegmentSchedule(Schedule):
-    """A value that changes only at the points. Programs for each value are compiled before the run's clock starts."""
+    """A schedule whose value changes only at the points. Programs for each value are compiled before the run's clock
+    starts."""
 
     by: Literal["share"] = "share"
     between: Literal["step"] = "step"

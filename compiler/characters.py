@@ -20,7 +20,8 @@ def _distinct(chars: str) -> str:
 
 
 class Vocabulary(StrictModel):
-    """A vocabulary of characters. The ids are 0 for padding, 1 for start, 2 for stop, then those of the characters.
+    """A vocabulary of characters. The ids are 0 for padding, 1 for start, 2 for stop, then the ids of the characters,
+    in order.
 
     Attributes:
         chars: the characters.

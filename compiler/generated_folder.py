@@ -1,4 +1,4 @@
-"""A folder of generated files: its comparison with a build, and writes that preserve edits by hand."""
+"""Compares a folder of generated files with a build, and writes the folder without losing edits by hand."""
 
 import difflib
 import errno
@@ -27,7 +27,7 @@ class OtherSource(SpeccError):
 
 
 class StaleCode(SpeccError):
-    """Raised if a committed generated file differs from what its spec builds. Exit code 2."""
+    """Raised if a committed generated file differs from the text that a build of its spec writes. Exit code 2."""
 
     code = "G002"
 
@@ -40,7 +40,8 @@ class HandEdited(SpeccError):
 
 
 class Drift(NamedTuple):
-    """A file that differs from what the build would write."""
+    """A file that differs from the text that a build would write. `path` is relative to the generated folder, and
+    `state` is the kind of difference."""
 
     path: str
     state: State
@@ -88,7 +89,7 @@ def require_current(folder: Path, files: Files, within: str, build: str) -> None
 
     Args:
         folder: the generated folder of a spec.
-        files: the files that a build writes there.
+        files: the texts that a build would write to `folder`, by file name.
         within: the subfolder to compare, such as `cpu`.
         build: the command that builds the spec.
     """
@@ -148,7 +149,7 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
 
     Raises:
         HandEdited: if a file was edited by hand and `force` is False, or if a subfolder is a link. Nothing is written.
-        OtherSource: if the last build was of another spec file and `force` is False. Nothing is written.
+        OtherSource: if the last build of `folder` was from another spec file and `force` is False. Nothing is written.
         EnvironmentProblem: if the disk is full or cannot be written.
     """
     try:

@@ -14,9 +14,10 @@ MODELINE = "$schema=schema.json"  # editors read the path of the schema from thi
 
 
 def origin_of(name: str, folder: Path) -> Path:
-    """Returns the file of a spec in `folder` or, if it does not exist, of an example that is installed with specc.
+    """Returns the path of the spec file `name`.yaml in `folder`. If this file does not exist, returns the path of the
+    example with this name that is installed with specc.
 
-    Raises SpeccError if there is no spec of this name.
+    Raises SpeccError if neither file exists.
     """
     path = folder / f"{name}.yaml"
     if path.exists():
@@ -31,18 +32,19 @@ def origin_of(name: str, folder: Path) -> Path:
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     """Writes a copy of `origin`, with its comments, to `target` under another model name.
 
-    Also writes the schema that the copy references for editors, unless it is beside `target` already.
+    Also writes schema.json, which the copy references for editors, to the folder of `target`, unless that folder
+    already contains the file.
 
     Args:
         origin: The spec to copy.
         target: The new file. Missing folders are created.
         name: The model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
-        small: Whether the copy has small sizes, as in `small_version`.
+        small: Whether the copy has the small sizes of `small_version`.
 
     Raises:
         SpeccError: If `target` exists, `name` is not a valid model name, or `origin` or the result is not a valid spec.
-            Also if `origin` has no line `name: ...` at the left margin, or if no small sizes are valid. Nothing is
-            written then.
+            Also if `origin` has no line `name: ...` at the left margin, or if `small` is True but no small sizes are
+            valid. In all these cases, nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise SpeccError(

@@ -22,8 +22,8 @@ def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
-    """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`.
-    `texts` must occur in order, with any characters between them."""
+    """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`. A
+    match consists of `texts` in order, with any characters between them."""
     for i, text in enumerate(texts):
         if i and starts:
             starts = set(range(min(starts), len(name) + 1))
@@ -35,7 +35,7 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
 def matches(pattern: str, name: str) -> bool:
     """Returns whether `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
 
-    The run time is bounded by the product of the two lengths.
+    The run time is bounded by the product of the lengths of `pattern` and `name`.
     """
     ends = {0}
     for choices in _parts(pattern):

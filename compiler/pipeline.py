@@ -97,8 +97,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """Maps the name of each pass, in order, to a form of the model: the first key of PIPELINES whose value contains
-    the pass."""
+    """Maps the name of each pass, in order, to the first form of the model whose pipeline contains the pass. Forms are
+    the keys of PIPELINES."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}
@@ -106,7 +106,8 @@ def forms() -> Mapping[str, Form]:
 
 
 def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
-    """Returns the programs after the pass `name`, in the first form with this pass. `specc ir` prints these programs.
+    """Returns the programs after the pass `name`, in the first form of the model whose pipeline contains this pass.
+    `specc ir` prints these programs.
 
     Args:
         spec: The spec.
@@ -117,7 +118,7 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
     Raises:
         LoweringError: If the spec cannot be lowered or a pass fails.
         KeyError: If no pass has that name.
-        ValueError: If the model does not have the form.
+        ValueError: If the model does not have this form.
     """
     if name == SELECT_KERNELS:
         return plan(spec, target, "", lock).programs
@@ -150,7 +151,7 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
     Args:
         spec: the spec.
         target: the name of a target. The programs have the dtype of this target.
-        until: the name of the last pass to run. With `lower`, no pass runs. With None, all passes run.
+        until: the name of the last pass to run. If it is `lower`, no pass runs. If it is None, all passes run.
         form: the form of the model, which selects the passes.
 
     Returns:
@@ -207,8 +208,8 @@ def deployed(spec: Spec, target: str) -> Programs | None:
 
 
 def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
-    """Plans the programs of `deployed`. Returns None if there are none. Raises LoweringError if the spec cannot be
-    lowered."""
+    """Plans the programs that `deployed` returns. Returns None if `deployed` returns None. Raises LoweringError if the
+    spec cannot be lowered."""
     programs = deployed(spec, target)
     return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None
 
@@ -234,8 +235,8 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
 def reads_codes(spec: Spec, target: str) -> bool:
     """Returns whether the programs that append one token to each text can read the weights of an artifact as codes.
 
-    This requires a GPU target and a quantized model of text without integer products. Raises LoweringError if the spec
-    cannot be lowered.
+    Only programs for a GPU target can do so, and only if the model reads text, is quantized, and has no integer
+    products. Raises LoweringError if the spec cannot be lowered.
     """
     if spec.quant is None or not TARGETS[target].arch:
         return False
@@ -254,7 +255,7 @@ def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) ->
         packed: whether the kernels decode the codes of an artifact of the spec.
 
     Raises:
-        ValueError: if the model has no such program.
+        ValueError: if the model has no program that appends tokens.
         LoweringError: if the spec cannot be lowered.
     """
     programs = run(spec, target, form="packed" if packed else "decoding")

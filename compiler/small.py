@@ -27,7 +27,7 @@ def small_version(text: str, name: str) -> str:
     """Returns the text of a spec with small sizes. A run takes a minute on a CPU and needs no files.
 
     Tokens are bytes, rows have 128 tokens, and the run has 20 steps. A decoder has the fewest layers, then the fewest
-    features, with which the spec is valid. Everything else is unchanged. Comments stay, except those on changed
+    features, with which the spec is valid. Everything else is unchanged. Comments stay, except comments on changed
     values.
 
     Args:
@@ -36,7 +36,7 @@ def small_version(text: str, name: str) -> str:
 
     Raises:
         SpecError: if the spec is invalid.
-        SpeccError: if no such sizes are valid.
+        SpeccError: if the spec is not valid with any small sizes.
     """
     spec, source = load(text)
     data = editable(source.text)
@@ -96,8 +96,8 @@ def _read_bytes(data: Any, spec: Spec) -> None:
 
 
 def _choose(data: Any, path: Path, smaller: Sequence[int]) -> None:
-    """Changes a number to the first of `smaller` with which the spec is valid. The number stays if none of these is
-    valid, or if the spec does not set the number."""
+    """Changes the number at `path` in the spec `data` to the first value of `smaller` with which the spec is valid. The
+    number does not change if no smaller value is valid, or if the spec does not set the number."""
     part = _part(data, path[:-1])
     if (full := part.get(path[-1])) is None:
         return

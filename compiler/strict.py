@@ -78,7 +78,7 @@ def later(default: Any) -> Any:
     """Declares a field that was added when specs were already in use.
 
     The canonical text of a spec omits the field if the value is `default`. A spec without the field therefore keeps its
-    digest, and its runs still match.
+    digest, and still matches the runs that recorded this digest.
     """
     return Field(default, exclude_if=lambda value: value == default)
 
@@ -129,9 +129,9 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields each part of `data` whose key is a name that the user chose, and not a field of this model. An entry
-        contains the path of the part, the type that the part must have, and the data of the part. If the part does not
-        state its tag, such as `kind`, the data in the entry contains the tag."""
+        """Yields each part of `data` whose key is a name that the user chose, and not a field of this model. A yielded
+        entry contains the path of the part, the type of a valid part, and the data of the part. If the part does not
+        state its tag, such as `kind`, the tag is added to the data in the entry."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:
@@ -181,7 +181,8 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """Returns the tag of the model: the single value of a `Literal` field. None if the field has several values."""
+    """Returns the tag of a model: the only value of the `Literal` type of `field`. Returns None if the model has no
+    such field, or if its type is not a `Literal` with a single text."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

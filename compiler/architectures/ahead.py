@@ -44,7 +44,8 @@ class Modules(NamedTuple):
         return self.stack.blocks.every[-1]
 
     def lower(self, b: Builder, x: str, targets: str, context: LoweringContext, loss: str, ignore: int | None) -> str:
-        """Adds the modules. Returns the loss of the model plus the weighted mean loss of the modules, f32[].
+        """Adds the modules to the training program. Returns the loss of the model plus the weighted mean loss of the
+        modules, f32[].
 
         Args:
             b: The builder of the training program.
@@ -101,7 +102,9 @@ class Modules(NamedTuple):
 
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
-    """Yields the reasons why modules that predict later tokens cannot have the structure of the model's last block."""
+    """Yields the reasons why modules that predict later tokens cannot have the structure of the model's last block.
+    `common` contains the names of the values that all blocks share. `same_width` states whether the token table has as
+    many features as the model."""
     if block.circuit.earlier:
         yield "the last block reads values of earlier runs of blocks"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

@@ -57,7 +57,7 @@ class Architecture(StrictModel):
 
     @property
     def bounded(self) -> str:
-        """The name of a part with a learned value per position. Empty if there is no such part. A model with such a
+        """The name of a part with a learned value per position. Empty if no part has such values. A model with such a
         part cannot score texts longer than the context."""
         return ""
 
@@ -72,7 +72,8 @@ class Architecture(StrictModel):
 
     @property
     def losses(self) -> frozenset[str]:
-        """The auxiliary losses of layers, as LAYER.LOSS, for loss terms of the kind `auxiliary`."""
+        """The names LAYER.LOSS of the auxiliary losses of layers. Loss terms of the kind `auxiliary` refer to these
+        names."""
         return frozenset()
 
     @property
@@ -82,7 +83,7 @@ class Architecture(StrictModel):
 
     @property
     def scored_input(self) -> str:
-        """The name of an input of the program `score`. This input holds the tokens of the scored text, in order."""
+        """The name of the input of the program `score` that holds the tokens of the scored text, in order."""
         return "ids"
 
     @property
@@ -93,7 +94,7 @@ class Architecture(StrictModel):
 
     @property
     def characters(self) -> str | None:
-        """The alphabet of the spec, for a model of lines. None if a tokenizer defines it."""
+        """The alphabet of the spec, for a model of lines. None if a tokenizer defines the alphabet."""
         return None
 
     def place_of(self, init: Init) -> Path:

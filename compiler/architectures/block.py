@@ -64,7 +64,7 @@ class Block(StrictModel):
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
         """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may use. For a value
         of a layer, these are the sizes of the layer. For a value of the block, these are the sizes of the first
-        attention layer. Empty without attention."""
+        attention layer. Empty without attention. `dim` is the number of features of the model."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 

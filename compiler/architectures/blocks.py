@@ -31,7 +31,7 @@ class Between(StrictModel):
     """Modules between runs of blocks. A run is one execution of a block. A module precedes each run for which the
     condition `where` holds.
 
-    Module `name`.0 precedes the first such run, `name`.1 the second, and so on. Each module has separate learned
+    Module `name`.0 precedes the first of these runs, `name`.1 the second, and so on. Each module has separate learned
     values.
 
     Attributes:
@@ -51,8 +51,8 @@ class Between(StrictModel):
         return Circuit(self.learn, self.read)
 
     def number(self, run: int, order: tuple[int, ...], count: int) -> int | None:
-        """Returns the index of the module before a run, or None if there is none. `run` is the index of the run,
-        `order` lists the block of each run, and `count` is the number of blocks."""
+        """Returns the index of the module before a run, or None if no module precedes the run. `run` is the index of
+        the run, `order` lists the block of each run, and `count` is the number of blocks."""
         holds = [condition_holds(self.where, index_values(i, order, count)) for i in range(run + 1)]
         return sum(holds) - 1 if holds[-1] else None
 
@@ -121,12 +121,14 @@ class Blocks(Block):
 
     @property
     def orders(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
-        """The orders of the blocks, and the share of the training run at which each order begins."""
+        """The orders in which the blocks are executed, as pairs (completed share of the training at which the order
+        begins, block indices in execution order)."""
         return ((0.0, tuple(range(self.count))),)
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The block index of each run, in the last order of the schedule."""
+        """The index of the block that each run executes, in the last order of the schedule. A run is one execution of a
+        block."""
         return self.orders[-1][1]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
@@ -187,8 +189,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the modules of `between`, at most one per module. Also yields a problem for the first
-        expression that reads a value before this value is computed."""
+        """Yields the problems of the modules between runs of blocks, at most one per module. Also yields a problem for
+        the first expression that reads a value before this value is computed."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -207,8 +209,9 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Checks each `value(k)` that run `run` reads. Yields a problem if run k has no attention layer `title`, or if
-        the attention values of the two runs differ in size."""
+        """Checks each `value(k)` that the expression `wiring` reads in run `run`. `value(k)` stands for the attention
+        values of run k, and `order` lists the block of each run. Yields a problem if run k has no attention layer
+        `title`, or if the attention values of both runs differ in size."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:

@@ -12,7 +12,7 @@ from specc.compiler.strict import PartName
 
 
 def norm_name(title: str) -> str:
-    """Returns the name of the norm after a stage of blocks. The norm is in the scope of the stage."""
+    """Returns the name of the norm after a stage of blocks. `title` is the title of the stage."""
     return "norm" if title == "blocks" else f"{title}_norm"
 
 

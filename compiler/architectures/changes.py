@@ -43,8 +43,8 @@ class Change(StrictModel):
 
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serializes only the fields that the change sets. These include null fields, because null removes a field of
-        the block."""
+        """Serializes only the fields that the change sets. Fields that the change sets to null are included, because
+        null removes a field of the block."""
         stated = self.model_fields_set | (self.model_extra or {}).keys()
         return {key: value for key, value in dump(self).items() if key in stated}
 
@@ -55,10 +55,11 @@ class Change(StrictModel):
 
 
 def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
-    """Returns the block with the changes applied. `changes` maps the index of each change to the change.
+    """Returns `base` with the changes applied. `changes` maps the index of each change to the change.
 
     Raises:
-        ValidationError: If the changed block is invalid. The path of an error is in the change that causes the error.
+        ValidationError: If the changed block is invalid. The path of an error points into the change that causes the
+            error.
     """
     data: Data = {name: value for name, value in base.stated().items() if name in Block.model_fields}
     merged = reduce(_merge_block, [change.fields for change in changes.values()], data)
@@ -78,8 +79,9 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path of a field of a changed block. If a change sets the field, the path points into the last
-    such change. Otherwise, the path points into the section of the blocks."""
+    """Returns the spec path of the field `path` of a changed block. `base` is the block before the changes. If several
+    changes set the field, the path points into the last one of them. If no change sets the field, the path points into
+    the fields of all blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:

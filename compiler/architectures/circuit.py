@@ -17,13 +17,14 @@ Streams = tuple[str, ...]
 
 @record
 class Circuit:
-    """Parts in order, and the expressions between them.
+    """The parts of a block, an encoder or a decoder, and the expressions that connect the parts. A part is a layer or a
+    stage.
 
     Attributes:
-        learn: The learned values outside of parts, by name.
-        read: The expressions of the streams before the parts.
-        layers: The parts.
-        write: The expressions of the streams after the parts.
+        learn: The learned values that do not belong to a part, by name.
+        read: The expressions that compute the streams before the first part. None if the streams are unchanged.
+        layers: The parts, in order.
+        write: The expressions that compute the streams after the last part. None if each part writes to the streams.
     """
 
     learn: Mapping[str, Learned] = field(default_factory=dict)

@@ -281,8 +281,8 @@ class _Trunk(NamedTuple):
 
 @record
 class _Lowering:
-    """Lowers a decoder in which each schedule is replaced by the value of one phase. A phase is a part of the training
-    run in which no schedule of the model changes.
+    """Lowers a decoder in which each schedule is replaced by the schedule's value in one phase. A phase is a part of
+    the training run in which no schedule of the model changes.
 
     Attributes:
         model: The decoder.
@@ -324,11 +324,11 @@ class _Lowering:
         return self.shape.tables.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
-        """Returns `score` as two programs.
+        """Returns the program `score`, split into the two programs `features` and `nats`.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
         cross-entropy of each token in nats, f32. The loss node of `nats` is outside of the head's scope, so that no
-        pass fuses this node. A fused loss that returns one value per token would have no gradient.
+        compiler pass fuses this node. A fused loss that returns one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
@@ -344,7 +344,8 @@ class _Lowering:
         return first, tables.program(b, {"nats": nats})
 
     def step(self, page: int) -> Graph:
-        """Returns the program that appends tokens to R texts with paged caches.
+        """Returns the program that appends tokens to R texts with paged caches. `page` is the number of positions per
+        cache page.
 
         The inputs are `ids` i64[R, K]; `starts` i64[R], the number of cached tokens of each text; and `table` i64[R,
         N], the pages of each text. The outputs are the logits f32[R, V] of each text's last token, and the new pages.
@@ -387,7 +388,8 @@ class _Lowering:
         return {**blocks.state(self.shape), **others}
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
-        """Returns two programs that continue cached sequences: with any number of tokens, and with a single token.
+        """Returns two programs that append tokens to cached sequences. The first program appends any number of tokens
+        to each sequence. The second program appends a single token.
 
         The inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
         f32[B, V] of the last token, and the new caches.
@@ -416,7 +418,8 @@ class _Lowering:
         return _Trunk(x if norm is None else norm.lower(b, x, "norm", self.shape), x, state, stack, context)
 
     def embedded(self, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-        """Adds the embedding steps. Returns the first block's input, and the new state of the steps by name."""
+        """Adds the embedding steps to the program. Returns the first block's input, and the new state of the steps by
+        name."""
         x, state = "", dict[str, str]()
         b.scope = "embed"
         for i, step in enumerate(self.model.embed):

@@ -49,7 +49,7 @@ class EncoderDecoder(Architecture):
     Attributes:
         vocab: the characters of the source and target lines.
         context: the maximum number of tokens of a source, and of a target.
-        dtype: the compute dtype. By default, that of the target machine.
+        dtype: the compute dtype. By default, the dtype of the target machine.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to a residual stream. By default, `init`.
         encoder: the stages of the encoder.
@@ -155,10 +155,10 @@ class _Lowering:
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
-        nats, f32. Padding does not count.
+        nats, f32. Padding does not contribute to the cross-entropy.
 
-        `train` applies dropout, and returns the mean. It has a third input: `inputs` i64[B, T], the decoder inputs.
-        `score` uses teacher forcing, and returns one value per token, 0 at padding.
+        The program `train` applies dropout, and returns the mean over all tokens. Its third input is `inputs` i64[B,
+        T], the decoder inputs. The program `score` uses teacher forcing, and returns one value per token, 0 at padding.
         """
         b = Builder(name)
         source = b.input("source", SOURCE)
@@ -202,7 +202,8 @@ class _Lowering:
         return self.tables.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
 
     def read(self, b: Builder, source: str, training: bool) -> LoweringContext:
-        """Adds the encoder. Returns the lowering context of the decoder."""
+        """Adds the encoder to the program. Returns the lowering context of the decoder. `source` is the input with the
+        source tokens, and `training` states whether to apply dropout."""
         b.scope = "encoder"
         seen = ""
         if self.reads_source or self.reads_seen:
@@ -214,8 +215,8 @@ class _Lowering:
         return LoweringContext(memory=memory, seen=seen, final=states, initial=self.start(b, states), training=training)
 
     def start(self, b: Builder, final: dict[str, str]) -> dict[str, str]:
-        """Adds the bridge. Returns the initial state of the decoder's first recurrent stage, by key. Empty without a
-        bridge.
+        """Adds the nodes of the bridge. Returns the initial state of the decoder's first recurrent stage, by key. The
+        result is empty without a bridge. `final` is the last state of the encoder, by key.
 
         Raises LoweringError if the encoder or the decoder has no recurrent stage, or if the bridge's output and the
         decoder's state differ in width.

@@ -63,7 +63,8 @@ class Function:
 def begin_parts(
     b: Builder, parts: Sequence[tuple[Part, Shape]], context: LoweringContext, names: Sequence[str], at: str, name: str
 ) -> dict[str, str]:
-    """Adds the call that computes the state of parts before the first token. Returns the state by part and key.
+    """Adds the call of a function that computes the initial state of parts, which is their state before the first
+    token. Returns this state by part and key.
 
     Args:
         b: The builder of the program.

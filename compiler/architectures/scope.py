@@ -1,4 +1,5 @@
-"""The values that expressions of one function or program can read, and the lowering of the parts."""
+"""The values that expressions of one function or program can read, and the lowering of these expressions and of
+parts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,8 @@ class Scope:
         common: Additional values, by name.
         at: The prefix of the names of nodes.
         norm: The norm of the block.
-        shape_of: A function that returns the sizes for the learned value with a given path.
-        values: The values of parts, by title.
+        shape_of: A function that maps the path of a learned value to the sizes that the shape of this value may use.
+        values: The outputs of the parts that were already added, by title.
         branches: The input `h` and the output `y` of the last part.
         inputs: The results of `read` expressions. A key contains an expression, and the references of the values that
             the expression reads.
@@ -65,7 +66,8 @@ class Scope:
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Sets the name prefix of the next nodes: `at`, followed by the title `part` unless the title is empty."""
+        """Sets the prefix of the names of all nodes that are added from now on. The prefix is the attribute `at`, a dot
+        and the title `part`. If one of the two is empty, the prefix is the other."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
@@ -76,11 +78,11 @@ class Scope:
         return self._add(parse_wiring(text), "read", f"{part.title}_factor", part.title, known=self.inputs)
 
     def normalized(self, place: Place, value: str) -> str:
-        """Applies the block's norm at `place`, if there is one, and returns the result."""
+        """Applies the block's norm to `value` if the block has a norm at `place`. Returns the result."""
         return value if self.norm is None else self.norm.lower_at(place, self.b, value, self.shape)
 
     def add(self, part: Part, h: str, context: LoweringContext, write: str | None) -> Mapping[str, str]:
-        """Adds a part. Returns the new state of the part, by key.
+        """Adds the nodes of a part. Returns the new state of the part, by key.
 
         Args:
             part: The part.
@@ -103,8 +105,8 @@ class Scope:
     def write(
         self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
     ) -> None:
-        """Evaluates `value`, the key `write` of a part or block, and makes the results the new streams. The arguments
-        are those of `wire`."""
+        """Adds the nodes of `value`, the field `write` of a part or block, and makes the results the new streams. The
+        arguments have the meaning of the arguments of `wire`."""
         streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
         self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
 
@@ -122,8 +124,8 @@ class Scope:
         Args:
             value: One expression, or one per stream.
             name: The name of the node, if `value` is one expression. If not, nodes have the names of the streams.
-            prefix: The name of a number that depends on the layer, such as `mlp_residual`. A second such number gets
-                the name `mlp_residual2`.
+            prefix: The name of a number in the expressions that depends on the layer, such as `mlp_residual`. A second
+                number of this kind gets the name `mlp_residual2`.
             base: The expression of most blocks, if `value` is the changed expression of one block. If `value` is `base`
                 with an expression in place of the stream, this expression becomes a separate node. The block then
                 shares the node of `base` with the other blocks.
@@ -142,10 +144,11 @@ class Scope:
         }
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds the node of an expression of `values` [B, T, H, C], and returns the result.
+        """Adds the expression `text` of per-head `values` [B, T, H, C] as the node `name`, and returns the result. H is
+        `heads`, and `title` is the title of the layer.
 
-        Other values and learned numbers are split into heads: [B, T, H C] becomes [B, T, H, C], and [B, T, H] becomes
-        [B, T, H, 1].
+        All other values and learned numbers that the expression reads are split into heads: [B, T, H C] becomes [B, T,
+        H, C], and [B, T, H] becomes [B, T, H, 1].
         """
         return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
 
@@ -159,8 +162,10 @@ class Scope:
         heads: int = 0,
         known: dict[tuple[object, ...], str] | None = None,
     ) -> str:
-        """Adds an expression as the node `name`, and returns the value. `replaced` overrides values of the scope, by
-        name. An expression that was already added for the same values is not added again."""
+        """Adds the expression `wiring` as the node `name`, and returns its value. The arguments `prefix`, `title` and
+        `replaced` have the meaning of the arguments of `wire`. If `heads` is not 0, the values are split into this
+        number of heads. If `known` is given, an expression that was already added for the same values is not added
+        again. `known` then records the added expressions."""
         named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
         named |= replaced or {}
         values: dict[str, tuple[str, str]] = {}
@@ -195,8 +200,8 @@ class Scope:
         return self.added[path, value]
 
     def _split(self, ref: str, label: str, heads: int, title: str) -> str:
-        """Splits features into heads, [..., H C] to [..., H, C]. A value with a single feature is the same for all
-        heads."""
+        """Splits the features of the value `ref` into heads, [..., H C] to [..., H, C]. `label` is the name of the
+        value, and `title` is the title of the layer. A value with a single feature is the same for all heads."""
         type = self.b.types[ref]
         if len(type.shape) not in (1, 3) or type.shape == (1,):
             return ref

@@ -1,5 +1,5 @@
-"""The encoder or the decoder of an encoder-decoder, called a side. Its stages run in order. Each stage is a part of
-the program, or of a loop over time."""
+"""The encoder or the decoder of an encoder-decoder, called a side. The stages of a side run in order. Each stage
+belongs directly to the program, or to a loop over time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
     (empty outside of loops), the index of the first stage, and the stages.
 
     A loop begins at a stage whose attention query is the state of a later stage, and ends at that later stage. Another
-    stage in the loop may also have the state of a later stage as its query. The loop then extends to the last such
-    later stage.
+    stage in the loop may also have the state of a later stage as its query. The loop then extends to the last of these
+    later stages.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0
@@ -38,7 +38,8 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
 
 
 def owner_of(side: str, stage: Part) -> str:
-    """Returns the base name of the generated class that contains the functions of a stage."""
+    """Returns the base name of the generated class that contains the functions of a stage. `side` is `encoder` or
+    `decoder`."""
     return f"{side}_{stage.title}".removesuffix("s")
 
 
@@ -66,8 +67,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the stages' decoding state, such as caches, by side, stage and key. The stages must have
-        been added before. The default is all stages."""
+        """Returns the types of the decoding state, such as caches, by side, stage and key. `stages` contains stages
+        that were already added. If it is None, the result contains the state of all stages."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)
@@ -87,8 +88,8 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the nodes of the initial state: for one stage, or for all stages of a loop. Returns the state by side,
-        stage and key."""
+        """Adds the nodes that compute the initial state of one stage, or of all stages of a loop. Returns this state by
+        side, stage and key. `loop` is the name of the loop, or "" for a stage outside of loops."""
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:
@@ -101,8 +102,8 @@ class Side:
         return state | {f"{self.name}.{key}": ref for key, ref in begun.items()}
 
     def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
-        """Returns the input of a stage. Records the number of features of the input in `widths`. For a stage that
-        repeats the encoder's last state, records the number of features of that state."""
+        """Returns the input of a stage, and records the number of features of this input in `widths`. For a stage that
+        repeats the encoder's last state, `widths` instead records the number of features of that state."""
         x = scope.input(stage)
         ref = context.final.get("h", "") if "reads_final" in stage.traits else x
         if "reads_final" in stage.traits and not ref and not context.extends:
@@ -115,16 +116,17 @@ class Side:
         return x
 
     def add(self, scope: Scope, stage: Part, x: str, context: LoweringContext) -> Mapping[str, str]:
-        """Adds a stage. Returns the new state of the stage, by side, stage and key.
+        """Adds the nodes of a stage to a program or function. Returns the new state of the stage, by side, stage and
+        key.
 
         Args:
-            scope: The values of the program or function.
+            scope: The values that expressions of the program or function can read.
             stage: The stage.
             x: The input of the stage.
             context: The values that the stage can read. `context.cache` is the state of the stage.
 
         Raises:
-            LoweringError: If the stage does not fit the number of features of its input.
+            LoweringError: If the stage cannot process an input with this number of features.
         """
         self._check(stage)
         scope.enter("")

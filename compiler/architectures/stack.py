@@ -34,8 +34,8 @@ class Stack:
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
-        """For each block, the names of the inputs for shared values. A key is the reference of a shared value. A name
-        that would occur twice is prefixed with the name of the computation."""
+        """For each block, the names of the block's inputs for shared values. The keys are the references of the shared
+        values. If two inputs would have one name, the name of the computation precedes this name."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -110,7 +110,7 @@ class Stack:
     ) -> str:
         """Adds the call of a module between runs of blocks. Returns the stream after the module.
 
-        The module is not part of a block, because a block may run with and without it.
+        The module is not part of a block, because a block may run with and without the module.
 
         Args:
             outer: The builder of the program.
@@ -150,7 +150,8 @@ class Stack:
         a block belong to one class.
 
         The first function of a block determines the class: the class of an earlier block with an equal function, or a
-        new class.
+        new class. `methods` are candidates for METHOD, and `skips` states whether the block reads values of earlier
+        runs.
         """
         owners, at = self.shape.tables.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
@@ -177,7 +178,7 @@ class BlockCall:
     def add(
         self, x: str, source: Mapping[EarlierValue, str], run: int
     ) -> tuple[str, Mapping[str, str], Mapping[str, str]]:
-        """Adds the call.
+        """Adds the call to the program.
 
         Args:
             x: the stream before the block. Several streams are concatenated.
@@ -185,8 +186,8 @@ class BlockCall:
             run: the index of the run.
 
         Returns:
-            Three values: the stream after the block, the new state of the block by layer and key, and the returned
-                attention values by layer.
+            Three values: the stream after the block, the new state of the block by layer and key, and the attention
+            values that the call returns, by layer.
         """
         stack, outer, context = self.stack, self.outer, self.context
         caches = self.block.state(replace(stack.shape, layer=self.i)) if context.extends else {}

@@ -13,7 +13,8 @@ BEFORE_THE_LOOP = "put it before the stage that attends with the state of a late
 
 
 def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
-    """Yields the problems of stages in invalid positions. Paths are relative to the model."""
+    """Yields the problems of stages in invalid positions. `side` is `encoder` or `decoder`. Paths are relative to the
+    model."""
     looped = {first + i for _, first, group in groups(stages) for i in range(1, len(group))}
     for i, stage in enumerate(stages):
         earlier, later = [other.title for other in stages[:i]], stages[i + 1 :]

@@ -23,10 +23,10 @@ from specc.compiler.ops.sequence import StateWrite
 
 
 def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-    """Adds all stages of an encoder or a decoder.
+    """Adds all stages of an encoder or a decoder to a program.
 
     Args:
-        side: the side.
+        side: the encoder or the decoder.
         b: the builder of the program.
         context: the values that the stages can read. If `context.extends` is true, `context.cache` is the previous
             state, by side, stage and key.
@@ -35,7 +35,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
         The output of the last stage, and the state after the last token, by side, stage and key.
 
     Raises:
-        LoweringError: if a stage does not fit the number of features of its input.
+        LoweringError: if a stage cannot process the number of features of its input.
     """
     learned = Circuit(layers=side.stages).learned
     scope = Scope(b, side.shape, {STREAM: ""}, learned, common={IDS: context.ids}, at=side.name)
@@ -59,7 +59,7 @@ class Loop(NamedTuple):
     """Consecutive stages that run in a loop over time.
 
     Attributes:
-        side: the side.
+        side: the encoder or the decoder with the stages.
         name: the name of the loop.
         first: the index of the first stage.
         stages: the stages of the loop, in order.
@@ -75,17 +75,19 @@ class Loop(NamedTuple):
         return [stage for stage in self.stages if "recurrent" in stage.traits]
 
     def add(self, scope: Scope, context: LoweringContext) -> dict[str, str]:
-        """Adds the loop over whole sequences, or one step if the context continues a sequence.
+        """Adds the loop over whole sequences. If `context.extends` is true, adds a single step, which continues a
+        sequence.
 
         Args:
-            scope: The values of the program, to which the outputs of the stages are added.
-            context: The values that the stages can read, with the state of the side.
+            scope: The values that expressions of the program can read. This method adds the outputs of the stages to
+                these values.
+            context: The values that the stages can read, with the state of the encoder or the decoder.
 
         Returns:
             The new state of the recurrent stages, by side, stage and key.
 
         Raises:
-            LoweringError: If a stage does not fit the number of features of its input.
+            LoweringError: If a stage cannot process the number of features of its input.
         """
         b, side, last = scope.b, self.side, self.stages[-1]
         before = side.stages[self.first - 1].title if self.first else ""
@@ -118,17 +120,17 @@ class Loop(NamedTuple):
     def _step(
         self, step: Function, sequences: Mapping[str, str], before: str, read: Sequence[str], context: LoweringContext
     ) -> Mapping[str, str]:
-        """Adds one step to the function `step`. Returns the outputs by name. In the inputs and outputs, the state of
-        all recurrent stages comes first. The arguments for state are only names. The caller of this method replaces
-        each name by the value of the state.
+        """Adds the nodes of one step to the function `step`. Returns the outputs by name. The inputs and the outputs
+        each begin with the state of all recurrent stages. For state, the arguments in `step.args` are only names, which
+        the caller of this method replaces by values.
 
         Input names never collide. Fixed names contain no `_`. The output of a stage is named TITLE_SUFFIX, and the
-        suffix contains no `_`. Only names of state end in a key.
+        suffix contains no `_`. Only names of state end in a key, such as `h`.
 
         Args:
             step: The function.
-            sequences: The sequences, by input name. The step reads one position of each. The first is the input of the
-                loop.
+            sequences: The sequences, by input name. The step reads one position of each. The first sequence is the
+                input of the loop.
             before: The title of the stage before the loop, or "".
             read: The titles of the stages whose values are read after the loop, except the last stage.
             context: The values that the stages can read.

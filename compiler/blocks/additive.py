@@ -18,7 +18,7 @@ class AdditiveStage(Stage):
     """The mean of the encoder's values, weighted by the softmax of scores (Bahdanau, Cho and Bengio, 2015).
 
     The query h is the last h of the recurrent stage `query`. The score of a position is relu(w . [h; value] + b). With
-    `form: tanh`, it is w . tanh(W h + U value + b), and the argument of tanh has `width` features.
+    `form: tanh`, the score is w . tanh(W h + U value + b), and the argument of tanh has `width` features.
 
     Attributes:
         query: the name of the recurrent stage with the query h.

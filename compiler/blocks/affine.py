@@ -29,7 +29,7 @@ def affine(
         size: The dims [N, K] of W.
         shape: The sizes of the model.
         bias: Whether to add a bias, or the names of the matrices with a bias.
-        init: The initialization of W. By default, that of the model's matrices.
+        init: The initialization of W. By default, the initialization of the model's matrices.
     """
     weight = b.param(name, shape.activation(*size), init or shape.matrix_init)
     product = b.add(name, Linear(), (x, weight))

@@ -28,7 +28,7 @@ class Bigram(Embed):
         dim: the number of columns of the table E.
         scale: the initial value of the learned number.
         init: the initialization of E.
-        bos: the id that begins a document. A token with this id counts as a first token.
+        bos: the id that begins a document. A token with this id is treated as a first token.
     """
 
     kind: Literal["bigram"]

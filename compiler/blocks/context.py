@@ -157,8 +157,8 @@ class LoweringContext:
 class Shared:
     """A computation that runs once, for several layers.
 
-    Parts that declare equal `Shared` values use the same computation. `Shared` values with the same name must be
-    equal.
+    Parts that declare equal `Shared` values share one computation. Within one part, and among all positional
+    computations, `Shared` values with the same name are equal.
 
     Attributes:
         name: The name of the computation.
@@ -177,8 +177,8 @@ class Shared:
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         """Adds the computation to the scope of the whole model. Returns one value per label.
 
-        In a program that continues a sequence, `context.cache` holds the previous state. The new state is returned
-        after these values.
+        In a program that continues a sequence, `context.cache` holds the previous state. The result then has the new
+        state after the values of the labels.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 

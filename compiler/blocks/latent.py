@@ -45,7 +45,7 @@ class Latent(ScoreAndMask):
     all heads share one rotated part of k, [B, T, rope_dim].
 
     A cache stores c and the rotated part of k. Programs with a cache never compute keys and values of cached tokens.
-    They multiply q by the key matrix, and the attended latents by the value matrix.
+    These programs instead multiply q by the key matrix, and the attended latents by the value matrix.
 
     Attributes:
         kv_rank: the number of features of the latent for keys and values.
@@ -56,7 +56,7 @@ class Latent(ScoreAndMask):
         rope: the rotary positions.
         norm: the norm of the latents. null for no norm.
         bias: whether all matrices have a bias, or a list of the matrices with a bias. The matrices from the latent to
-            keys and values have none.
+            keys and values have no bias.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("y",)
@@ -136,8 +136,9 @@ class Latent(ScoreAndMask):
     def _naive(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the node that attends to the keys and values of all heads. Returns the output of the node, [B, T, H,
-        V], and no state."""
+        """Adds the nodes that compute the keys and values of all heads, and the node that attends to these keys and
+        values. `q` has both parts of the queries, `c` are the latents, and `k_rope` is the rotated part of k. Returns
+        the output of attention, [B, T, H, V], and an empty state."""
         heads = self.queries(shape)
         products = ((name, b.add(name, Linear(), (c, weight))) for name, weight in self._up(b, shape))
         k, v = (b.add(f"{name}.heads", SplitHeads(heads), (product,)) for name, product in products)
@@ -149,8 +150,9 @@ class Latent(ScoreAndMask):
     def _absorbed(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the node that attends to the cached latents. Returns the output of the node, [B, T, H, V], and the new
-        state."""
+        """Adds the nodes that attend to the cached latents. `q` has both parts of the queries, `c` are the latents of
+        the input tokens, and `k_rope` is the rotated part of k. Returns the output of attention, [B, T, H, V], and the
+        new state."""
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))

@@ -23,7 +23,8 @@ class LstmStage(Stage):
 
     Attributes:
         hidden: the number of features H per direction.
-        directions: the directions in which tokens are read. With `both`, the features of both are concatenated.
+        directions: the directions in which tokens are read. With `both`, the features of both directions are
+            concatenated.
         biases: the number of bias vectors per direction: 1, or 2 as in most libraries.
         gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
         dropout: the probability that a feature of the output is dropped in training.
@@ -85,7 +86,8 @@ class LstmStage(Stage):
 class RepeatStage(Stage):
     """Repeats the encoder's last h at every position.
 
-    A decoder that begins with this stage reads no tokens. It writes all tokens of a line at once (non-autoregressive).
+    A decoder that begins with this stage reads no tokens. Such a decoder writes all tokens of a line at once
+    (non-autoregressive).
     """
 
     kind: Literal["repeat"]

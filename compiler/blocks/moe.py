@@ -73,7 +73,7 @@ class Moe(FeedForward):
         router_input: an expression for the input of the router. By default, the input of the layer. `x0` is the
             embedding of the token.
         bias: whether the matrices of the experts and the router have a bias, or a list of the matrices with a bias.
-            Shared experts have none.
+            Shared experts have no bias.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("router_input",)
@@ -198,10 +198,10 @@ class Moe(FeedForward):
             scores: the scores of experts, f32[B, T, N].
             experts: the chosen experts, i64[B, T, K].
             count: the number of experts, N.
-            context: the weights of losses.
+            context: the context, whose `weights` select the losses.
 
         Returns:
-            The losses by name, and the load f32[B, N]. The load is empty if nothing reads it.
+            The losses by name, and the load of each expert, f32[B, N]. The load is "" if no node reads it.
         """
         stated = [name for name in (*BALANCE, "z") if f"{self.title}.{name}" in context.weights]
         losses: dict[str, str] = {}

@@ -81,7 +81,7 @@ class Norm(StrictModel):
         return pointwise(b, f"{name}.scaled", f"x * {text}", x=normed, **numbers)
 
     def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
-        """Applies the norm to `x` if the block has a norm at `place`."""
+        """Returns the normalized `x` if the block has a norm at `place`. Otherwise, returns `x` itself."""
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
@@ -176,7 +176,7 @@ class Part(StrictModel):
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
         """Returns the number of heads and the number of channels per head of the attention values that later blocks may
-        read. `dim` is the number of features of the model. None if there are no such values."""
+        read. `dim` is the number of features of the model. None if the part has no attention values."""
         return None
 
     @property
@@ -207,12 +207,12 @@ class Part(StrictModel):
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the nodes of the initial state, in a model with an encoder. Returns the state by key. Missing state is
-        initially 0."""
+        """Adds the nodes that compute the initial state of the part, in a model with an encoder. Returns this state by
+        key. State that is not in the result is initially 0."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        """Adds the part. Returns the output and the new state.
+        """Adds the nodes of the part to a function or program. Returns the output and the new state.
 
         Args:
             b: The builder of the function or program.
@@ -247,7 +247,7 @@ class Part(StrictModel):
         return ()
 
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
-        """Attaches the losses of the part to its output. Returns the output.
+        """Attaches the losses in `lowered` to the output of the part. Returns the output.
 
         A loss is attached if `context` has a weight for it. The backward pass then adds the gradient of the weighted
         loss to the gradient of the output.
@@ -261,8 +261,8 @@ class Part(StrictModel):
         return y
 
     def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
-        """Returns the output `y` of the part. In training, a part with a field `dropout` drops elements of `y` with
-        this probability."""
+        """Returns the output `y` of the part. In training, if the part has a field `dropout`, elements of `y` are
+        dropped with the probability in this field."""
         share = getattr(self, "dropout", 0.0)
         return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
 
@@ -302,8 +302,7 @@ class Wired(Part):
 
 
 class Stage(Wired):
-    """A part whose output replaces the input. The number of features of the output may differ from that of the
-    input."""
+    """A part whose output replaces the input. The output may have another number of features than the input."""
 
 
 class Layer(Wired):

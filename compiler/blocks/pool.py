@@ -19,7 +19,7 @@ MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole
 
 
 class Pool(StrictModel):
-    """Pooled keys and values. They represent whole blocks of tokens. A query attends to pooled keys, and to the single
+    """Pooled keys and values, which represent whole blocks of tokens. A query attends to pooled keys, and to the single
     tokens that the attention mask admits.
 
     Attributes:
@@ -42,8 +42,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens. Causality is not checked, because this check needs a
-        proof. `masks` are the attention masks. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. This method does not check causality; `bound` does.
+        `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "pool.mask calls `document`, but the mask of the attention does not"
             yield Problem(
@@ -71,7 +71,9 @@ class Pool(StrictModel):
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """Declares the latent tokens, if the pooling has any. Returns the additional inputs of the pooling's ops."""
+        """Declares the parameter of the latent tokens, which have `groups` * `channels` features. Returns its
+        reference, an additional input of the pooling's ops. Returns an empty tuple if the pooling has no latent
+        tokens."""
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)
@@ -82,8 +84,9 @@ class Pool(StrictModel):
         return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
-        """Returns the attention op for a cache. The inputs are those of `op`, with the positions and the state after
-        v."""
+        """Returns the attention op for a cache. `pooled` is the mask of blocks. The inputs of this op are those of
+        `op`, with the positions and the state after v. `ring` has the sizes of the ring buffer of single tokens. It is
+        None without a ring buffer."""
         return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(
@@ -101,7 +104,7 @@ class Pool(StrictModel):
             rows: The keys `k` and values `v` to attend to, [B, S, G, C], including those of the input tokens.
             latents: The latent tokens, if the pooling reads them.
             context: The positions of the input tokens and the state of the layer.
-            ring: The sizes of the ring buffer of single tokens, or None.
+            ring: The sizes of the ring buffer of single tokens. None without a ring buffer.
         """
         op, state = PoolWrite(*self._settings, ring), {}
         values = {"keys": (rows["k"],), "latents": latents}

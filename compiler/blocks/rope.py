@@ -49,8 +49,9 @@ class Scaling(StrictModel):
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the weight of the unchanged frequency in the blend, as an expression of `f` and `pair`. The weight is
-        from 0 to 1."""
+        """Returns an expression for the weight, from 0 to 1, of the unchanged frequency in the blended frequency of a
+        pair of channels. The expression reads `f`, the unchanged frequency, and `pair`, the index of the pair. `dims`
+        is the number of rotated channels, and `base` is the base of the frequencies."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
@@ -148,7 +149,8 @@ class RopeSpec(StrictModel):
         return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
 
     def table(self, size: int, context: int) -> "RopeTable":
-        """Returns the table of angles. Layers with equal rotations share one table."""
+        """Returns the table of angles for heads of `size` channels in a model of `context` tokens. Layers with equal
+        rotations share one table."""
         angles = self.angles(size, context)
         # the name holds every setting of the angles, so only layers with equal rotations share a table
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")

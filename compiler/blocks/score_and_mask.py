@@ -99,7 +99,8 @@ class ScoreAndMask(Layer):
         return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
     def bound_score(self, mask: str, shape: Shape) -> str:
-        """Returns the canonical text of the score for a canonical mask. Raises ExprError if the score is invalid."""
+        """Returns the canonical text of the score. `mask` is the canonical text of the mask. Raises ExprError if the
+        score is invalid."""
         sizes, visible = self._sizes(shape), self.visible(mask, shape)
         tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
         settings = (self.heads, shape.context, shape.prefix, tuple(sizes.items()))
@@ -109,7 +110,8 @@ class ScoreAndMask(Layer):
         return shape.of_attention(self.sizes(shape.dim)).sizes
 
     def visible(self, mask: str, shape: Shape) -> str:
-        """Returns the condition under which attention evaluates a score, for a canonical mask."""
+        """Returns the condition under which attention evaluates the score of a query and a key. `mask` is the canonical
+        text of the mask."""
         return mask
 
     def queries(self, shape: Shape) -> int:
@@ -236,7 +238,8 @@ class ScoreAndMask(Layer):
         return TensorType(("P", shape.page, *dims) if shape.page else ("B", positions, *dims), COMPUTE)
 
     def caches(self, shape: Shape, **rows: TensorType) -> Mapping[str, TensorType]:
-        """Returns the types of a cache with `rows`, by key. The cache holds the rows, or their codes and scales."""
+        """Returns the types of the tensors of a cache, by key. The arguments `rows` are the types of the cached rows,
+        by name. The cache holds the rows themselves, or codes and scales of the rows."""
         if not shape.coded:
             return rows
         coded = {name: coded_types(type) for name, type in rows.items()}
@@ -303,8 +306,8 @@ class ScoreAndMask(Layer):
         return y, state or self.written(b, rows, shape, context)
 
     def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
-        """Yields the inputs of attention after q, k and v: the first positions of documents, the sinks, and the
-        tables."""
+        """Yields the inputs of attention after q, k and v: the first positions of documents, the sinks, and the tables.
+        `form` states which of these inputs the score and the mask read."""
         if form.documents:
             assert self.documents is not None
             yield context.shared[self.documents.name]
@@ -322,8 +325,9 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` adds the value that the
-        expression reads. Without an expression, the result is the value from `plain`."""
+        """Returns the result of the expression in the field `name`, as [B, T, H, C], where H is `heads`. The function
+        `plain` adds the node of the value that the expression reads. Without an expression, the result is the value
+        that `plain` returns."""
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

@@ -135,8 +135,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
         name: The name of the node.
         expr: The expression.
         values: The value of each variable, and the value's name in generated code.
-        prefix: The name of a number that depends on the layer, such as `attention_residual`. A second such number gets
-            the name `attention_residual2`.
+        prefix: The name of a number that depends on the layer, such as `attention_residual`. A second number of this
+            kind gets the name `attention_residual2`.
         shape: The sizes of the model.
     """
     if isinstance(expr, Var):
@@ -187,8 +187,9 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
 def number_problem(
     value: Wiring | Init | float | str | None, at: Path, layer: int | None, layers: int
 ) -> Iterator[Problem]:
-    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer. Outside
-    of blocks, `layer` is None."""
+    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer. `at` is
+    the spec path of the number. `layer` is the index of the layer, or None outside of blocks, and `layers` is the
+    number of layers."""
     if not isinstance(value, str | Wiring):
         return
     values = {"layers": float(layers)} | ({} if layer is None else {"layer": float(layer)})
@@ -223,7 +224,7 @@ def failure(compute: Callable[[], object], path: Path, code: str, hint: str, whe
         compute: A function that evaluates an expression.
         path: The spec path of the expression.
         code: The code of the error.
-        hint: What to do, if the error does not state it.
+        hint: The hint of the problem, for an ExprError without a hint.
         where: The beginning of the message, such as `in layer 2, `.
     """
     try:

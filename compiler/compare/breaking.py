@@ -74,7 +74,7 @@ def breaking_changes(old: Interface, new: Interface) -> tuple[Diagnostic, ...]:
     """Returns one finding per kind of change. The position of a finding is the line of the new spec that causes the
     change.
 
-    Parameters whose names differ only in numbers, such as those of different layers, share one finding. A new
+    Parameters whose names differ only in numbers, such as the parameters of different layers, share one finding. A new
     activation or learning rate, for example, is not breaking.
     """
     findings: dict[tuple[str, str], list[tuple[str, Path]]] = {}

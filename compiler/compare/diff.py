@@ -34,7 +34,7 @@ class Comparison:
 
     @classmethod
     def of(cls, before: Path, after: Path) -> "Comparison":
-        """Builds both specs.
+        """Builds the spec files `before` and `after`.
 
         A spec without a lock uses the lock of the other spec. A copied spec therefore gets the same measured tiles.
         Raises SpecError if either spec does not build.
@@ -151,7 +151,7 @@ class Comparison:
     def details(self) -> tuple[str, ...]:
         """Returns unified diffs of the spec, model.py and the kernels. Kernels are paired by node.
 
-        Unpaired files are listed by name. With a GPU target, CPU files are only counted.
+        Unpaired files are listed by name. If a spec has a GPU target, changed CPU files are only counted.
         """
         lines = [*self.spec_diff]
         left, right = (_code(built) for built in (self.old, self.new))

@@ -1,7 +1,7 @@
 """The codes of errors and findings: a letter for the kind, three digits, and the meaning.
 
-A code keeps its meaning. The letters are S for specs, F for findings, G for generated code, U for use, E for the
-environment, R for runs, I for integrity, P for signals and B for bugs.
+The meaning of a code never changes. The letters are S for specs, F for findings, G for generated code, U for use, E for
+the environment, R for runs, I for integrity, P for signals and B for bugs.
 
 The examples of a code are cases of tests/errors/*.md: a change of a valid spec, or a command, and the exact message.
 docs/generate.py copies the shortest example of each code into docs/reference/errors.md. For `specc explain CODE`,

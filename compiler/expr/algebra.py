@@ -62,7 +62,8 @@ def is_sum(expr: Expr) -> bool:
 
 
 def is_quotient(expr: Expr) -> bool:
-    """Returns whether `expr` divides by a sum, min, max or where, or by a product or power of these."""
+    """Returns whether `expr` divides by a sum, min, max or where, or by a product or power that contains one of
+    them."""
     return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
 
 
@@ -139,7 +140,8 @@ def monomial_key(factors: Iterable[Factor]) -> Hashable:
 
 @lru_cache(maxsize=1 << 14)
 def key(expr: Expr) -> Hashable:
-    """Returns a key that ignores the order of terms, of factors, and of the arguments of min and max."""
+    """Returns a hashable key of `expr`. Expressions that differ only in the order of terms, of factors, or of the
+    arguments of min and max have equal keys."""
     if is_sum(expr):
         return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:
@@ -162,8 +164,8 @@ def key(expr: Expr) -> Hashable:
 
 
 def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
-    """Returns the numerator and denominator to print for a number. 1/2 prints as 0.5. 1/30 has no finite decimal, so
-    it prints as a division by 30."""
+    """Returns the numerator and denominator to print for a number. 1/2 prints as 0.5. 1/30 has no finite decimal form,
+    so 1/30 prints as a division by 30."""
     if rational(float(value)) == value:
         return value, Fraction(1)
     return Fraction(value.numerator), Fraction(value.denominator)

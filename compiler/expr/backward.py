@@ -45,9 +45,9 @@ class Backward(NamedTuple):
     Attributes:
         saves: Additional outputs of the forward pass, as pairs (name, expression in variables of f).
         value: y, as an expression of the variables of f and the saved names.
-        grads: Pairs (variable, gradient). A gradient is an expression of `d` (the gradient of y), `y`, saved names and
-            `needs`.
-        needs: The variables of f that the backward pass reads. They must be in memory during the backward pass.
+        grads: Pairs (variable, gradient). A gradient is an expression of `d` (the gradient of y), `y`, the names in
+            `saves` and the variables in `needs`.
+        needs: The variables of f that the backward pass reads from memory.
         strategy: linear, output, derivative, inputs or recomputed.
     """
 
@@ -64,8 +64,8 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
     Args:
         expr: The expression of y.
-        wrt: The variables to differentiate with respect to. They are results of matrix products, in registers. All
-            other variables are in memory.
+        wrt: The variables to differentiate with respect to. These variables are results of matrix products, in
+            registers. All other variables are in memory.
         keep: What is saved if the backward pass needs saved values: the derivatives, or the variables that the
             derivatives read.
 
@@ -112,8 +112,8 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """Returns the gradients as functions of y, by variable. None if there are no such functions, or if they would be
-    inaccurate for a rounded y."""
+    """Returns the gradients of `expr`, as functions of its value y, for each variable of `wrt`. None if the gradients
+    are no functions of y alone, or if these functions would be inaccurate for a rounded y."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
@@ -143,8 +143,8 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 
 def _rate(atom: Call, u: Var) -> Expr | None:
-    """Returns the derivative of a one-argument function in terms of the function's value u. None if u does not
-    determine the derivative."""
+    """Returns the derivative of the function that `atom` calls, in terms of the function's value u. All arguments but
+    the first are constants. None if u does not determine the derivative."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")
@@ -182,8 +182,8 @@ def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
 
 
 def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
-    """Returns the cheapest expression of f. The expression may read the saved values, which the forward pass computes
-    anyway."""
+    """Returns the cheapest expression for the value of `expr`. The result may read the values in `saves`, which the
+    forward pass computes anyway."""
     by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
 
     def reuse(part: Expr) -> Expr:
@@ -200,8 +200,8 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
 
 
 def _singular(slope: Expr, name: str) -> bool:
-    """Returns whether `slope` divides by a function of `name` that may be 0. slope * x is then infinite at some points
-    where f is finite."""
+    """Returns whether `slope`, a derivative with respect to `name`, divides by a function of `name` that may be 0. The
+    product of `slope` and `name` is then infinite at some points where the differentiated function is finite."""
     match slope:
         case Binary("/", _, b) if name in variables(b) and not positive(b):
             return True

@@ -1,5 +1,5 @@
 """Derivatives of expressions, and degrees of homogeneity. A degree is determined separately for each outcome of the
-conditions."""
+conditions in an expression."""
 
 from collections.abc import Hashable
 from fractions import Fraction
@@ -62,7 +62,7 @@ def _derive(expr: Expr, var: str) -> Expr:
 
 
 def _derive_quotient(expr: Expr, var: str) -> Expr:
-    """Differentiates a simplified quotient as (a' - (a / b) b') / b.
+    """Differentiates a simplified quotient a / b with respect to `var`, as (a' - (a / b) b') / b.
 
     The textbook form divides by b ** 2, which may overflow although b does not.
     """
@@ -79,8 +79,9 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """Returns the degree of homogeneity k, for which x f'(x) == k f(x) for all x (Euler). None if there is no such k,
-    or if the conditions have too many combinations.
+    """Returns the degree of homogeneity of `expr`, as a function f of the variable `var`, called x here. The degree is
+    the number k for which x f'(x) == k f(x) for all x (Euler). None if there is no such k, or if the outcomes of the
+    conditions in `expr` have too many combinations.
 
     For example, f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so f(x) = f'(x) x / 2. The zero function has degree 0.
     """
@@ -107,8 +108,8 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Returns whether x f'(x) / f(x) is the same at a few sample points. If the ratio differs, `expr` is not
-    homogeneous, and its pieces need not be examined one by one."""
+    """Returns whether x f'(x) / f(x) is the same at a few sample points, where x is `var`, f is `expr` and f' is
+    `slope`. If the ratio differs, `expr` is not homogeneous, and its pieces need not be examined one by one."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
@@ -131,8 +132,8 @@ def _as_where(expr: Expr) -> Expr:
 
 
 def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
-    """Returns one version of `exprs` for every combination of the conditions' outcomes. The results have no
-    conditions, unless there are more than CASES combinations."""
+    """Returns one version of `exprs` for every combination of outcomes of the conditions in `exprs`. The versions have
+    no conditions, unless there are more than CASES combinations."""
     done: list[tuple[Expr, ...]] = []
     waiting = [tuple(simplify(expr) for expr in exprs)]
     while waiting:

@@ -67,8 +67,8 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates an expression with Torch operations. The result is differentiable, with Torch's subgradients.
 
     Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`, or of the
-    first tensor if there is none. Without tensors, constants are float64 on the CPU. Float64 inputs therefore give a
-    float64 reference, even with additional integer inputs.
+    first tensor if no tensor is floating-point. Without tensors, constants are float64 on the CPU. Float64 inputs
+    therefore give a float64 reference, even with additional integer inputs.
     """
     import torch
     from torch.nn import functional as F

@@ -36,10 +36,11 @@ class Deviation:
 
 
 def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
-    """Yields the first deviation of the value and of each gradient, for every choice of `keep`.
+    """Yields the first deviation of the value and of each gradient, for every value of the argument `keep` of
+    `plan_backward`.
 
     The plan of `plan_backward` is computed in float32 on GRID and compared with float64 autograd of `expr`. Points are
-    excluded if Torch in float32 is not finite there, or if a part of `expr` is close to overflow.
+    excluded if the float32 result of Torch is not finite there, or if a part of `expr` is close to overflow.
 
     Args:
         expr: The expression, differentiable by Torch.

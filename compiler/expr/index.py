@@ -1,6 +1,6 @@
 """Formulas and conditions of whole numbers, such as the index of a layer: `9 - layer`, `layer % 6 == 5`.
 
-A text is parsed with Python's grammar and an allowlist of node types. It is never evaluated as Python.
+A text is parsed with Python's grammar and an allowlist of node types. The text is never evaluated as Python.
 """
 
 import ast
@@ -41,8 +41,8 @@ def formula_value(text: str, values: Mapping[str, int]) -> int:
 
 
 def condition_holds(text: str, values: Mapping[str, int]) -> bool:
-    """Returns whether a condition holds. A condition consists of comparisons of formulas, joined by `and`, `or` and
-    `not`.
+    """Returns whether a condition holds for `values`, the values of its names. A condition consists of comparisons of
+    formulas, joined by `and`, `or` and `not`.
 
     Raises:
         ExprError: If the text is not a condition, divides by 0, or exceeds 2^31.

@@ -97,7 +97,8 @@ def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
 
 
 def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
-    """Yields pairs of terms `a` and `b` with opposite signs, and bounds of `a - b`.
+    """Yields pairs of terms `a` and `b` with opposite signs, and bounds of `a - b`. `rest` maps each term to its
+    coefficient.
 
     One pair is i and j, because the box limits i - j. The other pairs are quotients with the same divisor, because the
     difference of the dividends limits the difference of the quotients.
@@ -292,7 +293,7 @@ class Box:
         return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
 
     def tight(self) -> "Box | None":
-        """Returns the smallest box with the same pairs and heads. None if the box is empty."""
+        """Returns the smallest box with all pairs and heads of this box. None if this box is empty."""
         d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
         i0, i1 = max(self.i0, self.j0 + d0), min(self.i1, self.j1 + d1)
         j0, j1 = max(self.j0, self.i0 - d1), min(self.j1, self.i1 - d0)
@@ -316,8 +317,9 @@ class Box:
 
 
 class Question(NamedTuple):
-    """A compiled comparison. `some` states whether the comparison may hold in a box, and `every` whether it holds in
-    the whole box. The comparison depends on `sides` of the box."""
+    """A comparison, compiled to two functions of a box. `some` states whether the comparison may hold in the box.
+    `every` states whether the comparison holds in the whole box. `sides` lists the sides of the box on which the
+    comparison depends. The side `d` is i - j."""
 
     some: Callable[..., int]
     every: Callable[..., int]
@@ -346,8 +348,8 @@ class Search(NamedTuple):
         return Search(some, every, tuple(map(Question.of, comparisons)))
 
     def parts(self, box: Box) -> tuple[Box, ...]:
-        """Splits a box in two, and returns the halves in which the condition may hold, as tight boxes. A box in which
-        the condition holds everywhere is not split."""
+        """Splits a box in two, and returns the halves in which the condition may hold, as tight boxes. If the condition
+        holds everywhere in the box, returns only the box itself."""
         values = box.values
         if self.every(*values):
             return (box,)
@@ -381,7 +383,7 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | N
     `positions`, and heads are less than `heads`.
 
     Raises:
-        Undecided: If WORK boxes do not suffice.
+        Undecided: If the search does not end within WORK boxes.
     """
     search = Search.of(condition)
     box = Box.all(positions, heads)

@@ -1,6 +1,7 @@
-"""Mask expressions of attention. They are conditions of positions: whether a query attends to a key.
+"""Mask expressions of attention. A mask is a condition of the positions of a query and a key. The query attends to the
+key if the condition holds.
 
-The mask that restricts attention to documents is in compiler/blocks/document_mask.py.
+The positions of documents, which a mask can read, are computed in compiler/blocks/document_mask.py.
 """
 
 from collections.abc import Mapping
@@ -127,7 +128,8 @@ def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[s
 
 
 def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
-    """Returns the expression with values in place of the names in NUMBERS. Raises ExprError if a name has no value."""
+    """Returns the expression with the values in `numbers` in place of names such as `context`. Raises ExprError if a
+    name has no value."""
     bound = substitute(expr, numbers)
     if unknown := [name for name in variables(bound) if name in NUMBERS]:
         raise ExprError(f"{unknown[0]} has no value in this layer", hint=f"choose from {', '.join(sorted(numbers))}")
@@ -135,8 +137,9 @@ def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
 
 
 def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const], heads: int, context: int) -> None:
-    """Raises ExprError if a mask lets a query attend to a later key outside of the prefix. If the mask is an `or`, the
-    error points to the operand that admits the key."""
+    """Raises ExprError if a mask lets a query attend to a later key outside of the prefix. `text` is the mask as
+    written, and `condition` is the mask with `numbers` in place of names. If the mask is an `or`, the error points to
+    the operand that admits the key."""
     prefix = numbers["prefix"]
     pair = find_pair(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
     if pair is not None:
@@ -158,7 +161,8 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
 
 @lru_cache(maxsize=256)
 def sees_later(text: str, heads: int) -> bool:
-    """Returns whether a canonical mask lets a query attend to a later key. Only tokens of the prefix may do so."""
+    """Returns whether a canonical mask lets a query attend to a later key. In a valid mask, only queries in the prefix
+    do so."""
     return text != CAUSAL and find_pair(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
 
 
@@ -174,7 +178,8 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds for some choice of documents. None if there is no such pair."""
+    """Returns i, j and h for which a condition holds, with i and j either in one document or in different documents.
+    None if the condition never holds."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -194,8 +199,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns a condition that does not read documents. The result is true if `condition` holds for some choice of
-    documents."""
+    """Returns a condition that does not read documents. The result is true if `condition` holds with i and j in one
+    document, or with i and j in different documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 

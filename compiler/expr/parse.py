@@ -41,7 +41,8 @@ ELSEWHERE = {
 class Positions(NamedTuple):
     """The additional syntax of expressions of token positions.
 
-    Such expressions may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
+    Expressions of token positions may contain whole-number arithmetic (// and %), functions of positional.py, and
+    elements of tables.
 
     Attributes:
         whole: The variables that are whole numbers.
@@ -97,7 +98,8 @@ def _parse(
 
 
 def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple[int, ...]]]:
-    """Yields each read of a table in a text that `parse` accepts, and the columns of the indices in this read."""
+    """Yields each table element that an expression reads, such as `bias[h, i - j]`, and the columns at which the
+    indices of the element begin in the text. `text` is valid, so `parse` accepts it."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
         if isinstance(node, ast.Subscript):
@@ -107,8 +109,8 @@ def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple
 
 
 def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
-    """Yields the operands of the outermost `or` of a condition, with their columns. Yields the whole condition if
-    there is no such `or`."""
+    """Yields the operands of the outermost `or` of a condition, with their columns. Yields the whole condition if its
+    outermost operator is not `or`."""
     tree, reader = _tree(text, LONGEST, DEEPEST), _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     is_or = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or)
     for node in tree.values if is_or else [tree]:  # type: ignore[attr-defined]
@@ -127,7 +129,9 @@ def column_of(text: str, part: Expr) -> int:
 
 
 def _tree(text: str, longest: int, deepest: int) -> ast.expr:
-    """Returns Python's syntax tree of a text. Columns in the tree are one higher than in the text."""
+    """Returns Python's syntax tree of a text. Raises ExprError if the text has more than `longest` characters, more
+    than `deepest` levels of parentheses, or a syntax error. A column in the tree is one higher than the column in the
+    text."""
     if len(text) > longest:
         raise ExprError(
             f"the expression has {len(text)} characters; it may have at most {longest}", longest, "split it"
@@ -147,8 +151,8 @@ def _tree(text: str, longest: int, deepest: int) -> ast.expr:
 
 
 def _scan(text: str, deepest: int) -> None:
-    """Raises ExprError for an empty text, for unbalanced or deeply nested parentheses, and for characters that
-    Python's tokenizer would change."""
+    """Raises ExprError for an empty text, for unbalanced parentheses, for parentheses nested more than `deepest` levels
+    deep, and for characters that Python's tokenizer would change."""
     if not text.strip():
         raise ExprError("the expression is empty", hint="write x for the identity")
     opened: list[int] = []
@@ -169,8 +173,8 @@ def _scan(text: str, deepest: int) -> None:
 
 
 class _Reader:
-    """Converts `ast` nodes to expressions. A result is a pair: an expression and a number. The number is the value of
-    an expression without variables, otherwise None."""
+    """Converts `ast` nodes to expressions. The result of a conversion is a pair of an expression and its value. The
+    value is None if the expression has variables."""
 
     def __init__(
         self,
@@ -354,7 +358,8 @@ def _document_of(node: ast.expr) -> str | None:
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
-    """Evaluates an operation on constants, in floats, because Python integers could become arbitrarily large."""
+    """Evaluates an operation on constants in floats, because Python integers could become arbitrarily large. Returns
+    None if one of `values` is None, which stands for an operand that is not constant."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None

@@ -25,8 +25,8 @@ def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
 def decided(factor: Factor, condition: Compare, short: bool) -> bool:
     """Returns whether the outcome of the condition simplifies this factor.
 
-    Such a factor is a `where` with this condition, or a relu or leaky_relu of the compared operand. If `short`, the
-    compared operand itself is also such a factor.
+    The outcome simplifies a `where` with this condition, and a relu or leaky_relu of the compared operand. If `short`
+    is True, the outcome also simplifies the compared operand itself.
     """
     base, exponent = factor
     if exponent.denominator != 1:

@@ -28,7 +28,7 @@ Refusal = tuple[int, str, str]  # the index of the argument at fault, the messag
 
 @record
 class Positional(Function):
-    """A function of masks and scores. The first argument is a whole number, and all others are constants.
+    """A function of masks and scores. The first argument is a whole number, and all other arguments are constants.
 
     Attributes:
         check: a function that returns the reason why the arguments are invalid, or None.
@@ -42,7 +42,7 @@ class Positional(Function):
 
 @record
 class WholeFunction(Positional):
-    """A function whose values are whole numbers. Masks, scores and indices of tables may call it.
+    """A function whose values are whole numbers. Masks, scores and indices of tables may call the function.
 
     Attributes:
         value: The function on numbers.
@@ -62,7 +62,7 @@ class WholeFunction(Positional):
 
 @record
 class HeadFunction(Positional):
-    """A function that depends on the number of heads. Only scores may call it.
+    """A function that depends on the number of heads. Only scores may call the function.
 
     Attributes:
         expand: `expand(first, heads, *constants)` returns the formula that replaces a call.
@@ -77,8 +77,9 @@ def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
     """Returns the smallest distance in each bucket of the function `bucket`, without the first bucket. The arithmetic
     is exact.
 
-    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` begins at the smallest d
-    with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
+    Let `exact` be half the number of buckets. The first `exact` buckets each hold one distance. After them, bucket
+    `exact + k` begins at the smallest d with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5,
+    Raffel et al., 2020).
     """
     exact = buckets // 2
     bounds, rest = list(range(1, exact + 1)), buckets - exact
@@ -126,7 +127,9 @@ FLAG = {"torch": "{}.long()", "triton": "{}.to(tl.int32)", "cute": "{}.to(cutlas
 
 
 def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> str:
-    """Returns the text of a distance's bucket: the distance itself below `exact`, otherwise the floor of a logarithm.
+    """Returns source text that computes the bucket of the distance `d`. `limits` are the number of buckets and the
+    maximum distance. If `d` is below half the number of buckets, the bucket is `d` itself. Otherwise, the bucket is the
+    floor of a logarithm.
 
     The logarithm has an offset with which rounding in fp32 never changes the bucket. If there is no such offset, the
     bucket is a sum of comparisons.
@@ -147,7 +150,7 @@ def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> st
 
 
 def slope(h: Expr, heads: int) -> Expr:
-    """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
+    """Returns the slope of head `h` of `heads` heads (ALiBi, Press et al., 2022).
 
     If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). Otherwise, let n be the
     next smaller power of 2. The slopes are all slopes for n heads, followed by every second slope for 2 n heads.

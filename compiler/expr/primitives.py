@@ -1,6 +1,6 @@
 """The functions of the pointwise language. Each is one entry of PRIMITIVES, and a new function needs only a new entry.
 
-Functions of positions and heads are in positional.py. Only masks and scores of attention may call them.
+Functions of positions and heads are in positional.py. Only masks and scores of attention may call these functions.
 """
 
 import math
@@ -38,7 +38,8 @@ class Primitive(Function):
 
     Attributes:
         cost: The approximate number of instructions per element.
-        value: The function on floats. It raises ArithmeticError or ValueError where the function is undefined.
+        value: The function on floats. `value` raises ArithmeticError or ValueError for arguments at which the function
+            is undefined.
         derivative: The derivative with respect to `x`, with Torch's subgradient at a kink. Empty for min, max and
             where, for which `derive` has separate rules.
         torch: The Torch function, in the module `torch` or `F` (torch.nn.functional).

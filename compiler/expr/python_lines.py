@@ -41,9 +41,9 @@ def _tuple(value: str, room: int) -> list[str]:
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """Returns the lines of a long value, or None if the value has no bracket to break at. The break is at the last
-    pair of brackets. If this pair is too far right, the break is at the longest pair. `before` is the number of
-    columns before the value."""
+    """Returns the lines of a long value, or None if the value has no bracket to break at. The break is at the last pair
+    of brackets. If this pair is too far right, the break is at the longest pair. `before` is the number of columns
+    before the value, and `room` is the number of columns of a line."""
     pairs = list(_pairs(value))
     node = _parsed(value)
     opened = ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute | ast.Tuple
@@ -65,8 +65,8 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
 
 
 def listed(items: Sequence[str], room: int) -> list[str]:
-    """Returns the lines of the items between brackets: as many items on each line as fit, if every item fits on a line.
-    Otherwise, each item has its own lines."""
+    """Returns the lines of the items between two brackets. If every item fits on a line of `room` characters, each line
+    has as many items as fit. Otherwise, each item has its own lines."""
     if any(len(item) >= room for item in items):
         return [text for item in items for text in _item(item, room)]
     lines = [f"{items[0]},"]

@@ -113,8 +113,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Inserts formulas in place of calls of functions that depend on the number of heads. With `known`, the first
-    argument of such a call must be a constant."""
+    """Inserts formulas in place of calls of functions that depend on the number of heads. If `known` is True, only
+    calls whose first argument has no variables are replaced."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
@@ -189,7 +189,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
         text: The score as written, for the column of an error.
 
     Raises:
-        ExprError: If such an expression is undefined for an unmasked pair.
+        ExprError: If one of these expressions is undefined for an unmasked pair.
     """
 
     def never(condition: Expr) -> bool:
@@ -259,7 +259,7 @@ def _check_index(
 
     Args:
         table: The name of the table.
-        place: The number of the dim.
+        place: The position of the dim in the shape of the table, from 0.
         index: The index in this dim.
         size: The size of the dim.
         mask: The mask.

@@ -199,11 +199,11 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Moves factors of a product into both arms of a `where` that is also a factor. Returns None if there is no such
-    `where`.
+    """Moves factors of a product into both arms of a `where` that is also a factor. Returns None if there is no `where`
+    into which factors can move.
 
-    If an arm of the `where` is 0, all factors are moved, because the zero arm does not compute them. If no arm is 0,
-    only the factors that the condition of the `where` simplifies are moved.
+    If an arm of the `where` is 0, all factors are moved, because the arm that is 0 does not compute the factors. If no
+    arm is 0, only the factors that the condition of the `where` simplifies are moved.
     """
     for base, exponent in factors:
         match base:

@@ -43,21 +43,21 @@ LARGEST_FLOAT = 3.4028234663852886e38
 def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
     """Returns Python source that calls `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
-    `names` maps variables to source text. Variables are tensors of one dtype that broadcast. The result has the same
-    dtype. With `whole`, the tensors hold whole numbers, and the expression is a condition or a whole number.
+    `names` maps variables to source text. Variables are tensors of one dtype that broadcast. The result has this dtype.
+    If `whole` is True, the tensors hold whole numbers, and the expression is a condition or a whole number.
     """
     return _Torch(names or {}, whole).text(decided(expr))
 
 
 def score_text(expr: Expr, names: Mapping[str, str]) -> str:
-    """Returns Python source that computes a score, or a derivative of a score, with Torch. i, j and h are tensors of
-    whole numbers."""
+    """Returns Python source that computes a score, or a derivative of a score, with Torch. `names` maps variables to
+    source text. The variables i, j and h are tensors of whole numbers."""
     return _TorchScore(names, False).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
-    """Returns Triton source that calls `tl`. Variables are fp32 tensors. In attention, the variables i, j, h and start
-    are int32 instead.
+    """Returns Triton source that calls `tl`. `names` maps variables to source text. Variables are fp32 tensors. In
+    attention, the variables i, j, h and start are int32 instead.
 
     The text is finite wherever the function is finite: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid.
     NaN stays NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Otherwise, parts of the
@@ -71,7 +71,8 @@ def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool 
 
 
 def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """Returns a CUDA C++ device expression. Variables are `float`. NaN stays NaN, as in Torch.
+    """Returns a CUDA C++ device expression. `names` maps variables to source text. Variables are `float`. NaN stays
+    NaN, as in Torch.
 
     Raises ExprError if a constant exceeds the range of float, or if the text is too long.
     """
@@ -231,7 +232,8 @@ class _Kernel(_Target):
         return self.write(factors[0] if factors else Const(1.0))
 
     def general_power(self, base: Expr, n: float) -> tuple[str, int]:
-        """Prints base ** n for n > 0 through logarithms."""
+        """Prints `base` ** n for n > 0 by an exponential and a logarithm, because the target language has no operator
+        for powers. Returns the text, and the precedence of its outermost operator."""
         if n.is_integer():
             size = Call("exp", ((n - n % 2) * Call("log", (Call("abs", (base,)),)),))
             return self.write(base * size if n % 2 else size)
@@ -322,7 +324,7 @@ BELL = 1.2011224087864498  # sqrt(log2(e)): exp(-z ** 2) is 2 ** -(BELL * z) ** 
 
 
 def cuda_functions(texts: Iterable[str]) -> str:
-    """Returns the definitions of the CUDA C++ helpers that `texts` call. Empty if they call none."""
+    """Returns the definitions of the CUDA C++ helpers that `texts` call. Empty if the texts call no helpers."""
     helpers = {name: text for primitive in PRIMITIVES.values() for name, text in primitive.cuda_helpers.items()}
     calls, definitions = "\n".join(texts), list[str]()
     for name, text in reversed(helpers.items()):  # a helper may call those before it

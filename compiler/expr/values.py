@@ -1,7 +1,8 @@
 """The expression tree of the pointwise language, and its canonical text.
 
-Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees without simplification.
-`==` compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
+Expressions are frozen, hashable trees. Arithmetic on expressions (`Var("x") * 2 + 1`) builds trees without
+simplification. `==` compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse`
+accepts.
 
 A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so a tree may grow
 exponentially. The limit bounds the work of every function in this package.

@@ -145,7 +145,8 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
 
 
 def repeated(expr: Expr) -> Expr | None:
-    """Returns the largest subexpression that occurs several times and reads a value, or None."""
+    """Returns the largest subexpression that occurs several times and has a variable other than the names in NUMBERS.
+    None if there is no such subexpression."""
     counts: Counter[Expr] = Counter()
     queue = [expr]
     for part in queue:  # the list grows during the loop

@@ -35,7 +35,7 @@ def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, S
 def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, Source, bool]:
     """Loads the spec of a recorded run. Returns the spec, the source, and whether the file has an old version.
 
-    A spec of an old version is rewritten in memory.
+    A spec of an old version is rewritten in memory. `overrides` are texts `path=value`, as in `load`.
     """
     from specc.compiler.spec.migrate import upgraded
 
@@ -75,8 +75,8 @@ def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnos
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """Yields each problem that involves several fields of one Pydantic model in `value`. Paths are relative to the
-    root."""
+    """Yields each problem that involves several fields of one Pydantic model in `value`. The paths of problems begin
+    with `path`, the path of `value`."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
         for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
@@ -93,8 +93,8 @@ def _diagnostics(model: type[StrictModel], source: Source, error: ValidationErro
     """Yields the diagnostics of an invalid source.
 
     If the kind of a value is missing or unknown, the value is also checked as the likely kind, so other errors in the
-    value are reported too. If the likely kind does not have a similar name, it may be wrong. Problems of the
-    surrounding sections could follow from a wrong kind, so they are not reported in this case.
+    value are reported too. A likely kind whose name does not resemble the stated kind may be wrong. In this case,
+    problems of the surrounding sections are not reported, because these problems could follow from the wrong kind.
     """
     from specc.compiler.spec.messages.expected import places
     from specc.compiler.spec.messages.pydantic_errors import diagnostics_of, likely_kinds

@@ -19,7 +19,8 @@ _TAGS = ("kind", "scheme", "metric")
 class _ForEditors(GenerateJsonSchema):
     """Generates the schema with the descriptions of all fields, and without titles that only repeat a key.
 
-    Each member of a union requires its tag. The default member, for sections without a tag, does not.
+    Each member of a union requires its tag. The default member, which describes sections without a tag, requires no
+    tag.
     """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:

@@ -57,8 +57,8 @@ class ScheduleSpec(StrictModel):
         return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)
 
     def below(self, limit: float) -> float:
-        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`. The shape
-        must never rise."""
+        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`. The result
+        is correct only for a shape that never rises."""
         low, high = 0.0, 1.0
         if self.shape == "linear":
             return limit

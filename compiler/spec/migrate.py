@@ -289,8 +289,8 @@ def _migrate_gate(layer: Data) -> None:
 
 
 def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
-    """Removes the old keys `values` and `exclude` from the layers. Where such a key listed only some layers, yields an
-    entry for `blocks.changes`."""
+    """Removes the old keys `values` and `exclude` from the layers. If such a key listed only some layers, yields an
+    entry for `blocks.changes` that applies to the listed layers."""
     for layer in layers:
         title = _title(layer)
         values, fields = layer.pop("values", None), dict[str, Any]()
@@ -308,8 +308,10 @@ def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> 
 
 
 def _value_embedding(title: str, values: Mapping[str, Any], shape: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns two mappings for a value embedding: the learned values, and the fields of the attention `title` that add
-    the embedding to the values. `shape` is the width of the values."""
+    """Converts the old key `values` of the attention layer `title`, which added a learned embedding of each token to
+    the layer's attention values. Returns two mappings: the learned values that compute the embedding, and the fields of
+    the layer that add the embedding. `values` is the content of the old key, and `shape` is the total width of the
+    attention values."""
     learned = {
         f"{title}_values.table": {
             "of": "ids", "shape": values.get("dim"), "init": values.get("init", {"normal": 0.01})
@@ -362,7 +364,8 @@ def _lane_fields(
     mixes: bool,
     skip: Callable[[str], str] | None,
 ) -> dict[str, Any]:
-    """Returns the fields of a block in which each layer has a separate residual stream (lane)."""
+    """Returns `change` with the fields of a block in which each layer has a separate residual stream (lane). `branches`
+    maps the title of each layer to the factor of the layer's output."""
     titles = list(branches)
     names = [f"{title}_lane" for title in titles]
     learn = dict(change.get("learn", {}))

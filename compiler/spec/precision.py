@@ -45,7 +45,7 @@ class Fp8Spec(StrictModel):
         scale: one scale per `tensor`, or one per `row` of each factor. Rows extend along the dim that the product sums
             over.
         scaling: `current`: the values themselves determine the scales. `delayed`: the largest magnitudes of the last
-            steps determine them. These magnitudes are stored in checkpoints.
+            steps determine the scales. These magnitudes are stored in checkpoints.
         history: the number of steps that determine a delayed scale, 16 if unset.
     """
 

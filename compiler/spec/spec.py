@@ -31,7 +31,8 @@ _Match = Annotated[Pattern, Field(description="The pattern of the names of the p
 
 @cache
 def rule_model(scheme: type[Scheme]) -> type[Scheme]:
-    """Returns the Pydantic model of a rule with this scheme. The model has the fields of the scheme, and `match`."""
+    """Returns the Pydantic model of a quantization rule with this scheme. The model has the fields of the scheme, and
+    the field `match`."""
     return create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(_Match, ...))
 
 
@@ -213,7 +214,8 @@ class Spec(StrictModel):
         merge: patterns of linear layers that read the same value. In programs over whole sequences, such layers become
             one product. `auto`: all layers for which one product moves fewer bytes.
         fold: patterns of linear layers whose outputs are multiplied by numbers or learned vectors. In programs over
-            whole sequences, the matrices are multiplied by these factors instead. `auto`: all such layers.
+            whole sequences, the matrices are multiplied by these factors instead. `auto`: all linear layers with such
+            outputs.
         quant: how the parameters are stored. If unset, the model is not quantized.
         train: the training run.
         eval: how `specc eval` scores the model.
@@ -261,7 +263,8 @@ class Spec(StrictModel):
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
-        """Yields the problems of settings that conflict with `prefix`. The targets in the prefix are not scored."""
+        """Yields the problems of settings that conflict with the model's `prefix`, because the targets in the prefix
+        are not scored."""
         least = self.model.unscored + 1
         if least == 1:
             return

@@ -82,9 +82,9 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 class QatSpec(StrictModel):
     """Quantization-aware training in the last part of a run.
 
-    The model computes with fake-quantized weights, by the rules of `quant` without promotion, allocation or
-    correction. Gradients use the straight-through estimator. The input scales of int8 products are measured at the
-    first of these steps, and stored in the artifact.
+    The model computes with fake-quantized weights, by the rules of `quant` without promotion, allocation or correction.
+    Gradients use the straight-through estimator. The input scales of int8 products are measured at the first step with
+    fake-quantized weights, and stored in the artifact.
 
     Attributes:
         below: the learning-rate multiplier below which rounding begins.
@@ -119,17 +119,18 @@ class TrainSpec(StrictModel):
         budget_seconds: the training time of the run in seconds.
         seed: the seed of initialization, data order and dropout.
         start: weights that replace the initial values. The value is a run, an artifact, a folder of Transformers, a
-            file `*.safetensors`, a folder of such files, or a mapping that selects a part of these.
-        deterministic: whether runs with the same seed give the same bits. This requires the same kind of device, and
-            the same numbers of processes and CPU threads. Kernels that may return other bits in repeated calls are not
-            used.
+            file `*.safetensors`, a folder of such files, or a mapping that selects some of the tensors.
+        deterministic: whether runs with the same seed give the same bits, on the same kind of device and with the same
+            numbers of processes and CPU threads. The compiler then uses no kernels that may return other bits in
+            repeated calls.
         teacher_forcing: a probability, as a number or a schedule, for models of lines. With this probability, a decoder
-            position receives the target token. Otherwise, it receives the model's previous output.
+            position receives the target token. Otherwise, the position receives the model's previous output.
         losses: the weighted terms of the training loss. By default, only the loss of the next token.
-        optimizers: the optimizers, in order. The first that matches a parameter updates it.
+        optimizers: the optimizers, in order. The first optimizer whose pattern matches a parameter updates the
+            parameter.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient, over all parameters except those of `sign` optimizers. If unset,
-            gradients are not clipped.
+        clip_norm: the largest norm of the gradient, over all parameters except the parameters of `sign` optimizers. If
+            unset, gradients are not clipped.
         precision: the dtypes of training.
         recompute: the parts of each block that the backward pass recomputes, to save memory. A part is the name of a
             layer, such as `mlp` or `attention`, or `block` for the whole block. Losses and gradients do not change.
@@ -196,8 +197,9 @@ class TrainSpec(StrictModel):
         return self.at_once(world) * world * window
 
     def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem for each row length that does not divide `window` tokens. For a model of lines, `context`
-        and a schedule of `batch` are problems."""
+        """Yields a problem for each row length that does not divide `window` tokens. `reads` is the form of the data
+        that the model reads. For a model of lines, yields a problem if `context` is set, or if `batch` has a
+        schedule."""
         if reads == "lines":
             if self.context is not None:
                 message = "context cuts windows of text, but the model translates lines"
@@ -321,9 +323,9 @@ class BitsSpec(StrictModel):
         return self.window or 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
-        """Yields a problem if the model reads lines, or if the stride exceeds the window. If the model has learned
-        positions, the window must not exceed the context. `bounded` is the name of the part with the learned
-        positions."""
+        """Yields a problem if the model reads lines, or if the stride exceeds the window. Also yields a problem if the
+        model has learned positions and the window of the evaluation exceeds `window`, the context. `bounded` is the
+        name of the part with the learned positions."""
         length = self.window or window
         if reads == "lines":
             message = "bits_per_byte is for text, but the model translates lines"

@@ -42,7 +42,7 @@ def _laid(source: Source, text: str) -> Source:
 def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
     """Splits a dotted path into keys and indices. Also returns the character index of the last part.
 
-    Keys of the data may contain dots. The longest matching key is used.
+    A key of the data may itself contain dots. If several keys match, the longest key is used.
     """
     parts, at, last = dots.split("."), 0, 0
     path: Path = ()

@@ -27,7 +27,8 @@ def edited(data: Any) -> str:
 
 
 def flow(value: Any) -> Any:
-    """Returns new data as round-trip YAML, with mappings and lists on one line. Data with layout are unchanged."""
+    """Converts a dict or list so that `edited` writes it on one line. Data that come from `editable` keep their layout,
+    and are returned unchanged."""
     flowing: CommentedMap | CommentedSeq
     if isinstance(value, dict) and not isinstance(value, CommentedMap):
         flowing = CommentedMap((key, flow(inner)) for key, inner in value.items())
@@ -40,7 +41,8 @@ def flow(value: Any) -> Any:
 
 
 def without_comment(part: Any, key: str | int) -> None:
-    """Removes the comment after a value in data from `editable`, but not the empty lines that follow."""
+    """Removes the comment after the value of `key` in `part`, but not the empty lines that follow the comment. `part`
+    is a mapping or list in data from `editable`."""
     for token in part.ca.items.get(key, ()):
         if isinstance(token, CommentToken) and token.value.lstrip(" ").startswith("#"):
             token.value = "\n" + token.value.partition("\n")[2]

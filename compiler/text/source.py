@@ -87,7 +87,7 @@ class Source:
         return {self.file: self.text} | {over.file: over.text for _, over in self.overlays}
 
     def known(self, path: Path) -> tuple[Path, object]:
-        """Returns the longest part of a path that exists, and its value."""
+        """Returns the longest beginning of `path` that exists in the data, and the value there."""
         value = self.data
         for depth, part in enumerate(path):
             inner = step(value, part)
@@ -152,8 +152,8 @@ def name_of(path: FilePath) -> str:
 
 
 def read_from(text: str, name: str, column: int = 0) -> Source:
-    """Parses `text` from character `column` on. Positions count from the beginning of `text`. The content may be
-    empty."""
+    """Parses a text without rejecting empty data. Characters before the index `column` are skipped, but positions count
+    from the beginning of `text`. `name` is the name of the text in messages."""
     _screen(text, name)
     return Source(name, text, *parse(text, name, column))
 

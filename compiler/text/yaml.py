@@ -84,8 +84,9 @@ Parsed = tuple[object, Mapping[Path, Mark], Mapping[Path, Mark], Mapping[Path, t
 
 @lru_cache(maxsize=128)  # a sweep reads one spec, with some overrides, for each run
 def parse(text: str, name: str, column: int = 0) -> Parsed:
-    """Parses `text` from character `column` on. Positions count from the beginning of `text`. Calls with equal
-    arguments share the result, which must not be changed.
+    """Parses a text. Characters before the index `column` are skipped, but positions count from the beginning of
+    `text`. `name` is the name of the text in messages. Calls with equal arguments return the same object, so callers
+    must not change it.
 
     Raises SpecError if the text is not valid YAML or uses a feature that specs do not allow.
     """
@@ -98,7 +99,8 @@ def mark_of(text: str, index: int) -> Mark:
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end has not been reached. `names` maps each key of a mapping to its position."""
+    """A list or mapping whose end the parser has not reached. `names` maps each key of a mapping to the position of the
+    key."""
 
     path: Path
     items: list[object] = field(default_factory=list)
@@ -151,8 +153,8 @@ class _Reading:
             raise SpecError(self.problems, {self.name: self.text}) from None
 
     def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
-        """Converts a parser error to a SpecError. `stopped` is the position of the error. `began` is the start of the
-        construct that the parser was reading."""
+        """Converts an error of the YAML parser to a SpecError. `problem` is the parser's message, and `stopped` is the
+        position of the error. `began` is the start of the construct that the parser was reading."""
         end = len(self.text.rstrip())
         stop_index, start_index = (min(mark.index, end) if mark else 0 for mark in (stopped or began, began))
         stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
@@ -171,8 +173,9 @@ class _Reading:
         return SpecError(self.problems, {self.name: self.text})
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
-        """Returns the start and end of a multi-line quoted text, if the last line of the text has the error at
-        character `stop`. The closing quote was then probably meant to open another text."""
+        """Returns the start and end of a multi-line quoted text, if character `stop`, where the parser failed, is on
+        the last line of the quoted text. The closing quote was then probably meant to open another text. Otherwise,
+        returns None."""
         quoted = None
         try:
             for token in YAML(typ="safe", pure=True).scan(self.body):

@@ -29,7 +29,7 @@ class DataKind(StrictModel):
 
     @property
     def least_vocabulary(self) -> int:
-        """The smallest vocabulary that the data needs. 0 if files must be read first."""
+        """The smallest vocabulary that the data needs. 0 if this number is not known before files are read."""
         return 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:

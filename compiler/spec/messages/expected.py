@@ -35,10 +35,11 @@ def models_in(annotation: Any) -> list[Model]:
 
 
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
-    """Yields every path of `data` at which the spec expects a Pydantic model, and the model. Outer paths come first.
+    """Yields every path of `data` at which the type `annotation` expects a Pydantic model, and the model. Outer paths
+    come first.
 
-    For a union, yields the member whose tag is in the data, or the member that needs no tag. Without such a member,
-    yields nothing for the path.
+    For a union, yields the member whose tag is in the data, or else the member that needs no tag. If the union has
+    neither, yields nothing for the path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)

@@ -160,11 +160,13 @@ class Words:
 
     def likely_kind(self, error: FieldError) -> tuple[Path, str, bool] | None:
         """Returns the likely kind of a value whose kind is missing or unknown. The result is the path of the kind, the
-        likely kind, and whether the names are similar.
+        likely kind, and whether the name of the likely kind resembles the stated kind.
 
-        A kind with a similar name is likely. If there is none, a kind must accept the keys of the value and require no
-        others. Keys that no kind accepts are ignored. If several kinds remain, the likely kind is the one with the
-        fewest keys, if all the others accept these keys too. Returns None if no kind is likely.
+        A kind whose name resembles the stated kind is likely. If no name is similar, the kinds are compared with the
+        keys of the value. A kind fits if it accepts all keys of the value, and if the value has all keys that the kind
+        requires. This comparison ignores keys of the value that no kind accepts. A single fitting kind is likely. Of
+        several fitting kinds, one is likely if every other fitting kind accepts all of its keys. Returns None if no
+        kind is likely.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):

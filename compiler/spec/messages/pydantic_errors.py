@@ -37,8 +37,8 @@ def likely_kinds(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Path, str, bool], ...]:
     """Returns an entry for each value whose kind is missing or unknown: the path of the kind, the likely kind, and
-    whether the names are similar. The arguments are those of `diagnostics_of`. A value with several likely kinds is
-    left out."""
+    whether the name of the likely kind resembles the stated kind. The arguments have the meaning of the arguments of
+    `diagnostics_of`. A value with several likely kinds is left out."""
     words = Words(source, models, root)
     errors = (_located(details, source.data) for details in error.errors(include_url=False))
     kinds = (words.likely_kind(fault) for fault in errors if fault.kind in TAGS)
@@ -67,8 +67,8 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
 def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     """Yields the errors that do not follow from other errors.
 
-    For a union, these are the errors of members whose type matches the data. If only a Literal matches, the errors of
-    all members stay, so that the message can state every valid form.
+    For a union, these are the errors of members whose type matches the data. If the only matching members are Literals,
+    the errors of all members of the union stay, so that the message can state every valid form.
     """
     errors = list(located)
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:

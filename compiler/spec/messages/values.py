@@ -70,7 +70,7 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     Args:
         group: the errors, one for each member of the expected type.
         annotation: the expected type.
-        beside: the items of the list that contains the value. Empty if there is no list.
+        beside: the items of the list that contains the value. Empty if no list contains the value.
     """
     words: list[str] = []
     for error in group:

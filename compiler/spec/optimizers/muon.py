@@ -26,12 +26,12 @@ class MuonSpec(OptimizerSpec):
         method: the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
             separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, in which a
             scaling of the rows replaces the first iteration (arXiv 2512.04632).
-        steps: the number of iterations. With `turbo`, the scaling counts as the first.
+        steps: the number of iterations. With `turbo`, the scaling counts as the first iteration.
         equalize_rows: whether all rows are scaled to the same length before the iterations (MuonEq-R).
         second_moment: the decay of NorMuon's second moment per row (Li et al. 2025, arXiv 2510.05491). The second
             moment rescales the result of the iterations. If unset, there is no second moment.
         coefficients: the numbers (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T. Additional
-            iterations repeat the last. If unset, `method` determines them.
+            iterations repeat the last numbers. If unset, `method` determines them.
     """
 
     slots: ClassVar[int] = 1

@@ -62,7 +62,8 @@ class OptimizerSpec(StrictModel):
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Returns the most f32 numbers that an update allocates at once, for parameters of these shapes."""
+        """Returns the peak of the temporary memory of an update, as a number of f32 values. `shapes` are the shapes of
+        the parameters that are updated."""
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)

@@ -14,7 +14,7 @@ class SoapSpec(OptimizerSpec):
     only computes the bases.
 
     Attributes:
-        betas: the decays of the first and second moments. The second decay is also that of the preconditioner.
+        betas: the decays of the first and second moments. The second decay is also the decay of the preconditioner.
         eps: the epsilon of the denominator.
         basis_every: the number of updates from one refresh of the bases to the next.
         largest_side: the largest side of a matrix (rows or columns) that has a basis. A longer side is not rotated, and
@@ -31,8 +31,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates per matrix element. In the eigenbases, these are the gradient and
-        the direction, the next rotations of both, and two terms of the denominator."""
+        """How many temporary f32 values an update allocates per matrix element. The values are the gradient and the
+        direction in the eigenbases, the next rotations of both, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
