@@ -43,13 +43,11 @@ JOINED = (
     "    p, last = joined(p, partial_ptr, counts_ptr, BLOCK_M, BLOCK_N, PARTS)",
     "    inside &= last",
 )
-# Tensor cores sum the squares of 64 rows, as the diagonal of a product of x with itself. If threads read the buffer of
-# x beside asynchronous products, Triton 3.6 and 3.7 would load the next piece into it while a product still reads it.
-BY_TENSOR_CORES = ("if BLOCK_M > 32:", "    squares = tl.dot(x, tl.trans(x), squares)", "else:")
-DIAGONAL = (
-    "if BLOCK_M > 32:",
-    "    at = tl.arange(0, BLOCK_M)",
-    "    squares = tl.where(at[:, None] == at[None, :], squares, 0.0)",
+# Squares and an asynchronous product read the same buffer of x, into which Triton would load the next piece while the
+# product reads it. The product of a result that is read in each step is not asynchronous.
+ENDED = (
+    "if BLOCK_M > 32:  # the product ends before the next piece of x is loaded",
+    "    result = tl.where(k < K, result, 0.0)",
 )
 SPAN = "SPAN: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K  # features of a part"
 BEGIN = "tl.program_id(2) * SPAN"
@@ -87,9 +85,7 @@ class TritonContext:
         gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
         row_norm: The lines of the norm for one row.
         rows_norm: The lines of the norm for several rows.
-        squares: The number of sums of squares per row, for several rows.
-        diagonal: Lines that select each row's sum of squares from the products of all pairs of rows. Empty if threads
-            sum the squares.
+        ended: Lines after each product, which let it end. Empty without a norm.
         scaled: An expression: the products, times the scales of codes, times the factor of the norm.
         row: The tile for one row.
         product: The template of the function that multiplies x with weights: floats, or packed codes.
@@ -142,8 +138,7 @@ class TritonContext:
     gain: str
     row_norm: tuple[str, ...]
     rows_norm: tuple[str, ...]
-    squares: str
-    diagonal: tuple[str, ...]
+    ended: tuple[str, ...]
     scaled: str
     row: RowTile
     product: str
@@ -277,10 +272,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     weights_read = site.node.inputs[op_of_node.first : op_of_node.arity]
     both = ("squares += x * x", "squares += x.to(tl.float32) * x.to(tl.float32)")
     squares = both if parts.norm is not None else ()
-    # With a weight of the norm, x is in registers anyway. Tensor cores do not multiply 32-bit floats exactly.
-    diagonal = bool(squares) and not parts.gain and not parts.scales and BYTES[parts.x.type.dtype] == 2
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"
-    scaled_x = (f"x = (x * {load}).to(x_ptr.dtype.element_ty)" for _ in parts.gain)
     called = [  # products, the tensors of their weights, and constants
         (p, ", ".join(w), ", ".join((*constants, *each)))
         for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
@@ -301,9 +293,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         normed=parts.norm is not None,
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
-        rows_norm=(*BY_TENSOR_CORES, f"    {squares[1]}") if diagonal else (*squares[1:], *scaled_x),
-        squares="BLOCK_M if BLOCK_M > 32 else BLOCK_K" if diagonal else "BLOCK_K",
-        diagonal=DIAGONAL if diagonal else (),
+        rows_norm=(*squares[1:], *(f"x = (x * {load}).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        ended=ENDED if parts.norm is not None else (),
         scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
         product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",
