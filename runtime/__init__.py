@@ -61,12 +61,12 @@ def build_model(
 ) -> "nn.Module":
     """Builds the model of a spec with initial weights, in eval mode.
 
-    The module runs the code that `specc build` generates. `load_state_dict` accepts other weights; `specc ir` prints
-    the parameter names. The module has all methods of a module from `load`, except `translate`.
+    The module runs the code that `specc build` generates. Its method `load_state_dict` replaces the weights. `specc ir`
+    prints the names of the parameters. The module has all methods of a module that `load` returns, except `translate`.
 
     Args:
         spec: the spec file.
-        overrides: texts `path=value`, which replace values of the spec.
+        overrides: texts such as `train.seed=2`. Each text names a field of the spec and the value that replaces it.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         seed: the seed of the initial weights. None selects `train.seed` of the spec.
@@ -95,21 +95,22 @@ def build_model(
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
     """Loads the model of a run directory or a `.specc` artifact, in eval mode.
 
-    Code that is stored in a file is never executed.
+    The function never executes code from the run directory or the artifact.
 
     For a text model, `model(ids, targets)` returns the mean loss in nats, f32 []. `model.score(ids, targets)` returns
-    the loss of each target in nats, f32 [B, T]. `prefill`, `decode` and `new_cache` are for generation. ids and targets
-    are i64 [B, T] on the device of the model.
+    the loss of each target in nats, f32 [B, T]. The methods `new_cache`, `prefill` and `decode` generate text. `ids`
+    and `targets` are i64 tensors [B, T] on the device of the model, for B texts of T tokens.
 
-    A model that maps lines to lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode`,
-    `extend`, and `translate`. `model.translate(lines)` returns one target line per source line.
+    A model that maps lines to lines has `model(source, inputs, target)`, `model.score(source, target)`, `model.encode`,
+    `model.extend` and `model.translate(lines)`. `model.translate(lines)` returns one target line per source line.
 
-    An artifact with matrix products in int8 runs directly from the stored int8 weights, and has no `model(...)`. On a
-    GPU, such an artifact requires a CUDA toolkit. The first load compiles kernels for about a minute.
+    If an artifact has matrix products in int8, the module computes with the stored int8 weights, and cannot be called
+    as `model(...)`. On a GPU, these products require a CUDA toolkit, and the first load compiles kernels for about a
+    minute.
 
-    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of valid ids, is empty, is
-    longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode` do not check the values
-    of ids, because this would synchronize with the device.
+    Every method raises ValueError if an input is not an i64 tensor of valid token ids, is empty, is longer than the
+    context, or does not match the shape of another input. The call `model(...)` does not check its inputs. On a GPU,
+    `extend` and `decode` do not check the values of token ids, because a check would wait for the GPU.
 
     Args:
         path: the run directory or the artifact.
@@ -120,7 +121,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
         The module.
 
     Raises:
-        RuntimeFailure: as raised by `specc.runtime.open_model.open_model`.
+        RuntimeFailure: the model cannot be loaded. `specc.runtime.open_model.open_model` lists the causes.
     """
     from specc.runtime.decode.lines import translator_of
     from specc.runtime.model.guards import check_programs

@@ -1,4 +1,4 @@
-"""Checks of the machine: packages, GPUs, compilers, caches and disk. Torch is imported only on request."""
+"""Checks the machine for `specc doctor`: packages, GPUs, compilers, caches and disk. Imports torch only on request."""
 
 import importlib.metadata
 import importlib.util
@@ -44,7 +44,7 @@ class Check:
 
     Attributes:
         name: what was checked.
-        state: `ok`, `note` if something optional is missing, or `failed` if commands cannot run.
+        state: `ok`; `note` if something optional is missing; `failed` if commands of specc cannot run.
         detail: a description of the result.
         fix: what the user can do; empty if the state is `ok`.
     """
@@ -56,11 +56,11 @@ class Check:
 
 
 def checks(import_torch: bool = False) -> Iterator[Check]:
-    """Yields the checks of this machine, in order.
+    """Runs the checks of this machine in a fixed order, and yields the result of each check.
 
     Args:
-        import_torch: whether to import torch, and list the GPUs that torch can use. Otherwise, versions are read from
-            package metadata, and GPUs from the driver.
+        import_torch: whether to import torch, to add a check of the GPUs that torch can use. The other checks read
+            versions from package metadata, and the list of GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")
@@ -200,7 +200,8 @@ def cache_check(name: str, folder: Path, variable: str) -> Check:
         variable: the environment variable that selects another folder.
 
     Returns:
-        The check. It is `failed` if the folder is a link, belongs to another user, or is writable by others.
+        The result of the check. Its state is `failed` if the folder is a link, belongs to another user, or is writable
+        by other users.
     """
     fix = f"set {variable} to a folder of your own"
     try:

@@ -1,4 +1,4 @@
-"""Torch dtypes, by the names that the compiler uses."""
+"""Maps the compiler's names of dtypes to Torch dtypes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Generates text after a prompt, by cached decoding and sampling. Streams the text in whole characters."""
+"""Generates text after a prompt, by decoding with a cache and sampling. Can stream the text in whole characters."""
 
 import codecs
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,8 @@ class Detokenizer:
     """Converts a stream of tokens into bytes, one token at a time.
 
     With a lossy tokenizer, the bytes of a token depend on its neighbors. For example, a leading space is dropped, and
-    an incomplete character decodes to U+FFFD. Each new token is therefore decoded together with a few earlier tokens.
-    No bytes are returned while the text ends in U+FFFD.
+    an incomplete character decodes to U+FFFD. The class therefore decodes each new token together with a few earlier
+    tokens, and returns no bytes while the decoded text ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -35,7 +35,9 @@ class Detokenizer:
         self._returned = len(self._tokens)  # the number of leading tokens whose bytes have been returned
 
     def add(self, token: int) -> bytes:
-        """Adds a token. Returns the new bytes that no later token can change. There may be none."""
+        """Adds a token. Returns the new bytes that no later token can change, or no bytes if later tokens can change
+        all of them.
+        """
         self._tokens.append(token)
         return self._new(last=False)
 
@@ -77,7 +79,8 @@ def generate(
         max_tokens: the maximum number of tokens to generate.
         sampling: the sampling settings. None uses the defaults of `Sampling`.
         seed: the seed of the random numbers.
-        say: is called with a message if the prompt is longer than the context. Then only the end of the prompt is used.
+        say: is called with a message if the prompt is longer than the context. The model then reads only the end of the
+            prompt.
         stream: is called with each new piece of text, in whole characters. Invalid UTF-8 becomes U+FFFD.
         compiled: whether to compile decoding steps with torch.compile. This takes a minute.
 

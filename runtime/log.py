@@ -1,4 +1,4 @@
-"""The reports of a run: log.jsonl for programs, a progress bar or plain lines for people."""
+"""Reports the progress of a training run: log.jsonl for programs, and a progress bar or plain lines for people."""
 
 import json
 import math
@@ -29,12 +29,14 @@ class Step:
         loss: the mean loss over the tokens of the step, in nats per token.
         lr: the learning-rate multiplier of the schedule.
         grad_norm: the norm of the gradient before clipping.
-        tokens_per_second: the throughput in tokens without padding. For line pairs, sources and targets count.
+        tokens_per_second: the throughput in tokens per second, without padding. For line pairs, this number includes
+            the tokens of sources and of targets.
         seconds: the training time so far.
         samples_per_second: the throughput in samples; None if the data have no samples.
-        tokens: the number of tokens of the step, counted as in `tokens_per_second`.
+        tokens: the number of tokens that the step trained on, without padding. For line pairs, this number includes the
+            tokens of sources and of targets.
         loss_scale: the factor by which the loss is multiplied for the backward pass; None if it does not change.
-        skipped: whether a gradient was not finite, so that the step changed no weights.
+        skipped: True if the step changed no weights because a gradient was infinite or NaN.
     """
 
     step: int
@@ -54,21 +56,22 @@ Progress = Callable[[Step, float], None]
 
 
 class Follower(Protocol):
-    """A receiver of log records. A follower must not raise errors."""
+    """A receiver of log records, such as an experiment tracker. Its methods must not raise errors."""
 
     def write(self, event: str, values: Mapping[str, Value]) -> None: ...
 
 
 class RunLog:
-    """A log file with one JSON object per line. It is written without buffering.
+    """Writes a log file with one JSON object per line, without buffering.
 
     The field `event` of an object is one of: machine, start, start_up, step, validation, losses, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
 
     Args:
-        path: the file. If it exists, records are appended to it.
-        memory: returns the peak memory of the process in bytes, for records of steps. None omits this field.
-        followers: are called with the event and the values of each record after writing.
+        path: the log file. If the file exists, records are appended.
+        memory: a function that returns the peak memory of the process in bytes, for the records of steps. None omits
+            the memory from these records.
+        followers: receivers of each record, after it is written to the file.
     """
 
     def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:
@@ -102,7 +105,7 @@ class RunLog:
 
 
 class Silence:
-    """A log that discards everything, for processes that do not report."""
+    """A log that discards all records, for processes that do not report."""
 
     def write(self, event: str, **values: Value) -> None: ...
 
@@ -126,7 +129,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 def lines(say: Say) -> Progress:
-    """Returns a display that calls `say` with a line for every 5 % of the run."""
+    """Returns a progress display that calls `say` with one line for every 5 % of the run."""
     shown = -1
 
     def show(step: Step, done: float) -> None:
@@ -141,7 +144,8 @@ def lines(say: Say) -> Progress:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """Opens a progress bar if standard error is a terminal. Otherwise, progress is printed in lines.
+    """Shows a progress bar if standard error is a terminal. Otherwise, calls `say` with one line for every 5 % of the
+    run.
 
     Errors of the terminal are ignored, so a closed terminal does not stop the run.
     """
@@ -166,7 +170,7 @@ def open_progress(say: Say) -> Iterator[Progress]:
 
 
 def unfailing(say: Say) -> Say:
-    """Wraps `say`. A line that cannot be written is dropped, so that the run continues."""
+    """Returns a function that calls `say`, and ignores a line that `say` cannot write. The run thus continues."""
 
     def report(line: str) -> None:
         try:

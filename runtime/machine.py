@@ -9,7 +9,9 @@ import torch
 
 
 def processor() -> str:
-    """Returns the name of the CPU. The source is /proc/cpuinfo if possible, because Python rarely knows the name."""
+    """Returns the name of the CPU. Reads the name from /proc/cpuinfo if this file exists, because Python rarely knows
+    the name.
+    """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -18,12 +20,14 @@ def processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of a GPU, or of the CPU."""
+    """Returns the name of `device`: the model of the GPU, or the model of the CPU."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: of all tensors on a GPU, or of the whole process on the CPU."""
+    """Returns the peak memory of this process in bytes. For a GPU, this is the memory of all tensors on the GPU. For
+    the CPU, this is the memory of the whole process.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux states this value in KiB

@@ -14,7 +14,7 @@ CARD = "README.md"
 
 
 def model_card(facts: RunFacts, library: str = "specc", files: Sequence[tuple[str, int]] = ()) -> str:
-    """Returns the text of a card.
+    """Returns the text of the model card of a run.
 
     Args:
         facts: the facts of the run.

@@ -1,6 +1,7 @@
 """Opens a run directory or a `.specc` artifact as a module that is ready to run.
 
-Stored code is never executed. The installed compiler generates the module from the spec.
+The code of the module always comes from the installed compiler, which generates it from the spec. No code from the run
+or the artifact is executed.
 """
 
 import shutil
@@ -45,20 +46,22 @@ Prepare = Callable[[Spec], Spec]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is ready to run: in eval mode, on `device`, with parameters in their compute dtypes.
+    """A model that is ready to run. The module is in eval mode, on `device`, and its parameters have their compute
+    dtypes.
 
     Attributes:
         spec: the spec of the run or artifact.
         loaded: the module, with its spec, target and programs.
-        source: whether the model was opened from a run or from an artifact.
+        source: `run` or `artifact`, the kind of `path`.
         path: the run or the artifact.
         device: the device of the parameters.
         same_code: whether this compiler generates the same code as the compiler that wrote the artifact. If not,
-            results may differ in the last bits. None for a run.
-        data: the training data, in the format of `--data`; None for an artifact outside its run.
-        search: folders to search for the tokenizer.
+            results may differ in the last bits. None if the model was opened from a run.
+        data: the training data, as the option `--data` of `specc train` names them; None for an artifact that was
+            opened by its own path.
+        search: the folders that are searched for the tokenizer.
         trained_on: the digests of the training data; None if unknown.
-        step: the step of the checkpoint of a run; None for an artifact.
+        step: the step of the checkpoint whose weights were opened; None for an artifact.
     """
 
     spec: Spec
@@ -111,8 +114,10 @@ def open_model(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         quantized: whether to open the quantized model of a run.
         search: additional folders to search for the tokenizer.
-        say: is called with messages about damaged checkpoints, outdated artifacts, and artifacts of other versions.
-        prepared: maps the stored spec to the spec for code generation. It must not change the parameters.
+        say: is called with messages about damaged checkpoints, outdated artifacts, and artifacts that another version
+            of specc wrote.
+        prepared: a function that maps the stored spec to the spec from which code is generated. The function must not
+            change the parameters of the model.
 
     Returns:
         The opened model.
@@ -181,9 +186,9 @@ def realize(
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         weights: f32 parameters by name, or the seed of initial weights.
-        fuse: whether to apply the fusion points of the spec.
-        lock: the kernels that were fastest in measurements.
-        constants: the constants of int8 programs, by name. If they are given, the module has int8 products.
+        fuse: whether to fuse nodes at the fusion points of the spec.
+        lock: the content of the lock file: for each node, the kernel that was fastest in measurements.
+        constants: the constants of int8 programs, by name. None generates a module without int8 products.
 
     Returns:
         The module with its spec, target and programs.
@@ -218,8 +223,8 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights that scoring needs. Weights that only training uses, such as those of an auxiliary loss, are
-    omitted.
+    """Returns the weights that scoring needs. Omits weights that only training uses, such as the weights of an
+    auxiliary loss.
     """
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
@@ -232,8 +237,9 @@ def realize_stored(
 ) -> Loaded:
     """Generates the module of a quantized model.
 
-    Matrix products are computed in int8 if the storage schemes of the weights allow int8. All other parameters are
-    dequantized. If there is no int8 product, the stored arrays are retained for decoding steps.
+    The module computes a matrix product in int8 if the storage scheme of its weight allows int8. All other parameters
+    are dequantized. If the model has no int8 product, the result also holds the stored arrays, because decoding steps
+    can read them.
 
     Args:
         spec: the spec.
@@ -257,10 +263,11 @@ def realize_stored(
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """Returns the weights of the newest valid checkpoint of a run (f32, by parameter name), and the step of the
+    """Returns the weights of the newest valid checkpoint of a run, f32, by parameter name, and the step of the
     checkpoint.
 
-    Raises RunFailure if there is no valid checkpoint, and IntegrityError if the checkpoint belongs to another spec.
+    Raises RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with another
+    spec.
     """
     newest, state = _newest(run, say)
     return checkpoint.weights(newest), state.step
@@ -282,8 +289,8 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     name, and the step of the checkpoint.
 
     The current phase is the phase of the newest valid checkpoint. This phase may be earlier than the last phase of the
-    spec. Raises RunFailure if there is no valid checkpoint, and IntegrityError if the checkpoint belongs to another
-    spec.
+    spec. Raises RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with
+    another spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)
@@ -310,7 +317,7 @@ def token_cache() -> Path:
 
 
 class DataChoice(Protocol):
-    """The data options of a command that uses the data of a run."""
+    """The options of a command that reads the data of a run: `--data` and `--cache`."""
 
     @property
     def data(self) -> str | None: ...
@@ -319,9 +326,9 @@ class DataChoice(Protocol):
 
 
 def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
-    """Returns the data, and the folder for tokenized text.
+    """Returns the data that a command reads, and the folder that caches tokenized text.
 
-    The defaults are the data of the run, and the cache folder of the user.
+    If an option is None, its default applies: the data of the run, or the cache folder of the user.
     """
     return options.data or run.data, options.cache or token_cache()
 
@@ -346,7 +353,7 @@ class Verified:
 
 
 def read_verified(path: Path) -> Verified:
-    """Reads and verifies a whole artifact. Raises IntegrityError if a check fails."""
+    """Reads and verifies a whole artifact. Raises IntegrityError if the artifact is damaged or inconsistent."""
     resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:

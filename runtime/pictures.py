@@ -1,4 +1,4 @@
-"""Draws measurements with matplotlib. The pictures can be read without color."""
+"""Helpers that draw measurements with matplotlib. The pictures can be read without color."""
 
 from importlib.util import find_spec
 from io import BytesIO
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """The style of a line in a plot. Lines differ in color, dashes and markers."""
+    """The color, the dash pattern and the marker of a line in a plot."""
 
     color: str
     dashes: str
@@ -25,7 +25,9 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 def style_of(index: int) -> Style:
-    """Returns the style of line `index`. The first 20 lines differ in dashes or marker, even if colors repeat."""
+    """Returns the style of line `index` of a plot. Any two of the first 20 lines differ in dash pattern or marker, even
+    if they have the same color.
+    """
     return Style(_COLORS[index % 7], _DASHES[index % 4], _MARKERS[index % 10])
 
 
@@ -36,7 +38,7 @@ def require_matplotlib(what: str) -> None:
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure of this size in inches. It needs no display."""
+    """Returns an empty figure of the given size in inches. Drawing it needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,7 @@
-"""The facts in the files of a run: spec, log, checkpoints, and results of quantization and evaluation.
+"""Reads facts about a run from its files: the spec, the log, the checkpoints, and the results of quantization and
+evaluation.
 
-Reports and model cards take all numbers from this module. Missing numbers are never estimated.
+Reports and model cards take all numbers from this module, which never estimates a missing number.
 """
 
 import json
@@ -31,13 +32,13 @@ class Score:
     """One measurement of the quality of a model.
 
     Attributes:
-        model: the name of the weights that were scored.
-        step: the step of the weights; None if it is not recorded.
+        model: which weights were scored: `final weights`, `averaged weights`, `quantized` or `before quantization`.
+        step: the training step of the weights; None if the step is not recorded.
         data: the data on which the weights were scored.
         metric: the name of the metric.
         value: the value of the metric.
-        error: the standard error of the value; None if it is not recorded.
-        over: what the value is a mean of, for example `1,024 tokens`.
+        error: the standard error of the value; None if the error is not recorded.
+        over: the amount of data over which the value is a mean, for example `1,024 tokens`.
     """
 
     model: str
@@ -123,7 +124,7 @@ class RunFacts:
         return f"{processes} x {name}" if is_number(processes) and processes > 1 else name
 
     def training(self) -> Iterator[tuple[str, str]]:
-        """Yields pairs (label, value) about the model and its training."""
+        """Yields pairs (label, value) that describe the model and its training."""
         run, train = self.run, self.run.spec.train
         start, end = self.start, self.records.last("end")
         yield "model", run.spec.model.title
@@ -157,8 +158,8 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the name of the final weights, and their last validation. The record is empty if there was no
-        validation.
+        """Returns the name of the final weights, and the log record of their last validation. The record is empty if
+        the final weights were never validated.
         """
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
@@ -166,8 +167,8 @@ class RunFacts:
         return (AVERAGED if which == "average" else RAW), record
 
     def scores(self) -> Iterator[Score]:
-        """Yields all scores: the last validation, the losses before and after quantization, and the results of
-        tasks.
+        """Yields all scores of the run: the last validation, the losses before and after quantization, and the results
+        of evaluation tasks.
         """
         which, record = self.final_validation()
         step = record.get("step")

@@ -1,1 +1,3 @@
-"""The file format of artifacts, `.specc`: header, sections, codecs, the table of arrays, and stored tensors."""
+"""The file format of artifacts (`.specc`): the header, the sections, the codecs, the table of arrays, and the stored
+arrays.
+"""

@@ -1,9 +1,9 @@
-"""Reads and writes artifacts (`.specc`). An artifact is one file with a spec and the arrays of every parameter.
+"""Reads and writes artifacts (`.specc`). An artifact is one file that stores a spec and the arrays of every parameter.
 
-The file stores no code. The reader derives the names and shapes of all arrays from the spec. If there are int8
-products, the file also states names and shapes (table.py). They must equal the derived names and shapes. The digest of
-a section is verified before decompression. Decompression of a section fails if it exceeds the raw size that the header
-declares.
+The file stores no code. The reader derives the names and shapes of all arrays from the spec. The file of a model with
+int8 products also stores these names and shapes (table.py), and the reader compares the stored names and shapes with
+the derived ones. The reader verifies the digest of a section before it decompresses the section. Decompression fails if
+a section is larger than the raw size that the header declares.
 """
 
 import contextlib
@@ -42,7 +42,9 @@ CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change bet
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """The total size in bytes of all sections of one kind. `pieces` is the number of these sections."""
+    """The total compressed and raw size in bytes of all sections of one kind. `pieces` is the number of sections of
+    this kind.
+    """
 
     kind: str
     compressed: int
@@ -52,7 +54,9 @@ class SectionSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSize:
-    """The size of an artifact in bytes. `total` is the size of the file: `header` plus all sections."""
+    """The size of an artifact in bytes. `total` is the size of the file, and `header` is the part of `total` before the
+    first section.
+    """
 
     total: int
     header: int
@@ -61,14 +65,15 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactContents:
-    """The uncompressed contents of an artifact, verified after reading or ready to be written.
+    """The uncompressed contents of an artifact. They have been read from a file and verified, or are ready to be
+    written.
 
     Attributes:
         spec: the spec as canonical JSON.
         layout: the names, dtypes and shapes of the arrays, in file order.
         tensors: the arrays by parameter name and suffix; read-only after reading.
         interface: 32 bytes, the digest of parameter names, shapes and storage.
-        code: 32 bytes, the digest of the generated code when the file was written.
+        code: 32 bytes, the digest of the code that the compiler generated when the file was written.
         table: the raw bytes of the table section (table.py); empty if there are no int8 products.
         trained_on: the digests of the training data; None if unknown.
     """
@@ -85,9 +90,9 @@ class ArtifactContents:
 def write_artifact(
     path: Path, contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI
 ) -> ArtifactSize:
-    """Writes an artifact atomically. The temporary file is read back and verified before it is renamed.
+    """Writes an artifact atomically: writes a temporary file, reads it back, verifies it, and renames it to `path`.
 
-    The bytes of the file depend only on `contents`, `quality`, `codec` and the release of the codec's library.
+    The bytes of the file depend only on `contents`, `quality`, `codec` and the release of the compression library.
 
     Args:
         path: the file to write or to replace.
@@ -96,7 +101,7 @@ def write_artifact(
         codec: the compression of all sections.
 
     Returns:
-        The size of the file in bytes, by section.
+        The size of the file in bytes, by kind of section.
 
     Raises:
         RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
@@ -143,8 +148,9 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: maps the bytes of the spec to the interface digest and the layout that follow from the spec.
-        limit: the maximum size of all arrays in bytes, checked before they are decompressed.
+        layout_of: a function that maps the bytes of the spec to the interface digest and the layout that the file must
+            have.
+        limit: the maximum total size of all arrays in bytes. The size is checked before any array is decompressed.
         judge: is called with the text of the table of arrays before any array is decompressed. The text is empty if
             there is no table. May raise IntegrityError to reject the file.
 
@@ -186,7 +192,7 @@ def require_layout(path: Path, layout: Layout) -> None:
 
 
 def peek_spec(path: Path) -> bytes:
-    """Reads and verifies the spec of the artifact at `path`, without the other sections.
+    """Returns the verified spec of the artifact at `path`, as canonical JSON. Reads no other section.
 
     Raises IntegrityError if the file cannot be read, or if the header or the spec is damaged.
     """
@@ -196,7 +202,7 @@ def peek_spec(path: Path) -> bytes:
 
 
 def artifact_size(path: Path) -> ArtifactSize:
-    """Returns the size of an artifact by section, after verifying the digests of all sections.
+    """Verifies the digests of all sections of an artifact. Returns the size of the artifact by kind of section.
 
     Raises IntegrityError if the file cannot be read or is damaged.
     """
@@ -209,7 +215,8 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields the open file and its size. Adds the path to the message of an IntegrityError from the `with` block.
+    """Yields the open file and its size in bytes. If the `with` block raises an IntegrityError, adds the path to its
+    message.
 
     The file is not memory-mapped. If a mapped file were truncated, reading it would kill the process instead of raising
     an error.
@@ -305,7 +312,8 @@ def _check(layout: Layout, tensors: Tensors) -> None:
 def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:
     """Reads the array sections and returns the arrays of `layout`, by parameter name and suffix.
 
-    In version 1, a stream was transformed before it was cut into sections. These sections are therefore joined first.
+    In version 1 of the format, a stream of arrays was transformed before it was cut into sections. For a file of
+    version 1, the function therefore joins the sections before it inverts the transform.
     """
     pieces: dict[Stream, list[bytes]] = {}
     for i, ((stream, rows), section) in enumerate(zip(_plan(header, layout), header.data, strict=True), header.texts):

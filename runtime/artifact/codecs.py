@@ -1,4 +1,4 @@
-"""The two codecs of artifact sections, brotli and LZMA2. Decompression has a maximum size."""
+"""Compresses and decompresses the sections of an artifact by brotli or LZMA2. Decompression stops at a maximum size."""
 
 import lzma
 from collections.abc import Iterator
@@ -15,7 +15,9 @@ _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size
 
 
 class Codec(IntEnum):
-    """The compression of all sections of a file. Unlike brotli, LZMA is in Python's standard library."""
+    """The compression method of all sections of a file. LZMA is in Python's standard library, and brotli is a separate
+    package.
+    """
 
     BROTLI = 0
     LZMA = 1
@@ -34,12 +36,12 @@ def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
 def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Codec.BROTLI) -> Iterator[bytes]:
     """Yields pieces of the decompressed bytes, at most `declared` + `SLACK_BYTES` in total.
 
-    The total is checked here, because the decoders do not enforce their limits strictly.
+    This function checks the total, because the decoders of the libraries may exceed the limit that they are given.
 
     Args:
         compressed: the compressed section.
         declared: the raw size that the header declares, in bytes.
-        label: the name of the section, for messages.
+        label: the name of the section, for error messages.
         codec: the compression of the section.
 
     Returns:

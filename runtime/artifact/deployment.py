@@ -15,7 +15,7 @@ from specc.runtime.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The contents of an artifact that follow from its spec.
+    """The contents of an artifact that the compiler derives from the spec.
 
     Attributes:
         schemes: the quantization scheme of each parameter.

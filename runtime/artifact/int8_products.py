@@ -1,6 +1,6 @@
-"""Checks the stored arrays of int8 products, and computes the tensors that their kernels read.
+"""Checks the stored arrays of int8 matrix products, and computes the tensors that the int8 kernels read.
 
-The checks need only the table of arrays. They run before any array is decompressed.
+The checks need only the table of arrays, so they can run before any array is decompressed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Table = Mapping[tuple[str, str], Entry]
 def require_products(
     sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], layout: Layout, text: bytes
 ) -> None:
-    """Checks the table of arrays in a file: first against the int8 products of the model, then against the layout.
+    """Checks that the table of arrays in a file matches the int8 products of the model and the layout.
 
     Args:
         sources: the int8 products of the model.
@@ -31,7 +31,7 @@ def require_products(
         text: the table of arrays; empty if the file has none.
 
     Raises:
-        IntegrityError: the table is missing, or a dtype, shape or memory order differs.
+        IntegrityError: the table or an array is missing, or an array has a wrong dtype, shape or memory order.
     """
     if not text:
         raise IntegrityError("the artifact has int8 products but no table of arrays", AGAIN)
@@ -43,9 +43,10 @@ def require_products(
 
 
 def require_product(source: Source, table: Table, extent: tuple[int, int]) -> None:
-    """Checks the arrays of one product with N outputs and K inputs; `extent` is (N, K).
+    """Checks that the table describes the arrays of one int8 product. `extent` is (N, K), for N output features and K
+    input features.
 
-    Raises IntegrityError if an array is missing, or has a wrong dtype, shape or memory order.
+    Raises IntegrityError if an array is not in the table, or has a wrong dtype, shape or memory order.
     """
     if problem := next(_mismatches(source, table, *extent), None):
         raise IntegrityError(f"{source.node}: {problem}", AGAIN)
@@ -84,18 +85,21 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
     """Returns the constants of int8 programs by name, on the CPU.
 
-    For each product with a weight [N, K], where N and K are padded as the kernel requires:
+    The result has these tensors for each product with a weight [N, K]. N and K are padded as the kernel requires.
+    WEIGHT stands for the name of the weight.
 
     - `WEIGHT_codes`, i8 [N, K], padded with zeros.
-    - `WEIGHT_offset`, i32 [N]: the bias, or zeros without a bias.
-    - `WEIGHT_scale`, f32 [N], padded with ones: the factor of the i32 sums.
-    - `WEIGHT_zeros`, i32 [N]: zeros, only for 16-bit inputs. A 16-bit input is two int8 codes. The offset above belongs
-      to the product of the first code. These zeros are the offset of the product of the second code.
+    - `WEIGHT_offset`, i32 [N]: the bias, or zeros if the product has no bias.
+    - `WEIGHT_scale`, f32 [N], padded with ones: the factors by which the i32 sums are multiplied.
+    - `WEIGHT_zeros`, i32 [N]: zeros. This tensor exists only for products with 16-bit inputs. A 16-bit input is two
+      int8 codes, and the weight is multiplied by each. `WEIGHT_offset` is added to the product of the first code, and
+      `WEIGHT_zeros` to the product of the second code.
 
-    For each input, `LEADER_inverse`, f32 [K] without padding: the inverse of the input scale. The leader is the first
-    weight that reads the input.
+    The result also has a tensor `LEADER_inverse` for each input, f32 [K] without padding: the inverse of the input
+    scale. LEADER stands for the name of the first weight that reads the input.
 
-    Raises IntegrityError, with the name of the product, if arrays do not match the product or each other.
+    Raises IntegrityError, with the name of the product, if stored arrays do not match the product, or do not match one
+    another.
     """
     tensors: dict[str, Tensor] = {}
     table = entries(stored.tensors)
@@ -137,7 +141,9 @@ def _first_difference(scale: Array, leader: Array) -> str:
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the buffers of a module. Raises IntegrityError if names, shapes or dtypes differ."""
+    """Copies `tensors` into the buffers with the same names of a generated module. Raises IntegrityError if the names,
+    shapes or dtypes of the tensors and the buffers differ.
+    """
     buffers = dict(loaded.model.named_buffers())
     if unpaired := sorted(buffers.keys() ^ tensors.keys()):
         message = f"{len(unpaired)} constants lack a buffer or a value: {', '.join(unpaired[:5])}"

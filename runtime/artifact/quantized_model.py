@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes all parameters of a model, each by its scheme."""
+"""Quantizes and dequantizes all parameters of a model. Each parameter has its own quantization scheme."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from specc.runtime.errors import IntegrityError, QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The stored arrays of a model by parameter and suffix, with the schemes and shapes for dequantization."""
+    """The stored arrays of a quantized model, by parameter name and suffix of the array, with the scheme and the shape
+    of each parameter.
+    """
 
     schemes: Mapping[str, Scheme]
     shapes: Mapping[str, tuple[int, ...]]
@@ -33,9 +35,11 @@ def quantize_tensors(
 
     Args:
         params: the parameters to quantize, by name.
-        schemes: the scheme of each parameter, by the same names.
-        hessians: X^T X [columns, columns], for parameters whose scheme needs a Hessian.
-        seen: calibration statistics by parameter name. These statistics replace the Hessian of the parameter.
+        schemes: the quantization scheme of each parameter, by name.
+        hessians: for each parameter whose scheme needs a Hessian, the matrix X^T X [columns, columns] of the
+            calibration inputs X of the parameter.
+        seen: calibration statistics, by parameter name. If a parameter has an entry, its statistics are used instead of
+            its Hessian.
 
     Returns:
         The stored arrays, with their schemes and shapes.
@@ -73,11 +77,12 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
 
 
 def entropy_bytes(model: QuantizedModel) -> int:
-    """Estimates the compressed size of all arrays in bytes, for the search over bit allocations.
+    """Estimates the compressed size of all arrays in bytes. The search over bit allocations uses this estimate.
 
     The estimate is the order-0 entropy of the codes of each parameter, plus 0.5 %, plus all other arrays uncompressed.
-    The estimate takes milliseconds, but brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of
-    brotli 11 was 0.2 % above the entropy. Faster qualities of brotli were 4 to 12 % above the entropy.
+    The estimate takes milliseconds, but compression by brotli at quality 11 takes a minute. In measurements on
+    heavy-tailed matrices, the output of brotli was 0.2 % above the entropy at quality 11, and 4 to 12 % above the
+    entropy at faster qualities.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

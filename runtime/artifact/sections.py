@@ -21,11 +21,13 @@ The sections are, in this order:
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
 - the streams (streams.py), each cut between rows into sections of at most 512 KiB.
 
-Each stream section has the transform with the smallest measured compressed size. Only the table of arrays stores names,
-dtypes and shapes. Streams are cut so that all cores can compress in parallel, and so that no section is large.
+The writer measures the compressed size of each stream section under several transforms, and selects the transform with
+the smallest size. Only the table of arrays stores names, dtypes and shapes. Streams are cut into sections so that all
+cores can compress in parallel, and so that no section is large.
 
-Version 1 is still read, but no longer written. Version 1 has no codec and no transforms. The arrays of each kind are
-joined in layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
+The reader still accepts version 1, but the writer always writes version 2. Version 1 has no codec and no transforms. In
+version 1, the arrays of each kind are joined in layout order and cut every 512 KiB. Items of several bytes are stored
+as byte planes: first the low bytes of all items, then their next bytes.
 """
 
 import hashlib
@@ -56,7 +58,7 @@ class Section:
         compressed: the compressed size in bytes.
         raw: the raw size in bytes.
         digest: the SHA-256 of the compressed bytes.
-        transform: the flags of `streams.Transform`.
+        transform: the transform of the section, as flags of `streams.Transform`.
     """
 
     kind: Kind
@@ -68,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an artifact, verified after reading or ready to be written."""
+    """The header of an artifact. It has been read from a file and verified, or is ready to be written."""
 
     interface: bytes
     code: bytes
@@ -106,7 +108,8 @@ class Header:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Reads and verifies the header of an artifact of `size` bytes. `file` is then at the first section.
+    """Reads and verifies the header of an artifact. `size` is the size of the file in bytes. After the call, `file` is
+    positioned at the first section.
 
     Raises IntegrityError if the header is damaged or not supported, or if the sections do not exactly fill the file.
     """
@@ -154,7 +157,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
-    """Reads the compressed bytes of a section at the current position of `file`.
+    """Returns the compressed bytes of a section, read at the current position of `file`. `label` is the name of the
+    section in error messages.
 
     Raises IntegrityError if the bytes do not match the digest of the section.
     """
@@ -165,13 +169,13 @@ def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
 
 
 def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> bytes:
-    """Reads and decompresses a section at the current position of `file`, after checking its digest.
+    """Reads a section at the current position of `file`, verifies its digest, and decompresses it.
 
     Args:
         file: the artifact, positioned at the section.
         section: the header entry of the section.
-        label: the name of the section, for messages.
-        codec: the compression of the file.
+        label: the name of the section, for error messages.
+        codec: the compression method of the file.
 
     Returns:
         The raw bytes of the section.

@@ -1,7 +1,8 @@
-"""Reversible transforms of the rows of a section, for better compression.
+"""Reversible transforms of the rows of a section, which reduce its compressed size.
 
-A stream is the concatenation of arrays with equal item size and row length. The layout determines where streams are cut
-into sections (`specc.compiler.quant.artifact_sections`). The file therefore states only the transform of each section.
+A stream is the concatenation of arrays with equal item size and row length. The file stores the transform of each
+section, but not where the streams are cut into sections: `specc.compiler.quant.artifact_sections` derives the cuts from
+the layout.
 """
 
 from enum import IntFlag
@@ -24,11 +25,14 @@ _STRIDE = 2  # the stride of SHUFFLED for codes of one byte
 
 
 class Transform(IntFlag):
-    """Transforms of the matrix of a section. Combined flags apply in the order ORDERED, TRANSPOSED, SHUFFLED.
+    """Transforms of the rows of a section. If several flags are set, they apply in the order ORDERED, TRANSPOSED,
+    SHUFFLED.
 
-    PLAIN: rows in their stored order. ORDERED: first the original index of every row (u16), then the rows, sorted by
-    mean magnitude. TRANSPOSED: column by column. SHUFFLED: all first bytes of the items, then all second bytes, and so
-    on. If an item has one byte: all bytes with an even index, then all bytes with an odd index.
+    - PLAIN: the rows in their original order.
+    - ORDERED: the original index of every row (u16), followed by the rows in the order of their mean magnitude.
+    - TRANSPOSED: the items column by column.
+    - SHUFFLED: the first bytes of all items, then the second bytes of all items, and so on. For items of one byte: all
+      bytes with an even index, then all bytes with an odd index.
     """
 
     PLAIN = 0
@@ -46,7 +50,7 @@ _OF_ITEMS = (T.SHUFFLED, T.SHUFFLED | T.TRANSPOSED, T.PLAIN)
 def raw_size(stream: Stream, rows: int, transform: int) -> int:
     """Returns the raw size in bytes of a section of `rows` rows.
 
-    Raises IntegrityError if `transform` is unknown, or not allowed for this stream and number of rows.
+    Raises IntegrityError if `transform` has unknown flags, or is not allowed for this stream and this number of rows.
     """
     if transform & ~KNOWN:
         raise IntegrityError(f"a section has the unknown transform {transform}")
@@ -59,7 +63,7 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
 
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
-    """Applies a transform to whole rows of `stream`, and returns the raw bytes of the section."""
+    """Applies a transform to whole rows of `stream`, given as bytes. Returns the raw bytes of the section."""
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -70,14 +74,14 @@ def pack(data: bytes, stream: Stream, transform: int) -> bytes:
 
 
 def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) -> bytes:
-    """Inverts `pack`.
+    """Inverts `pack`: returns the rows of a section.
 
     Args:
         raw: the raw bytes of the section, of the size that `raw_size` returns.
         stream: the stream of the section.
         rows: the number of rows.
         transform: the flags of `Transform`.
-        label: the name of the section, for messages.
+        label: the name of the section, for error messages.
 
     Returns:
         The rows in their original order, as bytes.
@@ -103,15 +107,16 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 
 
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
-    """Returns the allowed transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
+    """Selects the transform of a section: compresses a sample under each allowed transform, and returns the transform
+    with the smallest compressed size.
 
-    The sample is a submatrix: the larger dimension is halved until the sample is small enough.
+    The sample is a submatrix of the rows. The larger dimension is halved until the sample has at most `SAMPLE_BYTES`.
 
     Args:
         data: whole rows of `stream`.
         stream: the stream of the section.
         quality: the brotli quality of the artifact, 0 to 11. The measurement uses at most `MEASURE_QUALITY`.
-        codec: the compression of the artifact.
+        codec: the compression method of the artifact.
 
     Returns:
         The transform.

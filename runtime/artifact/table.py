@@ -1,8 +1,8 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-The spec determines the shapes of all arrays. Kernels of int8 products read the stored codes directly, and would not
-detect a wrong shape. A file with int8 products therefore has the table as an additional section, with one JSON line per
-array.
+The spec determines the shapes of all arrays. However, kernels of int8 products read the stored codes directly, and
+would not detect a wrong shape. The file of a model with int8 products therefore stores the table as an additional
+section, with one JSON line per array.
 """
 
 import json
@@ -31,9 +31,9 @@ class Entry:
     Attributes:
         name: the name of the parameter.
         suffix: the suffix of the array, such as `codes`.
-        dtype: the dtype as in `Stored`, or numpy's name for other dtypes.
+        dtype: the dtype, such as `i8`. Dtypes that the compiler does not store have numpy's name.
         shape: the shape of the array.
-        order: the memory order, ROWS or COLUMNS.
+        order: the memory order of the array, ROWS for row-major or COLUMNS for column-major.
         checksum: the CRC-32 of the items in row-major order.
     """
 
@@ -55,12 +55,14 @@ class Entry:
 
 
 def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Returns the pairs (name, stored array) of parameters with these `shapes`, in the order of `schemes`."""
+    """Returns the layout of an artifact: a pair (parameter name, description of a stored array) for each array that the
+    schemes store, in the order of `schemes`. `shapes` has the shape of each parameter.
+    """
     return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))
 
 
 def entries(tensors: Tensors) -> dict[tuple[str, str], Entry]:
-    """Returns the table entries of arrays, by name and suffix."""
+    """Returns the table entries that describe the given arrays, by parameter name and suffix."""
     dtypes = {np.dtype(numpy_type): stored_type for stored_type, numpy_type in NUMPY_TYPES.items()}
     table: dict[tuple[str, str], Entry] = {}
     for name, arrays in tensors.items():
@@ -83,7 +85,9 @@ def packed(table: Iterable[Entry]) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
-    """Parses a table section into entries by name and suffix. Raises IntegrityError if the section is malformed."""
+    """Parses a table section. Returns its entries by parameter name and suffix. Raises IntegrityError if the section is
+    malformed.
+    """
     table: dict[tuple[str, str], Entry] = {}
     try:
         for line in data.decode().splitlines():
@@ -101,10 +105,10 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
 
 
 def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> None:
-    """Checks a table against a layout.
+    """Checks that a table has exactly the arrays of a layout.
 
-    Raises IntegrityError, with the name of the array, if an array is missing or unexpected, has a wrong dtype or shape,
-    or is not stored in row-major order.
+    Raises IntegrityError, with the name of the array, if an array is missing from the table or from the layout, has a
+    wrong dtype or shape, or is not stored in row-major order.
     """
     expected = {(name, stored.suffix): stored for name, stored in layout}
     for key in [*expected, *table]:
@@ -122,7 +126,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
 
 
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:
-    """Checks arrays against the checksums in the table of arrays.
+    """Checks that arrays have the checksums of their table entries.
 
     Raises IntegrityError, with the name of the array, if a checksum differs.
     """

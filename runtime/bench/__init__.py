@@ -1,3 +1,3 @@
-"""Measurements of one spec on this machine, compared with baselines. Each file measures one thing. `suite` runs them
-all.
+"""Measures one spec on this machine, and compares the results with baselines. Each module measures one part, and
+`suite` runs all parts.
 """

@@ -1,7 +1,8 @@
-"""The peak rates of a device. Every kernel is compared with these rates.
+"""Measures the peak rates of a device: operations per second and bytes per second. The benchmark compares every kernel
+with these rates.
 
-The rates are measured in the same run, with a large GEMM and a large copy. For kernels that write very little, a large
-sum replaces the copy.
+The rates are measured in the run of the benchmark, by a large matrix product and a large copy. Kernels that write very
+little are compared with the rate of a large sum, because a sum only reads.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ NEXT_TO_NOTHING = 1 / 16  # up to this share of written bytes, the memory seldom
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum work of one call: arithmetic operations, bytes moved, and bytes written. Written bytes also count as
-    moved.
+    """The minimum work of one call of a kernel or a group: the arithmetic operations, the bytes that are read or
+    written, and the bytes that are written.
     """
 
     flops: int
@@ -35,9 +36,9 @@ class Ceilings:
     """The measured peak rates of a device.
 
     Attributes:
-        dtype: the dtype of the GEMM.
-        gemm_size: N of the GEMM.
-        gemm: the time of a library call that multiplies two N x N matrices.
+        dtype: the dtype of the matrix product.
+        gemm_size: N, the number of rows and columns of both matrices.
+        gemm: the time in which the library multiplies two N x N matrices.
         copy_bytes: the size in bytes of the tensor that is copied or summed.
         copy: the time of copying the tensor in device memory.
         read: the time of summing the tensor.
@@ -60,8 +61,8 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The rate of reading memory: the rate of `read` or of `copy`, whichever is larger. On a CPU, the additions may
-        make the sum slower than the copy.
+        """The rate of reading memory: the larger of the rates of `read` and `copy`. On a CPU, `read` can be slower than
+        `copy`, because it also adds.
         """
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
@@ -79,7 +80,9 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures the peak rates on normally distributed random data."""
+    """Measures the peak rates of `device` on normally distributed random data. `dtype` is the dtype of the matrix
+    product.
+    """
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

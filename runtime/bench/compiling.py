@@ -12,7 +12,7 @@ from specc.runtime.support.native import compile_only
 class Compiler:
     """Compiles all CUDA C++ files of a generated folder in the background, while torch.compile runs.
 
-    `seconds` is the time until all files are compiled.
+    `seconds` is the time from the start until all files are compiled.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,8 +1,9 @@
-"""Measures greedy decoding by a model that maps lines to lines: with and without a cache, in each dtype, and in int8.
+"""Measures decoding by a model that maps lines to lines: with and without a cache, in each dtype, and in int8.
 
-The decoded lines are held out from training. The rate lines/s includes all work from source text to target text. A
-batch has `eval.batch` lines. An untimed pass captures CUDA graphs. Two timed passes follow. Int8 is measured only with
-the cache, by the int8 programs of an artifact. If the spec scores with beam search, beam search is timed too.
+The decoded lines are held out from training. The rate in lines/s includes all work from source text to target text. A
+batch has `eval.batch` lines of the spec. Each decoder runs one untimed pass, which captures CUDA graphs, and then two
+timed passes. In int8, only decoding with the cache is measured, by the int8 programs of an artifact. Decoding is
+greedy. If the spec scores with beam search, beam search is measured too.
 """
 
 import time
@@ -43,19 +44,21 @@ class DecodeRow:
     """The measurement of one decoder.
 
     Attributes:
-        name: the dtype, the search and whether there is a cache.
+        name: the name of the decoder, which states the dtype, the kind of search, and whether there is a cache.
         dtype: the compute dtype.
         cache: whether the decoder has a cache.
         beam: the beam size; 1 for greedy decoding.
         lines: the number of lines.
         batch: the number of lines per batch.
         ms: the time of a pass over all lines.
-        spread: the difference between the times of two passes, divided by the smaller time.
-        building: the seconds from the spec to the module on its device, including kernel compilation.
-        first: the extra seconds of the untimed first pass, which compiles and captures graphs.
-        exact: the number of lines that equal their target.
-        agreeing: the share of lines for which the decoder with a cache returns the same text. None for the decoder with
-            a cache.
+        spread: the difference between the times of the two timed passes, divided by the smaller time.
+        building: the seconds to generate the module from the spec, to compile its kernels, and to move it to its
+            device.
+        first: the seconds that the untimed first pass took beyond a timed pass, to compile code and to capture CUDA
+            graphs.
+        exact: the number of decoded lines that equal their target line.
+        agreeing: the share of lines for which this decoder and the decoder with a cache return the same text. None for
+            the decoder with a cache.
     """
 
     name: str
@@ -82,15 +85,17 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, and whether the weights are trained. `missing` maps the name of each missing row to the reason."""
+    """The measurements of all decoders. `trained` states whether the weights are from training. `missing` maps the name
+    of each decoder that was not measured to the reason.
+    """
 
     rows: tuple[DecodeRow, ...]
     trained: bool
     missing: Mapping[str, str]
 
     def over_uncached(self, row: DecodeRow) -> float | None:
-        """Returns the lines/s of a row, divided by the lines/s without a cache. None if there is no measurement without
-        a cache.
+        """Returns the lines/s of a row, divided by the lines/s of the row without a cache for the same dtype and beam
+        size. None if the decoder without a cache was not measured.
         """
         for other in self.rows:
             if (other.dtype, other.beam, other.cache) == (row.dtype, row.beam, False):
@@ -100,7 +105,9 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights of the decoders. `floats` are the f32 parameters by name. `stored` is None without an artifact."""
+    """The weights of the decoders. `floats` has the f32 parameters by name. `stored` has the arrays of the artifact, or
+    is None without an artifact.
+    """
 
     floats: Mapping[str, Tensor]
     stored: QuantizedModel | None
@@ -109,14 +116,14 @@ class _Weights:
 
 
 def measure(setup: Setup, weights: Path | None) -> Decoding:
-    """Measures every row that the spec and the target allow.
+    """Measures every decoder that the spec and the target allow.
 
     Args:
         setup: the setup of the benchmark. Its spec must have the architecture `encoder_decoder`.
-        weights: a run or an artifact. None selects initial weights.
+        weights: a run directory or an artifact whose weights the decoders use. None selects initial weights.
 
     Returns:
-        The rows, and the reason for each missing row.
+        One row per measured decoder, and the reason for each decoder that was not measured.
 
     Raises:
         IntegrityError: if `weights` belong to another model.
@@ -192,7 +199,9 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns copies of the spec for all dtypes that the target supports, by dtype. The unchanged spec comes first."""
+    """Returns copies of the spec that compute in other dtypes, by dtype: one copy for each dtype that the target
+    supports. The first entry is the unchanged spec with its own dtype.
+    """
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})

@@ -1,15 +1,17 @@
-"""Measures greedy decoding of texts of equal length: with a contiguous cache, with a paged cache, and by Transformers.
+"""Measures greedy decoding of texts of equal length: by specc with a contiguous cache, by specc with a paged cache, and
+by the library Transformers.
 
-On a GPU, a step of up to 64 texts uses kernels for few rows. A step with library products is measured too. Both run
-under torch.compile. An artifact stores quantized codes, so a step that reads these codes is measured too.
+On a GPU, a decoding step of up to 64 texts uses kernels for products with few rows. As a baseline, a step that calls
+the library for these products is measured. Both steps are also measured under torch.compile. If the weights are from an
+artifact, a step that directly reads its quantized codes is measured too.
 
-A completed text has `context` tokens. The first tokens are random and are prefilled. The last tokens are decoded one at
-a time, and only this decoding is timed. Each decoder has an untimed pass, which compiles and captures graphs, and two
-timed passes. Before timing, the logits of a decoder are compared with the logits of the contiguous cache, after the
-same tokens.
+A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
+a time, and only this decoding is timed. Each decoder runs one untimed pass, which compiles code and captures CUDA
+graphs, and then two timed passes. Before the timed passes, the logits of a decoder are compared with the logits of the
+decoder with a contiguous cache after the same tokens.
 
-Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. The
-method `generate` of Transformers decodes with a dynamic cache, and with a compiled static cache.
+Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. Its
+method `generate` is measured with a dynamic cache, and with a static cache and compiled code.
 """
 
 import time
@@ -74,10 +76,10 @@ class TextRow:
         context: the number of tokens of a completed text.
         tokens: the number of timed tokens of each text.
         token: the time of a step, which decodes one token for each text.
-        first: the extra seconds of the untimed pass.
-        floor_ms: the minimum time of a step at the peak rates.
-        error: the largest difference from the logits of the contiguous cache, divided by the largest logit. None for
-            the contiguous cache.
+        first: the seconds that the untimed first pass took beyond a timed pass.
+        floor_ms: the time in ms that a step takes if the device runs at its peak rates.
+        error: the largest difference between the logits of this decoder and of the decoder with a contiguous cache,
+            divided by the largest logit. None for the decoder with a contiguous cache.
     """
 
     decoder: str
@@ -100,8 +102,8 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """All rows, the dtype of the weights, and whether the weights are trained. `missing` maps the name of each missing
-    row to the reason.
+    """The measurements of all decoders. `dtype` is the dtype of the weights, and `trained` states whether the weights
+    are from training. `missing` maps the name of each decoder that was not measured to the reason.
     """
 
     rows: tuple[TextRow, ...]
@@ -112,7 +114,7 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The sizes, the tolerance and the peak rates of all rows with one batch size and one text length."""
+    """The settings of all measurements with one batch size and one text length."""
 
     batch: int
     context: int
@@ -127,12 +129,14 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder. `logits` and `passes` create new caches and graphs for each batch size and text length.
+    """A decoder to measure. `logits` and `passes` create new caches and CUDA graphs for each batch size and text
+    length.
 
     Attributes:
-        logits: maps tokens, i64 [rows, T], to the logits after the last token. This token is decoded, and all earlier
-            tokens are prefilled.
-        passes: maps the number of texts, and the number of tokens of a completed text, to the function to time.
+        logits: a function that maps tokens, i64 [rows, T], to the logits after the last token. The decoder prefills all
+            tokens except the last, and decodes the last token.
+        passes: a function that maps the number of texts and the number of tokens of a completed text to the function to
+            time.
         programs: the programs whose parameters and cache a step reads.
         most: the largest number of texts for which a step runs these programs; None for no limit.
     """
@@ -151,18 +155,19 @@ def measure(
     contexts: Sequence[int],
     timed: int | None = None,
 ) -> TextDecoding:
-    """Measures each decoder that this machine has, with each batch size and each text length.
+    """Measures each decoder that this machine can run, with each batch size and each text length.
 
     Args:
-        setup: the setup of the benchmark. Its spec describes a text model.
-        ceilings: the peak rates, from which minimum times are computed.
-        weights: a run or an artifact. None selects initial weights.
-        batches: the numbers of texts; empty for BATCHES.
-        contexts: the numbers of tokens of a completed text; empty for the entries of CONTEXTS that the model allows.
-        timed: the number of timed tokens of each text; None for TIMED, or half of the text if that is less.
+        setup: the setup of the benchmark. Its spec must describe a text model.
+        ceilings: the peak rates of the device, from which minimum times are computed.
+        weights: a run directory or an artifact whose weights the decoders use. None selects initial weights.
+        batches: the numbers of texts per batch. If empty, the entries of BATCHES are used.
+        contexts: the numbers of tokens of a completed text. If empty, the entries of CONTEXTS are used, limited to the
+            context of the model.
+        timed: the number of timed tokens of each text. None selects TIMED tokens, or half of the text if that is less.
 
     Returns:
-        The rows, and the reason for each missing row.
+        One row per measurement, and the reason for each decoder that was not measured.
 
     Raises:
         RunFailure: if a text length exceeds the model's context or is too short for the timed tokens, or if two
@@ -217,14 +222,15 @@ def _contiguous(spec: Spec) -> Spec:
 def _decoders(
     setup: Setup, weights: Mapping[str, Tensor], artifact: Verified | None, programs: Programs, missing: dict[str, str]
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields a pair (name, decoder) for each decoder that this machine can run. The contiguous cache comes first.
+    """Yields a pair (name, decoder) for each decoder that this machine can run. The first decoder has a contiguous
+    cache.
 
     Args:
         setup: the setup of the benchmark.
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: receives the reason for each decoder that cannot run, keyed by the name of the decoder.
+        missing: the function adds the reason for each decoder that cannot run, under the name of the decoder.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
@@ -263,13 +269,13 @@ def _decoders(
 def _ours(
     loaded: Loaded, device: torch.device, programs: Programs, step_of_rows: Callable[[int], StepFunction]
 ) -> _Decoder:
-    """Returns a decoder of specc.
+    """Returns a decoder to measure that runs a model of specc.
 
     Args:
         loaded: the model.
         device: the device of the model.
         programs: the programs whose parameters and cache a step reads.
-        step_of_rows: maps a number of texts to the function that decodes one token of each text.
+        step_of_rows: a function that maps a number of texts to the function that decodes one token of each text.
     """
     model: Any = loaded.model
 
@@ -325,7 +331,7 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
     untyped: Any = transformers
 
     class Clock(transformers.StoppingCriteria):  # type: ignore[misc, unused-ignore]
-        """Records the time of the first token. Never stops the decoding."""
+        """Records the time of the first decoded token. Never stops the decoding."""
 
         began: float | None = None
 
@@ -366,10 +372,10 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Yields the row of each decoder. If a decoder cannot run or returns different logits, adds the reason to
-    `missing`.
+    """Measures the decoders, and yields one row for each. If a decoder cannot run, or returns wrong logits, adds the
+    reason to `missing` instead.
 
-    Raises RunFailure if the logits of the contiguous and the paged cache differ.
+    Raises RunFailure if the decoders with a contiguous and with a paged cache return different logits.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (cell.batch, cell.context - cell.tokens)

@@ -1,4 +1,4 @@
-"""Checks all inputs of a run without a GPU, and trains two steps on the CPU, for `specc train --dry-run`."""
+"""Implements `specc train --dry-run`: checks all inputs of a run without a GPU, and trains two steps on the CPU."""
 
 import json
 import tempfile
@@ -39,16 +39,17 @@ class DryRun:
     Attributes:
         summary: the lines of `specc plan` for the target.
         parts: the estimated bytes of each kind of tensor, at the peak of a step on the target.
-        measured: whether `bytes` was measured on a GPU earlier and stored in the lock file. Otherwise, `bytes` is an
+        measured: True if `bytes` is an earlier measurement on a GPU, from the lock file. False if `bytes` is an
             estimate.
         bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
-        full: whether the steps on the CPU had their full size.
+        full: whether the steps on the CPU used the model and the batch of the spec. Otherwise, they used smaller ones.
         size: a description of the steps on the CPU.
         loss: the loss of the last step on the CPU.
         seconds: the seconds of the last step on the CPU.
-        peak: the peak memory of all tensors on the CPU in bytes, without Python, libraries and mapped files.
-        estimate: the estimate of `peak`, made before the steps.
+        peak: the measured peak memory of all tensors of the steps on the CPU, in bytes. The memory of Python, of
+            libraries and of mapped files is not included.
+        estimate: the compiler's estimate of `peak`.
     """
 
     summary: tuple[str, ...]
@@ -77,12 +78,12 @@ class DryRun:
 def dry_run(
     spec: Spec, target: str, data: str | None, search: tuple[Path, ...], cache: Path, say: Say, lock: Lock = NO_LOCK
 ) -> DryRun:
-    """Checks a run without starting it.
+    """Checks the spec and the data of a run without starting the run, and trains two steps on the CPU.
 
     Args:
         spec: the spec.
         target: the target that the run would train on. This machine need not be able to run this target.
-        data: the data of the run. The data are opened, and tokenized if they are text. None to skip the data.
+        data: the data of the run. The function opens the data, and tokenizes text. None skips the data.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: is called with messages about the progress.
@@ -130,9 +131,9 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step is small enough for the CPU, and the spec that runs on the CPU.
+    """Returns whether a training step of `spec` is small enough for the CPU, and the spec to train on the CPU.
 
-    If a step is too large, this spec is a smaller spec with the same kinds of blocks and one row per step.
+    If a step is too large, the returned spec has a smaller model with the same kinds of blocks, and one row per step.
     """
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]

@@ -1,4 +1,4 @@
-"""The setup of a benchmark, a description of the machine, and the check that the machine can run a target."""
+"""The setup of a benchmark, the device that runs a target, and a description of the machine."""
 
 import subprocess
 from collections.abc import Callable
@@ -51,8 +51,8 @@ def device_for(target: str) -> torch.device:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Describes this machine for lock files and reports. For a CPU, the field `gpu` has the CPU name and the number of
-    threads.
+    """Returns a description of this machine for lock files and reports. If `device` is a CPU, the field `gpu` has the
+    name of the CPU and the number of threads.
     """
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None

@@ -1,4 +1,4 @@
-"""Measures every fused group as a whole, and the same function in plain Torch.
+"""Measures every fused group as a whole. As a baseline, measures the nodes of the group in plain Torch.
 
 Two times are measured: the forward pass, and the forward pass followed by the backward pass.
 """
@@ -36,8 +36,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes that a fused group replaces, in the unfused graph. `inputs` are the values that these nodes read from
-    other nodes.
+    """The nodes of the unfused graph that a fused group replaces. `inputs` names the values that these nodes read from
+    nodes outside the group.
     """
 
     graph: Graph
@@ -46,7 +46,7 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The name of the last node. Its value is the only value of the group that other nodes read."""
+        """The name of the last node. Nodes outside the group read only the value of this node."""
         return self.nodes[-1].name
 
 
@@ -54,9 +54,9 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
     """Returns the nodes of the unfused graph that a fused group replaces.
 
     Args:
-        spec: the spec, with its fusion points.
+        spec: the spec, including its fusion points.
         programs: the programs of the spec on the target.
-        target: the target.
+        target: the target of `programs`.
         group: a group of `programs`.
     """
     plain = pipeline.run(spec.plain, target)
@@ -69,9 +69,9 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
 
 
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
-    """Yields each group with a path to display.
+    """Yields each group of `programs` with a path to display in reports.
 
-    If several groups have the same path, the path to display also names the graphs that run the group.
+    If several groups have the same path, the displayed path also names the graphs that run the group.
     """
     places = [place_pattern(programs, programs.callers[group.name], group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
@@ -79,9 +79,10 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Raises RunFailure if `at` selects nothing, before anything is measured.
+    """Checks, before anything is measured, that the path of a kernel or a group to measure contains the text `at`.
+    Raises RunFailure if no path does. `parts` names the parts of the benchmark to run.
 
-    Nothing is checked if `parts` is empty, or has an entry other than `kernels` and `groups`.
+    Checks nothing if `parts` is empty, or has an entry other than `kernels` and `groups`.
     """
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
@@ -97,17 +98,17 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
     """Yields two rows for each group whose path contains `at`: the forward pass, and forward plus backward.
 
-    Groups without gradients are omitted, because they are measured as kernels.
+    Omits groups without gradients, because the benchmark measures them as kernels.
 
     Args:
         setup: the setup of the benchmark.
-        plan: the plan.
-        module: the generated model.py with fusion points.
-        plain: the generated model.py without fusion points.
+        plan: the plan, whose groups are measured.
+        module: the module model.py that was generated with fusion.
+        plain: the module model.py that was generated without fusion.
         at: only groups whose path contains this text are measured.
 
     Raises:
-        RunFailure: if values or gradients of a group are wrong.
+        RunFailure: if a group computes wrong values or gradients.
     """
     for group, place in labelled(plan.programs):
         if at in place and group.backward.outputs:
@@ -152,8 +153,8 @@ def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One implementation of a group, with its inputs. `leaves` are the indices of the inputs that require a
-    gradient.
+    """One implementation of a group, and the inputs on which it runs. `leaves` has the indices of the inputs that
+    require a gradient.
     """
 
     call: Function
@@ -173,10 +174,11 @@ class Pass:
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares results and gradients of a generated group with references, and returns the largest error.
+    """Compares the results and gradients of a generated group with references, and returns the largest error.
 
-    First the eager form is compared, while newly allocated memory is filled with NaN. Then the timed form is compared.
-    References use float64, or float32 if memory is too small. Raises RunFailure if a result is wrong.
+    The function first checks the generated group in eager mode, while newly allocated memory is filled with NaN. It
+    then checks the form of the group that is timed. The references are computed in float64, or in float32 if the memory
+    is too small for float64. Raises RunFailure if a result is wrong.
     """
     eager = passes[EAGER]
 

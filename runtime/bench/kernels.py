@@ -1,4 +1,6 @@
-"""Measures every kernel of a plan, and the same node in eager Torch, under torch.compile, and by a library."""
+"""Measures every kernel of a plan. As baselines, measures the node of the kernel in eager Torch, under torch.compile,
+and by a library.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,17 +23,18 @@ from specc.runtime.verify.random_inputs import Operands, sizes_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table: the times of all implementations (variants) of a node or a group.
+    """One row of the table of kernels and groups: the times of all implementations of a node or a group. An
+    implementation is called a variant.
 
     Attributes:
         name: the path of the node or group.
-        kernel: the name of the generated kernel or group, or "library" if the library computes the node.
+        kernel: the name of the generated kernel or group, or "library" if the plan selects a library call for the node.
         work: the minimum work of one call.
         times: the time of each variant.
         language: the language of the kernel. None for a group.
         tile: the tile sizes of the kernel. None for a kernel without tiles, and for a group.
-        accuracy: the errors of the kernel or group. None if the library computes the node.
-        failed: the reason for each variant that torch.compile could not compile.
+        accuracy: the numerical errors of the kernel or group. None if the plan selects a library call for the node.
+        failed: the error message for each variant that torch.compile could not compile.
     """
 
     name: str
@@ -45,11 +48,13 @@ class Row:
 
     @property
     def time(self) -> Measured:
-        """The time of the implementation that the plan selects."""
+        """The time of the implementation that the plan selects: the generated kernel, or the library call."""
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """Returns the time of generated code divided by the time of a variant; None without both measurements."""
+        """Returns the time of the generated code divided by the time of a variant; None if one of them was not
+        measured.
+        """
         if GENERATED not in self.times or variant not in self.times:
             return None
         return self.times[GENERATED].ms / self.times[variant].ms
@@ -58,13 +63,14 @@ class Row:
 def kernel_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[Row]:
-    """Yields a row for every distinct kernel whose path contains `at`. Kernels that nvcc compiles come last.
+    """Measures every distinct kernel whose path contains `at`, and yields one row for each. Kernels that nvcc compiles
+    come last.
 
     Args:
         setup: the setup of the benchmark.
-        plan: the plan.
-        module: the generated model.py.
-        ready: waits until the kernel of a choice is compiled.
+        plan: the plan, whose kernels are measured.
+        module: the module model.py that was generated for the plan.
+        ready: a function that waits until the selected kernel of a node is compiled.
         at: only kernels whose path contains this text are measured.
 
     Raises:
@@ -109,7 +115,9 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum work of the node that `choice` computes. Intermediate values are not counted as bytes."""
+    """Returns the minimum work of the node that `choice` computes. The bytes do not include intermediate values.
+    `sizes` has the values of symbolic dimensions.
+    """
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved, written = node.op.moved(inputs, node.types, sizes), sum(type.bytes(sizes) for type in node.types)
@@ -126,5 +134,7 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, problem: str) -> RunFailure:
-    """Returns the error for a kernel or group with wrong values."""
+    """Returns the error to raise if the kernel or group `name` returns wrong values. `problem` describes the wrong
+    values.
+    """
     return RunFailure(f"{name}: {problem}", "wrong code is not timed; `specc verify` reports more")

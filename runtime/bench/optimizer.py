@@ -1,9 +1,9 @@
-"""Measures optimizer updates: the whole update of a training step, the part of each optimizer in the spec, and an
-update by Torch's AdamW.
+"""Measures optimizer updates: the whole update of a training step, the part of the update by each optimizer in the
+spec, and an update by Torch's AdamW.
 
-Consecutive updates are timed together. The time is divided by the number of updates. Work that only some updates do is
-thus averaged. Torch's AdamW updates all parameters in f32, in three forms: fused, with multi-tensor kernels, and in a
-loop over the parameters.
+Several consecutive updates are timed together, and the time is divided by the number of updates. Work that only some
+updates do is thus averaged. Torch's AdamW updates all parameters in f32. It is measured in three forms: fused, with
+multi-tensor kernels, and in a loop over the parameters.
 """
 
 import time
@@ -43,11 +43,13 @@ class UpdateRow:
     """The measurement of one kind of update.
 
     Attributes:
-        name: the name of the update. For an entry of `train.optimizers`, its kind and its pattern of parameter names.
-        tensors: the number of parameters.
-        numbers: the number of elements of these parameters.
+        name: the name of the update. The name of an entry of `train.optimizers` is its kind and its pattern of
+            parameter names.
+        tensors: the number of parameters that are updated.
+        numbers: the total number of elements of these parameters.
         update: the time of an update.
-        floor_ms: the time for reading weights, gradients and state once, and writing weights and state once.
+        floor_ms: the time in ms for reading weights, gradients and optimizer state once, and writing weights and state
+            once, at the peak memory rate.
     """
 
     name: str
@@ -63,7 +65,7 @@ class UpdateRow:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """All rows, and the time of a whole training step."""
+    """The measurements of all updates, and the time of a whole training step."""
 
     rows: tuple[UpdateRow, ...]
     step: Measured
@@ -78,15 +80,16 @@ class Updates:
 
 
 def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
-    """Measures a training step, its update, the update by each entry of `train.optimizers`, and Torch's AdamW.
+    """Measures a training step, its optimizer update, the part of the update by each entry of `train.optimizers`, and
+    an update by Torch's AdamW.
 
     Args:
         setup: the setup of the benchmark.
-        ceilings: the peak rates, from which minimum times are computed.
+        ceilings: the peak rates of the device, from which minimum times are computed.
         steps: the number of training steps to time.
 
     Returns:
-        One row per update, and the time of a step.
+        One row per kind of update, and the time of a training step.
 
     Raises:
         RunFailure: if a loss is not finite.
@@ -146,7 +149,9 @@ def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> I
 
 
 def torch_adamw(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Returns Torch's AdamW in the form `name`, a key of the table TORCH."""
+    """Returns Torch's AdamW for `parameters`. `name` is a key of the table TORCH, which selects the form: fused,
+    multi-tensor or a loop.
+    """
     fused, foreach = TORCH[name]
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=fused, foreach=foreach)
 

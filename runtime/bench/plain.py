@@ -1,4 +1,4 @@
-"""Plain Torch functions with the same results as a kernel or a group."""
+"""Plain Torch functions that compute the results of a generated kernel or group. They are baselines and references."""
 
 import hashlib
 import sys
@@ -26,14 +26,16 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues. The function runs the code of a build with `fuse: []`.
+    """Returns a Torch function that computes several nodes of a graph, each without an epilogue. The function runs the
+    code that the compiler generates for a spec with `fuse: []`.
 
     Args:
         nodes: the nodes, in order.
-        types: the type of each value.
-        inputs: the values that the function accepts, in order.
-        output: the value that the function returns.
-        module: the model.py of a build with `fuse: []`. The returned function may call functions of this module.
+        types: the type of each value, by name.
+        inputs: the names of the values that the function accepts, in order.
+        output: the name of the value that the function returns.
+        module: the module model.py that was generated from a spec with `fuse: []`. The returned function may call
+            functions of this module.
 
     Returns:
         A function that maps the values of `inputs` to the value of `output`.
@@ -49,10 +51,11 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """Returns a Torch function for a node with its epilogue. The function maps all inputs to all outputs, in order.
+    """Returns a Torch function that computes a node with its epilogue. The function maps all inputs of the node to all
+    its outputs, in order.
 
-    The function is the first of these that exists: the Torch kernel for the target, the Torch kernel for CPUs, the
-    Torch code of the op, and the reference of the op.
+    Of the following implementations, the first that exists is returned: the Torch kernel for the target, the Torch
+    kernel for CPUs, the Torch code of the op, the reference of the op.
     """
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is not None:
@@ -73,10 +76,10 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function that computes only the matrix products of a node, by library calls, without the epilogue. None
-    if the op is not a product.
+    """Returns a function that computes only the matrix products of a node, by library calls, and omits the epilogue.
+    None if the op of the node is not a matrix product.
 
-    The function accepts all inputs of the node.
+    The returned function accepts all inputs of the node.
     """
     op = site.node.op
     if not isinstance(op, Product):
@@ -90,8 +93,8 @@ def bare_product(site: Site) -> Function | None:
 
 
 def executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
-    """Executes generated text and returns its function `name`. The text becomes a new module, because Dynamo imports it
-    by name.
+    """Executes generated code with the variables of `namespace`, and returns the function `name` that the code defines.
+    The code becomes a new module, because Dynamo imports the module of a function by name.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     module = ModuleType(f"specc_bench_{digest}_{id(namespace):x}")

@@ -1,7 +1,7 @@
 """Measures int8 matrix products for several numbers of rows: the generated kernel, and `torch._int_mm` plus epilogue.
 
-The epilogue of `torch._int_mm` is compiled. On a GPU, calls are replayed as one CUDA graph, so that launches are not
-timed. Operands stay in the L2 cache, as in a decoder.
+The baseline computes the epilogue after `torch._int_mm` with code that torch.compile generates. On a GPU, the calls are
+replayed as one CUDA graph, so that launch overhead is not timed. The operands stay in the L2 cache, as in a decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,9 +50,9 @@ class ProductRow:
         language: the language of the kernel.
         n: the number of output features, N.
         k: the number of input features, K.
-        makes: the output dtype.
-        times: the times of the generated kernel and of the library, by M.
-        refused: the reason why the library did not run, by M.
+        makes: the dtype of the output.
+        times: for each M, the time of the generated kernel and the time of the library.
+        refused: for each M that the library cannot compute, the error message of the library.
     """
 
     name: str
@@ -73,13 +73,13 @@ class ProductRow:
 def product_rows(
     setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[ProductRow]:
-    """Yields a row for every int8 kernel whose path contains `at`.
+    """Measures every int8 kernel whose path contains `at`, and yields one row for each.
 
     Args:
         setup: the setup of the benchmark.
         plan: the plan of the int8 programs of an artifact.
-        module: the generated model.py of the plan.
-        ready: waits until the kernel of a choice is compiled.
+        module: the module model.py that was generated for the plan.
+        ready: a function that waits until the selected kernel of a node is compiled.
         at: only kernels whose path contains this text are measured.
 
     Raises:
@@ -124,7 +124,9 @@ def _row(name: str, choice: Choice, generated: Callable[..., Tensor], device: to
 
 
 def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
-    """Returns the epilogue as a Torch function. Its arguments are the sums, i32 [M, N], the offset and the operands."""
+    """Returns a Torch function that computes the epilogue of an int8 product. The arguments of the function are the
+    sums of the product, i32 [M, N], the offset that is added to the sums, and the operands of the epilogue.
+    """
     names = [value.name for value in epilogue.operands]
     lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
     lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]

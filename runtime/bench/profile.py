@@ -44,8 +44,8 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel, given its name. `generated` has the names of all kernels of the plan except
-    CUTLASS kernels.
+    """Returns the class of a kernel, such as `GEMM` or `attention`. `name` is the name of the kernel in a trace.
+    `generated` has the names of the generated kernels of the plan, except CUTLASS kernels.
     """
     match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
@@ -54,9 +54,9 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """Returns the names by which a trace lists the kernels of a plan, except CUTLASS kernels.
+    """Returns the names that a trace shows for the generated kernels of a plan, except CUTLASS kernels.
 
-    These are the functions with `@triton.jit` or `__global__` in the kernel files.
+    The names are those of the functions with `@triton.jit` or `__global__` in the kernel files of `directory`.
     """
     names: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
@@ -66,7 +66,7 @@ def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
 
 
 def jitted(source: str) -> Iterator[str]:
-    """Yields the names of the functions in a file with the decorator `@triton.jit`."""
+    """Yields the names of the functions in Python source that have the decorator `@triton.jit`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
@@ -76,7 +76,9 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All calls of one kernel: its class and name, the ms per step, and the calls per step."""
+    """All calls of one kernel in a profile. `kind` is the class of the kernel. `ms` and `calls` are the time in ms and
+    the number of calls per step.
+    """
 
     kind: str
     name: str
@@ -86,10 +88,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The kernels of a step, averaged over `steps` steps.
+    """The kernels of a training step, averaged over `steps` steps.
 
     `wall_ms` is the time per step from the start of the first kernel to the end of the last. `idle_ms` is the part of
-    this time in which no kernel ran. Concurrent kernels each count in full.
+    `wall_ms` in which no kernel ran. If kernels run concurrently, the full time of each kernel is counted.
     """
 
     steps: int
@@ -105,7 +107,9 @@ class Profile:
 
 
 def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]) -> Profile:
-    """Profiles `steps` steps on the GPU. Raises RuntimeError if the profiler records no kernel."""
+    """Profiles training steps on the GPU: calls `advance` for each of `steps` steps. `generated` has the names of the
+    generated kernels. Raises RuntimeError if the profiler records no kernel.
+    """
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -123,10 +127,12 @@ def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]
 
 
 def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
-    """Computes the profile from the events of a Chrome trace of torch.profiler.
+    """Computes a profile from the events of a Chrome trace by torch.profiler. The trace covers `steps` training steps,
+    and `generated` has the names of the generated kernels.
 
-    Times in the trace are in microseconds. A correlation number links a kernel to its launch. Raises RuntimeError if
-    the trace contains no kernel."""
+    Times in the trace are in microseconds. A correlation number in the trace links a kernel to the CPU call that
+    launched it. Raises RuntimeError if the trace contains no kernel.
+    """
     device: list[Mapping[str, Any]] = []
     launched: dict[object, float] = {}
     ranges: list[tuple[float, float]] = []

@@ -23,7 +23,7 @@ NONE = "-"
 
 
 def library_name(report: Report) -> str:
-    """Returns the name of the library that computes Torch's matrix products."""
+    """Returns the name of the library that computes Torch's matrix products on the device of the report."""
     return "cuBLAS" if report.machine.cuda != "none" else "torch"
 
 
@@ -190,7 +190,7 @@ def _profiles(builds: Mapping[str, Build]) -> list[str]:
 
 
 def data(report: Report) -> dict[str, Any]:
-    """Returns the report as one JSON object. Times are in ms; values that were not measured are null."""
+    """Returns the report as data for one JSON object. Times are in ms. Values that were not measured are null."""
     options, decoding = report.options, report.decoding
     return {
         "spec": options.spec.name,

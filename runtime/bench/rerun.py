@@ -18,7 +18,7 @@ TOKENS = "tokens"  # the key of the decoded tokens in the state
 
 
 def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batch: int, beam: int = 1) -> Translator:
-    """Returns a decoder without a cache, for a loaded model that maps lines to lines.
+    """Returns a decoder that runs a model without a cache. The model maps lines to lines.
 
     Args:
         loaded: the model.
@@ -39,7 +39,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
-    """Returns a module that decodes without a cache. The module shares the current weights of a loaded model.
+    """Returns a module that decodes without a cache, and that shares the weights of the model `loaded`.
 
     The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
@@ -47,10 +47,10 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 
 
 class Rerun:
-    """The decoding steps of a module from `rerun_model`.
+    """Runs the decoding steps of a module that `rerun_model` returned.
 
-    With `graphs`, a CUDA graph is replayed for each number of rows and tokens. The numbers of rows are the powers of
-    two and the size of the whole batch.
+    With `graphs`, each step replays the CUDA graph for its number of rows and its number of previous tokens. The
+    possible numbers of rows are powers of two, and the size of the whole batch.
     """
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:
@@ -89,8 +89,8 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows in the next steps, if `going` of `now` rows are unfinished. Cached decoders use
-        the same numbers.
+        """Returns the number of rows to compute in the next steps. `now` is the current number of rows, and `going` is
+        the number of rows that are unfinished. Decoders with a cache choose the number of rows by the same rule.
         """
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)

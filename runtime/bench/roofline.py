@@ -1,6 +1,7 @@
-"""The roofline picture: the performance of each kernel, and the two measured peak rates. Drawing needs matplotlib.
+"""Draws the roofline picture: the performance of each kernel, and the two measured peak rates. Drawing needs
+matplotlib.
 
-The picture is drawn from the JSON data of a report, so that measurements do not require matplotlib.
+The input is the JSON data of a report, so that the measurements do not require matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,19 +22,19 @@ Row = Mapping[str, Any]  # a kernel or a group in the data of a report
 
 
 def require() -> None:
-    """Raises EnvironmentFailure if matplotlib is missing."""
+    """Raises EnvironmentFailure if matplotlib is not installed."""
     require_matplotlib("a roofline picture")
 
 
 def roofline(data: Mapping[str, Any]) -> bytes:
-    """Draws the picture.
+    """Draws the roofline picture of a report.
 
     Args:
         data: the data of a report, as `report.data` returns it, with at least one kernel or group.
 
     Returns:
-        A PNG of 1500 x 900 pixels, with a mark for each kernel and group. The coordinates of a mark are the operations
-            per byte, and the measured operations per second.
+        A PNG of 1500 x 900 pixels, with a mark for each kernel and group. The x-axis shows operations per byte, and the
+        y-axis shows the measured operations per second.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.

@@ -1,4 +1,6 @@
-"""Measures the training step of a spec, and of the same spec with `fuse: []`, in the real trainer on random data."""
+"""Measures the training step of a spec, and the training step of the spec with `fuse: []`. The trainer of `specc train`
+runs the steps on random data.
+"""
 
 import gc
 import time
@@ -35,9 +37,10 @@ class Build:
         step: the time of one step.
         steps: the number of timed steps.
         tokens: the mean number of tokens per step, without padding.
-        flops: the operations per step: three times the operations of the forward pass.
-        start_seconds: the seconds from the spec to the end of the warm-up.
-        compile_seconds: the extra seconds of the warm-up steps, in which code is compiled.
+        flops: the arithmetic operations per step, which are counted as three times the operations of the forward pass.
+        start_seconds: the seconds from the start of code generation to the end of the warm-up.
+        compile_seconds: the seconds that the warm-up steps took beyond the time of normal steps, because code was
+            compiled.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.
         profile: the profile of a step. None on the CPU.
@@ -63,15 +66,15 @@ class Build:
 
 
 def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool = True) -> dict[str, Build]:
-    """Measures at least `steps` steps of the fused build, then of the unfused build.
+    """Measures at least `steps` training steps of the fused build, and then of the unfused build.
 
-    A spec without fusion points has only one build.
+    A spec without fusion points has only the unfused build.
 
     Args:
         setup: the setup of the benchmark.
         steps: the minimum number of steps to time.
         generated: the names of the generated kernels of the fused build.
-        unfused: whether to also measure the `fuse: []` build of a spec with fusion points.
+        unfused: whether to also measure the unfused build of a spec with fusion points.
 
     Returns:
         The measurements of each build, by the name of the build.
@@ -92,7 +95,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
 
 
 def release(device: torch.device) -> None:
-    """Collects unreachable objects, and frees the cached GPU memory."""
+    """Runs the garbage collector, and frees the GPU memory that Torch caches."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -144,10 +147,11 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer with initial weights and random data.
+    """Returns a trainer that trains the loaded model with initial weights on random data. `stack` closes the resources
+    of the trainer.
 
-    Schedules are ignored. Windows have the length of the context, and every step has the final batch size. On a GPU,
-    the trainer compiles the step.
+    Schedules of the spec are ignored: every text window has the length of the context, and every step has the final
+    batch size. On a GPU, the trainer compiles the step.
     """
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
@@ -163,8 +167,8 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
 
 
 def advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
-    """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens without
-    padding.
+    """Trains `steps` steps. Returns the time per step in ms, the loss of the last step in nats, and the total number of
+    tokens without padding.
     """
     wait(trainer.device)
     _, before = trainer.feed.counted()

@@ -1,4 +1,4 @@
-"""Runs all parts of a benchmark in order."""
+"""Runs the parts of a benchmark in order."""
 
 import sys
 import tempfile
@@ -46,9 +46,9 @@ class BenchOptions:
         target: the target to measure.
         parts: the entries of PARTS to run; if empty, all parts that apply to the spec.
         steps: the number of training steps.
-        command: the command line that the report repeats.
+        command: the command line of the benchmark, which the report shows.
         at: only kernels, groups and int8 products whose path contains this text are measured.
-        weights: a run or an artifact whose weights are used for decoding.
+        weights: a run directory or an artifact whose weights are used to measure decoding.
         batches: the batch sizes of text decoding; empty for the default sizes.
         contexts: the lengths of completed texts in tokens; empty for the default lengths.
         tokens: the number of timed tokens per text; None for the default.
@@ -69,7 +69,7 @@ class BenchOptions:
 
 @dataclass(slots=True)
 class Report:
-    """All measurements of one benchmark. Parts that were not requested are empty.
+    """All measurements of one benchmark. The attributes of parts that did not run are empty or None.
 
     `left_out` states the reason for each part that this machine does not support. `nvcc_seconds` is the time to compile
     all CUDA C++ files in parallel.
@@ -97,7 +97,9 @@ class Report:
 
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
-    """Returns the parts to run, in order. Raises RunFailure if a requested part does not apply to the spec."""
+    """Returns the names of the parts to run, in order. Raises RunFailure if a requested part does not apply to the
+    spec.
+    """
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
         "table": None if pairs else "needs a model that maps lines to lines, but this is a text model",
@@ -114,9 +116,10 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the part of a benchmark that needs every process: the training table. Rank 0 calls `bench` instead.
+    """Runs the only part of a benchmark that needs all processes: the training table. Every rank except rank 0 calls
+    this function, while rank 0 calls `bench`.
 
-    Does nothing if the options do not request the table. Raises the same errors as `bench`.
+    Does nothing if the training table is not measured. Raises the errors that `bench` raises.
     """
     built = compiled(options.spec, (options.target,), options.lock)
     if "table" in parts_of(options, built):
@@ -126,13 +129,13 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts, and reports each result as soon as it is measured. If `world` has several processes, rank 0 calls
-    `bench`, and the other ranks call `follow`.
+    """Runs the requested parts of a benchmark, and passes each result to `say` as soon as it is measured. If `world`
+    has several processes, rank 0 calls `bench`, and all other ranks call `follow`.
 
     Args:
         options: the options of the benchmark.
-        say: is called with messages about the progress.
-        world: the processes. None for only this process.
+        say: is called with each result and with messages about the progress.
+        world: the processes that take part in the benchmark. None if only this process does.
 
     Returns:
         The measurements of all parts.

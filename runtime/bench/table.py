@@ -1,9 +1,9 @@
-"""The training table of a model that maps lines to lines: training on one or several GPUs, decoding with or without
-cache.
+"""Measures the training table of a model that maps lines to lines. The table has rows for training on one or several
+GPUs, and for decoding with and without a cache.
 
-A rate is total work divided by total time. Terms of the table:
+A rate in the table is total work divided by total time. The terms of the table are:
 
-- A training step is one update on `train.batch` samples of all processes together. On a GPU, the step is compiled and
+- A training step is one update on `train.batch` samples, which all processes share. On a GPU, the step is compiled and
   captured as a CUDA graph.
 - A validation step decodes `train.batch` held-out lines greedily, from source text to target text, and compares the
   result with the target lines. The ratio of validation steps to training steps is the ratio of `eval.lines` to the
@@ -12,8 +12,8 @@ A rate is total work divided by total time. Terms of the table:
 - `overall` is the work of all training and validation steps, divided by their seconds.
 - `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and
   decoding the validation lines once.
-- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, the decoder runs
-  again over all previous tokens for each token. The encoder runs once per line in both cases.
+- With a cache, the decoder stores the keys, values and states of previous tokens. Without a cache, the decoder runs
+  again over all previous tokens for each new token. The encoder runs once per line in both cases.
 """
 
 import tempfile
@@ -46,7 +46,7 @@ NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # the names of the rows, indexed b
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """An amount of work and its time in seconds."""
+    """The number of steps, samples and tokens that were processed, and the time in seconds."""
 
     steps: int
     samples: int
@@ -77,9 +77,9 @@ class TableRow:
         name: the name of the configuration.
         gpus: the number of processes, one per GPU.
         cache: whether the decoder has a cache.
-        train: the training steps.
-        validation: the validation steps.
-        compile_seconds: the seconds before the clocks started.
+        train: the totals of the training steps.
+        validation: the totals of the validation steps.
+        compile_seconds: the seconds before the measurement started, which include compilation.
         exact: the number of validation lines that equal their target, with the weights after the training steps.
     """
 
@@ -102,25 +102,28 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows. `missing` maps the name of each missing row to the reason."""
+    """The measured rows of the training table. `missing` has the reason for each row that was not measured, by row
+    name.
+    """
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
 
     @property
     def cached_over_uncached(self) -> float | None:
-        """The validation time without a cache, divided by the time with a cache, on one GPU. None if one of them is
-        missing.
+        """The validation time without a cache, divided by the validation time with a cache, on one GPU. None if one of
+        the times was not measured.
         """
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
         return seconds[BASELINE] / seconds[CACHE] if {BASELINE, CACHE} <= seconds.keys() else None
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps. Each validation step has `rows` lines.
+    """Returns the number of validation steps to measure for `steps` training steps. Each validation step decodes `rows`
+    lines.
 
     The ratio of validation steps to training steps is the ratio of held-out lines to samples per epoch. Raises
-    RunFailure if there are fewer than `rows` held-out lines.
+    RunFailure if the epoch has fewer than `rows` held-out lines.
     """
     lines = len(epoch.held_out)
     if lines < rows:
@@ -130,19 +133,19 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 
 
 def measure(setup: Setup, steps: int, world: World) -> Table:
-    """Measures all rows that the processes of `world` can run. Rank 0 first measures the rows for one process, while
-    the others wait.
+    """Measures all rows of the training table that the processes of `world` can run. Rank 0 first measures the rows for
+    one process, while all other ranks wait.
 
     Args:
         setup: the setup of the benchmark. Its spec must have the architecture `encoder_decoder`.
         steps: the number of training steps.
-        world: the processes.
+        world: the processes that take part in the benchmark.
 
     Returns:
-        The measured rows, and the reason for each missing row.
+        The measured rows, and the reason for each row that was not measured.
 
     Raises:
-        BatchError: if a batch cannot be divided evenly.
+        BatchError: if a batch cannot be divided evenly among the processes.
         RunFailure: if there are fewer held-out lines than a batch, a loss is not finite, or a decoder is broken.
     """
     micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # raises an error before anything is measured
@@ -232,7 +235,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The validation lines of this process, and the totals over all processes."""
+    """The validation lines that this process decodes, and the totals over all processes."""
 
     sources: list[str]
     targets: list[str]
@@ -249,9 +252,10 @@ class _Scored:
         return cls(sources, targets, Totals(steps, len(lines), tokens, 0.0), world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
-        """Decodes the lines. Returns the totals, and the number of exact matches over all processes.
+        """Decodes the validation lines of this process. Returns the totals and the number of exact matches, both over
+        all processes.
 
-        The seconds of the totals are the time of the slowest process.
+        The time in the totals is that of the slowest process.
         """
         each = len(self.sources) // self.totals.steps
         self.world.wait()

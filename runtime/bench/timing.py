@@ -1,4 +1,6 @@
-"""Times calls. After a warm-up, all calls are sampled many times in a first pass, and again in a second pass."""
+"""Measures the time of function calls. After a warm-up, each call is timed many times in a first pass over all calls,
+and again in a second pass.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +20,10 @@ HOST_CACHE = 32 << 20  # in bytes; Torch does not report the size of a CPU's cac
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The time of a call: the median of all samples, in ms per call.
+    """The measured time of a call. `ms` is the median of all samples.
 
-    `spread` is the difference between the medians of the two passes, divided by the smaller median. If two calls differ
-    by less than `spread`, the difference is noise.
+    The samples are taken in two passes. `spread` is the difference between the medians of the two passes, divided by
+    the smaller median. If the times of two calls differ by a smaller share than `spread`, the difference is noise.
     """
 
     ms: float
@@ -34,16 +36,16 @@ class Measured:
 
 
 def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> dict[str, Measured]:
-    """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `perf_counter` on the
-    CPU.
+    """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `time.perf_counter`
+    measures the time on the CPU.
 
-    If a call moves little data, the last-level cache is filled with other data before each call. The other
-    data is read and never written, because written cache lines would be written back during the timed call.
+    If a call moves little data, the last-level cache is filled with unrelated data before each call. The unrelated data
+    is only read, because cache lines that were written would be written back during the timed call.
 
     Args:
         calls: the calls, by name.
         device: the device on which the calls run.
-        touched: the bytes that a call moves.
+        touched: the number of bytes that a call reads or writes.
 
     Returns:
         The time of each call, by name.

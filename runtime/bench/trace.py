@@ -38,12 +38,13 @@ class Trace:
     """A recorded trace.
 
     Attributes:
-        path: the file.
-        bytes: the size of the file.
+        path: the file of the trace.
+        bytes: the size of the file in bytes.
         whole: whether the file contains all events. Otherwise, host operators are omitted.
-        steps: the recorded steps.
-        target: the target.
-        ms: the sum over all entries, in ms per step. Concurrent kernels each count in full.
+        steps: the number of recorded steps.
+        target: the target that was trained on.
+        ms: the sum of the times of all entries, in ms per step. If kernels run concurrently, the full time of each
+            kernel is counted.
         entries: kernels on a GPU, or operators on a CPU; the longest first. The time of an operator excludes the
             operators that it calls.
     """
@@ -81,25 +82,25 @@ def record_trace(
     say: Say = lambda _: None,
     limit: int = LIMIT,
 ) -> Trace:
-    """Records training steps on random data, after a warm-up.
+    """Records a trace of training steps on random data, after a warm-up.
 
     Torch's profiler records the trace. The profiler needs no permission to read GPU hardware counters.
 
     Args:
         spec: the spec.
-        target: a target of the spec; None for the best target that this machine can run.
+        target: a target of the spec. None selects the best target that this machine can run.
         steps: the number of steps.
         out: the file for the trace, a gzipped Chrome trace.
         lock: the kernels that were fastest in measurements.
         force: whether to replace an existing file.
         say: is called with messages about the progress.
-        limit: the largest size of the file in bytes.
+        limit: the maximum size of the file in bytes.
 
     Returns:
-        The trace.
+        The recorded trace.
 
     Raises:
-        ExportError: the file exists, or its folder does not.
+        ExportError: the file exists and `force` is False, or the folder of the file does not exist.
         RunFailure: the trace exceeds the limit, even without host operators.
         EnvironmentFailure: the file cannot be written.
     """

@@ -1,4 +1,6 @@
-"""The baselines of a generated kernel or group: eager Torch and torch.compile of the same function."""
+"""The baselines of a generated kernel or group: a plain Torch function in eager mode, and the plain function under
+torch.compile.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,14 +17,16 @@ LEFT_OUT = {"cpu": {MAX_AUTOTUNE: "max-autotune searches GEMM templates for GPUs
 
 
 def left_out(device: torch.device) -> Mapping[str, str]:
-    """Returns the reason for each variant that the device does not support."""
+    """Returns the reason for each variant that is not measured on the device, by name of the variant."""
     return LEFT_OUT.get(device.type, {})
 
 
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
-    """Returns `plain`, and `plain` under each mode of torch.compile, with fixed shapes.
+    """Returns the baselines by name: `plain` itself, and `plain` under each mode of torch.compile, compiled for fixed
+    shapes.
 
-    Resets the compiler. Each mode compiles `plain` when its function is first called. The modes share no cache entries.
+    Resets the state of torch.compile. Each compiled baseline is compiled when it is first called. The compiled
+    baselines share no cache entries.
     """
     torch.compiler.reset()
     inductor.autotune_num_choices_displayed = 0  # the tables that max-autotune prints would hide the output of specc
@@ -34,9 +38,10 @@ def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
 
 
 def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """Calls every function once to compile it. Returns the errors of torch.compile variants by name.
+    """Calls every function once, so that torch.compile compiles it. Returns an error message for each torch.compile
+    variant that fails, by name.
 
-    Errors of other variants and out-of-memory errors propagate.
+    The function raises errors of variants that do not use torch.compile, and all out-of-memory errors.
     """
     failed: dict[str, str] = {}
     for name, call in calls.items():
@@ -52,5 +57,7 @@ def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def as_trained(function: Function, device: torch.device) -> Function:
-    """Returns a generated function as the trainer runs it: compiled on a GPU, unchanged on the CPU."""
+    """Returns a generated function in the form that the trainer runs: compiled by torch.compile on a GPU, unchanged on
+    the CPU.
+    """
     return torch.compile(function, fullgraph=True, dynamic=False) if device.type == "cuda" else function

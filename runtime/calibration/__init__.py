@@ -1,1 +1,1 @@
-"""Statistics of a model on calibration data: Hessians, gradient moments and input ranges."""
+"""Computes statistics of a model on calibration data: Hessians, gradient moments and input ranges."""

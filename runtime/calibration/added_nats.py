@@ -1,5 +1,5 @@
-"""Estimates the increase of the loss, in nats, that an error of a parameter causes. The estimate is of second order.
-Bit allocation minimizes the sum of these increases.
+"""Estimates the increase of the loss, in nats, that a quantization error of a parameter causes. The estimate is of
+second order. Bit allocation minimizes the sum of the increases over all parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,24 +21,24 @@ def added_nats(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, tuple[float, ...]]:
-    """Returns the increase of the loss for each error of a parameter, in nats per token.
+    """Estimates the increase of the loss that each given error of a parameter causes, in nats per token.
 
     For an error d, the increase is 1/2 E[(d . g)^2], where g is the gradient of the loss of one token (empirical
-    Fisher). A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2
-    estimates sum_n (d . g_n)^2.
+    Fisher). Let g_n be the gradient for token n of a row of text. A backward pass over the row computes s = sum_n +-(d
+    . g_n) with random signs. The mean of s^2 over passes estimates sum_n (d . g_n)^2.
 
     The first-order term E[d . g] is omitted, because the gradient is 0 at a minimum of the loss.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: returns batches (ids, targets), i64 [rows, window] each. `windows` is called again until `PASSES` rows
-            are read.
+        windows: a function that returns batches (ids, targets), i64 [rows, window] each. The function is called again
+            until `PASSES` rows have been read.
         errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
-        progress: is called as `progress(done, total)`, with numbers of backward passes.
+        progress: is called as `progress(done, total)`, with the numbers of completed and of all backward passes.
 
     Returns:
-        For each parameter name, the increases in the order of `errors`.
+        For each parameter name, the increases of the loss, in the order of the errors of the parameter.
 
     Raises:
         QuantizeError: a gradient contains NaN or infinity, or the loss does not depend on a parameter.

@@ -1,8 +1,7 @@
-"""Captures calibration statistics of a model, such as the GPTQ Hessians of linear inputs.
+"""Captures calibration statistics of a model, such as the Hessians of the inputs of linear layers for GPTQ.
 
-torch.fx traces the program `score` of the unfused model into a flat list of calls. An interpreter runs this list. The
-interpreter observes the inputs and outputs of every `F.linear`, every grouped product of experts and every
-`F.embedding`.
+torch.fx traces the method `score` of the unfused model into a flat list of calls. An interpreter runs these calls, and
+observes the inputs and outputs of every `F.linear`, every grouped matrix product of experts and every `F.embedding`.
 """
 
 import hashlib
@@ -27,9 +26,9 @@ Looked = Callable[[str, Tensor, Tensor], None]
 
 
 class ScoreTracer(fx.Tracer):
-    """Traces `score` of `model` instead of `forward`. Blocks are inlined, and loops are unrolled.
+    """Traces the method `score` of a model instead of `forward`. The trace inlines blocks and unrolls loops.
 
-    A call of a generated function is a single node.
+    A call of a function of the generated module model.py is a single node of the trace.
     """
 
     traced_func_name = "score"
@@ -42,7 +41,7 @@ class ScoreTracer(fx.Tracer):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product with a parameter, in a traced program.
+    """A matrix product of an input and a parameter, in a traced program.
 
     Attributes:
         weight: the name of the parameter.
@@ -57,15 +56,17 @@ class Product:
 
 
 class Capture(fx.Interpreter):
-    """An interpreter of the program `score`. It reports the inputs and outputs of linear layers and embedding lookups.
+    """An interpreter of the traced method `score` of a model. It passes the inputs and outputs of linear layers and
+    embedding lookups to callbacks.
 
     Args:
         model: the model, generated without fusions.
-        observe: is called for each linear layer with the name of the weight, the input [..., features], and
-            `Product.ends`.
-        results: is called for each linear layer with the name of the weight, the output [..., features], and
-            `Product.ends`.
-        looked: is called for each lookup with the name of the table, the ids [...] and the output [..., features].
+        observe: is called before each linear layer with the name of the weight, the input [..., features], and the
+            value of the node `Product.ends`.
+        results: is called after each linear layer with the name of the weight, the output [..., features], and the
+            value of the node `Product.ends`.
+        looked: is called after each embedding lookup with the name of the table, the ids [...] and the output [...,
+            features].
     """
 
     def __init__(
@@ -116,12 +117,12 @@ def calibration_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields `calibrate.sequences` rows in batches (ids, targets) of `calibrate.batch` rows, i64 [rows, window] each.
 
-    The windows start at equal distances over the whole stream. `seed` determines the offset of all windows. Windows
-    overlap if the stream is short.
+    A row is a window of the stream. The windows start at equal distances over the whole stream, at an offset that
+    `seed` determines. If the stream is short, the windows overlap.
 
     Args:
         stream: the training text.
-        calibrate: the settings. Only `sequences` and `batch` are used.
+        calibrate: the calibration settings, of which only `sequences` and `batch` are used.
         window: the length of a row in tokens.
         seed: the seed of the run.
 
@@ -149,10 +150,11 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """Returns the Hessian X^T X of each weight, averaged over all tokens.
+    """Runs the model on calibration text. Returns the Hessian X^T X of each weight, averaged over all tokens. X has the
+    inputs of the weight, one per row.
 
-    If a block runs more than once per token, the Hessian is the sum over all calls. Each expert has a separate Hessian
-    of the rows that it receives. This Hessian is also averaged over all tokens.
+    If a block runs more than once per token, its Hessians are sums over all calls. The weight of experts has one
+    Hessian per expert, of the rows that the expert receives. The Hessian of an expert is also averaged over all tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.

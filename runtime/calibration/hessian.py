@@ -1,4 +1,4 @@
-"""Accumulates the Hessians X^T X of linear inputs, for GPTQ and bit allocation."""
+"""Accumulates the Hessians X^T X of the inputs X of linear layers, for GPTQ and bit allocation."""
 
 from collections.abc import Mapping
 
@@ -12,12 +12,13 @@ CHUNK_ROWS = 8192
 
 
 class Hessians:
-    """Sums of X^T X by name. Each sum has features^2 elements.
+    """Accumulates sums of X^T X, by name of the weight that multiplies the inputs X. A sum has the shape [features,
+    features].
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
-        device: the device of the sums. Products are computed on the device of their inputs and then moved, so that a
-            GPU stores only one product at a time. None selects the device of the inputs.
+        device: the device of the sums. Each product X^T X is computed on the device of X and then moved, so that a GPU
+            stores only one product at a time. None selects the device of X.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> None:
@@ -27,12 +28,13 @@ class Hessians:
         self._rows: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, ends: Tensor | None = None) -> None:
-        """Adds the rows of `x` [..., features], of any float dtype. No gradient is recorded.
+        """Adds the rows of `x` [..., features], of any float dtype, to the sum `name`. Records no gradient.
 
-        With `ends` i32 [experts], each expert has a separate sum, [experts, features, features]. The rows must be
-        sorted by expert, and `ends` is the cumulative number of rows per expert.
+        If `ends` i32 [experts] is given, each expert has a separate sum, and the sums have the shape [experts,
+        features, features]. The rows must then be sorted by expert, and `ends` has the cumulative number of rows per
+        expert.
 
-        Raises QuantizeError if the number of features differs from that of an earlier call with this name.
+        Raises QuantizeError if the number of features differs from an earlier call with the same name.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
@@ -60,13 +62,13 @@ class Hessians:
                 total.add_((exact.T @ exact).to(total.device))
 
     def per_token(self, tokens: int) -> dict[str, Tensor]:
-        """Returns X^T X / tokens by name, in the accumulation dtype: [features, features], or one such matrix per
-        expert.
+        """Returns each sum divided by `tokens`, in the accumulation dtype: [features, features], or [experts, features,
+        features].
 
-        `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
-        Hessian is the sum over the calls.
+        `tokens` is the number of tokens that the model has processed. If a weight is used several times per token, its
+        result is the sum over the uses.
 
-        Raises QuantizeError if a name has no rows, or if its sum is not finite.
+        Raises QuantizeError if no rows were added for a name, or if a sum is not finite.
         """
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
@@ -80,15 +82,15 @@ class Hessians:
 
 
 def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Splits rows [N, ...] into the rows of each expert.
+    """Splits `rows` [N, ...], which are sorted by expert, into the rows of each expert.
 
-    The rows are sorted by expert. `ends` i32 [experts] is the cumulative number of rows per expert.
+    `ends` i32 [experts] has the cumulative number of rows per expert.
     """
     return torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the trace of each Hessian, not divided by the size. The parameter with the largest trace is the first to
-    get more bits.
+    """Returns the trace of each Hessian: the sum of its diagonal, not the mean. Bit allocation first gives more bits to
+    the parameter with the largest trace.
     """
     return {name: float(hessian.diagonal(dim1=-2, dim2=-1).double().sum()) for name, hessian in hessians.items()}

@@ -1,4 +1,6 @@
-"""Measures the ranges of the inputs of int8 products per feature, and computes scales for these inputs."""
+"""Measures the range of each input feature of int8 matrix products, and computes the scales by which the inputs are
+quantized.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -26,26 +28,26 @@ def input_ranges(
     progress: Callable[[int], None] | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Range]:
-    """Returns the input range of each int8 product in the program `score`, keyed by the name of the weight.
+    """Returns the input range of each int8 product in the program `score`, by the name of the weight of the product.
 
-    Products with the same input have the same range. If a tensor contains the features of several products, as in a
-    bidirectional layer, each product has the range of its own features. Values are computed by the reference
-    implementations, in the precision of `weights`.
+    Products with the same input have the same range. If one tensor contains the input features of several products, as
+    in a bidirectional layer, each product has the range of its own features. The reference implementations of the ops
+    compute all values, in the dtype of `weights`.
 
     Args:
         programs: the lowered programs, before any pass.
         sources: the int8 products.
-        batches: the inputs of `score` by name, on the device of `weights`.
+        batches: batches of calibration data: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
         progress: is called with the number of processed rows after each batch.
-        scales: existing scales of inputs, f32 [1] or [K] each. The key of a scale is the name of the first weight that
-            reads the input. Clipping by these scales is measured.
+        scales: input scales, f32 [1] or [K] each, whose clipping error is also measured. The key of a scale is the name
+            of the first weight that reads the input. None measures no clipping error.
 
     Returns:
         The ranges by weight name, in f64.
 
     Raises:
-        QuantizeError: a product has no input in any batch, or an input contains NaN or infinity.
+        QuantizeError: no batch contains an input of a product, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     measured: dict[str, _InputRange] = {}
@@ -75,8 +77,8 @@ def input_ranges(
 
 
 class _InputRange:
-    """Accumulates the range of one input over rows, f64 [.., K]. With `scale`, also accumulates the squared error of
-    clipping by this scale, and the number of clipped values.
+    """Accumulates the range of one input over rows, f64 [.., K]. If `scale` is given, also accumulates the number of
+    values that int8 quantization with this scale clips, and their squared errors.
     """
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -105,13 +107,14 @@ class _InputRange:
 def input_scales(
     programs: Programs, sources: Sequence[Source], schemes: Allocation, rows: Rows, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the scale of each input of int8 products. The scheme chooses the scale from the measured range.
+    """Measures the range of each input of int8 products, and returns the input scale that the quantization scheme of
+    the weight selects for this range.
 
     Args:
         programs: the lowered programs, before any pass.
         sources: the int8 products.
-        schemes: the scheme of each parameter.
-        rows: returns the batches to measure, as inputs of `score` by name.
+        schemes: the quantization scheme of each parameter.
+        rows: a function that returns batches of calibration data: the inputs of `score` by name.
         weights: the parameters by name, f32, all on one device.
 
     Returns:
@@ -133,10 +136,10 @@ def input_scales(
 
 
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
-    """Returns the input scales in the optimizer state of a checkpoint.
+    """Returns the input scales that a checkpoint stores in its optimizer state. `optimizer` is this state.
 
-    The key of a scale is the name of the first weight that reads the input. The result is empty if the run did not
-    round inputs before this checkpoint.
+    The key of a scale is the name of the first weight that reads the input. The result is empty if the run did not yet
+    quantize inputs when it wrote the checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

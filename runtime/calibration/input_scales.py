@@ -11,20 +11,21 @@ SLOT = "rounding.input_scale"  # the key prefix in the optimizer state of a chec
 
 
 class InputScales:
-    """The input scales of int8 products, f32 [K] each. The key is the leader: the first weight that reads the input.
+    """The scales by which training quantizes the inputs of int8 products, f32 [K] each. The key of a scale is the name
+    of the leader: the first weight that reads the input.
 
-    The programs of the model read the inverse scales from buffers. Scales are measured once and saved in checkpoints,
-    so a resumed run rounds with the same scales.
+    The model reads the inverse scales from buffers. The scales are measured once and saved in checkpoints, so that a
+    resumed run quantizes with the scales of the original run.
 
     Args:
         model: the model in training, on its device.
-        leaders: the leader of each weight, by weight name.
-        measure: maps weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only rank 0 calls this
-            function, so that all ranks have the same scales.
+        leaders: the name of the leader for the input of each weight, by weight name.
+        measure: a function that maps the weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only
+            rank 0 calls this function, and sends the scales to all ranks.
         world: the ranks of the run.
 
     Attributes:
-        measured: whether `measure` was called. Before `measure`, all scales are 1.
+        measured: whether the scales have been measured or restored. Until then, all scales are 1.
     """
 
     def __init__(
@@ -56,10 +57,10 @@ class InputScales:
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
-        """Returns factors f32 [K] for each weight [N, K]: the scales of the input features, divided by the largest
-        scale.
+        """Returns factors f32 [K] for each weight [N, K], by weight name: the scales of the input features, divided by
+        the largest scale.
 
-        The deployed int8 model multiplies the weight by these factors, then rounds.
+        The deployed int8 model rounds the weight after multiplication by these factors.
         """
         return {weight: self._share[leader] for weight, leader in self._leader.items()}
 

@@ -1,11 +1,12 @@
-"""The uses of a parameter in a model: matrix products, and lookups of rows.
+"""Estimates how much an error of a parameter increases the loss, from the uses of the parameter in the model: matrix
+products, and lookups of rows.
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss L of one token. The loss then
 increases by 1/2 E[(d . g)^2] per token. F = E[g g^T] is the Fisher information. g is a sum over the uses of W. Every
 use adds rank-one matrices l r^T to g, where l [N] has one entry per row of W:
 
-- a product y = W x adds l = dL/dy, r = x for each row of x;
-- a lookup y = W[v] adds l = one-hot(v), r = dL/dy.
+- a product y = W x adds one matrix with l = dL/dy, r = x for each row of the input x;
+- a lookup y = W[v] adds one matrix with l = one-hot(v), r = dL/dy.
 
 Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015),
 terms are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated by the Kronecker product of its partial
@@ -32,10 +33,11 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 
 def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the sum of `nats` [rows, window], with a random sign for each token.
+    """Returns the sum of `nats` [rows, window], the losses of tokens, each multiplied by a random sign.
 
-    Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n. The squared gradient of
-    this sum has the expectation sum_n g_n^2, because products of different g_n have random signs.
+    Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n separately. However, the
+    squared gradient of the returned sum has the expectation sum_n g_n^2, because products of the gradients of different
+    tokens have random signs.
     """
     signs = torch.randint(0, 2, nats.shape, generator=generator, dtype=torch.int8).to(nats.device)
     return (nats * (2 * signs - 1)).sum()
@@ -48,18 +50,18 @@ def capture_uses(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, tuple[Use, ...]]:
-    """Returns the uses of parameters, averaged over tokens: the factors A / tr(B) and B in the docstring of this
-    module.
+    """Runs the model on calibration text, and measures the uses of parameters. A use has the factors A / tr(B) and B
+    that the docstring of this module defines, averaged over tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        names: the parameters [N, K].
+        names: the names of the parameters [N, K] to measure.
         windows: batches (ids, targets), i64 [rows, window] each.
         device: the device of the model and of the result.
         progress: is called with the number of processed rows after each batch.
 
     Returns:
-        For each name, at most two uses: all products together, and all lookups together.
+        For each name, at most two uses: one for all matrix products with the parameter, and one for all lookups in it.
 
     Raises:
         QuantizeError: a gradient or an input contains NaN or infinity.
@@ -100,7 +102,9 @@ def capture_uses(
 
 
 class _Terms:
-    """Accumulates the partial traces A and B of the rank-one terms l r^T, by parameter."""
+    """Accumulates the partial traces A and B of the rank-one terms l r^T, by parameter name. The docstring of the
+    module defines A, B, l and r.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._columns = Hessians(device=device)
@@ -114,10 +118,11 @@ class _Terms:
         self._rows[name] = self._rows[name] + rows if name in self._rows else rows
 
     def look_up(self, name: str, rows: int, ids: Tensor, gradient: Tensor) -> None:
-        """Adds lookups of the rows `ids` [...] of a table of `rows` rows, with the gradients [..., K] of the results.
+        """Adds the lookups of the rows `ids` [...] in the parameter `name`, a table with `rows` rows. `gradient` [...,
+        K] has the gradients of the looked-up rows.
 
-        Sums by row are computed on the CPU. On a GPU, the order of index_add_ varies, and results would not be
-        reproducible.
+        The sums for each row are computed on the CPU. On a GPU, the order of additions in `index_add_` varies, and the
+        results would not be reproducible.
         """
         places, right = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).double()
         self._columns.add(name, right)
@@ -140,18 +145,21 @@ class _Terms:
 
 
 def with_unread(total: Tensor, reads: Tensor) -> Tensor:
-    """Returns the sums `total` [rows] over lookups, with an estimate for the rows that were never read.
+    """Adds estimates for the rows that were never looked up to sums over the lookups of each row of a table. Returns
+    the new sums.
 
-    Later text may read rows that the calibration text does not read. The Good-Turing estimate predicts how often: the
-    total of all rows that were read once estimates the total of all unread rows.
+    Later text may read rows that the calibration text does not read. By the Good-Turing estimate, the sum over all rows
+    that were read once predicts the sum over all unread rows.
 
-    Unread rows share this total evenly. The share of a row is at most the mean of the rows that were read once. If no
-    row was read once, the unread rows share the mean over lookups, because an estimate of 0 would permit any error.
+    The predicted sum is divided evenly among the unread rows. The estimate for one row is at most the mean of the rows
+    that were read once. If no row was read once, the mean over all lookups is divided among the unread rows, because an
+    estimate of 0 would permit any error.
 
-    The rows that were read are scaled down, by at most one half, so that the sum is unchanged.
+    The sums of the rows that were read are scaled down so that the sum over all rows stays the same. The factor is at
+    least 1/2.
 
     Args:
-        total: the sums over lookups, f64 [rows].
+        total: the sum over the lookups of each row, f64 [rows].
         reads: the number of lookups of each row, i64 [rows].
     """
     unread, once, count = reads == 0, reads == 1, int(reads.sum())

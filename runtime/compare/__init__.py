@@ -1,1 +1,3 @@
-"""Comparisons of groups of runs: statistics over seeds, curves, calibration and texts."""
+"""Compares groups of runs for `specc compare`: statistics over seeds, loss curves, and the calibration of
+probabilities.
+"""

@@ -1,8 +1,9 @@
-"""Calibration: whether the probabilities of a model agree with the frequencies of correct predictions.
+"""Measures the calibration of a model: whether its probabilities agree with the frequencies of correct predictions.
 
 The measure is the expected calibration error of the most probable token (ECE; Guo et al., 2017, "On Calibration of
-Modern Neural Networks"). Let p be the probability of the most probable token. The validation targets are divided into
-15 bins of p. In each bin, the mean of p is compared with the share of correct predictions:
+Modern Neural Networks"). A prediction is correct if the most probable token equals the target, the token that follows
+in the validation text. Let p be the probability of the most probable token. The predictions are divided into 15 bins of
+equal width by p. In each bin, the mean of p is compared with the share of correct predictions:
 
     ECE = sum over bins of (targets in the bin / all targets) * |share of correct predictions - mean p|
 """
@@ -28,13 +29,13 @@ BINS = 15
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The targets whose most probable token has a probability above `low`, and at most `high`.
+    """The predictions of a model whose most probable token has a probability greater than `low` and at most `high`.
 
     Attributes:
-        low, high: the limits.
-        count: the number of targets.
-        confidence: the mean probability of the most probable token; 0 in an empty bin.
-        accuracy: the share of targets that are the most probable token; 0 in an empty bin.
+        low, high: the limits of the probability.
+        count: the number of predictions in the bin.
+        confidence: the mean of the probability of the most probable token; 0 in an empty bin.
+        accuracy: the share of predictions whose most probable token equals the target; 0 in an empty bin.
     """
 
     low: float
@@ -49,12 +50,12 @@ class Calibration:
     """The calibration of a model on a text.
 
     Attributes:
-        tokens: the number of targets.
+        tokens: the number of target tokens, each of which the model predicts once.
         ece: the expected calibration error, 0 to 1.
-        accuracy: the share of targets that are the most probable token.
-        confidence: the mean probability of the most probable token.
-        nats: the mean loss in nats per token, computed from the same probabilities.
-        bins: the bins, from low to high probability.
+        accuracy: the share of targets that equal the most probable token of their prediction.
+        confidence: the mean of the probability of the most probable token.
+        nats: the mean loss in nats per token, computed from the probabilities that are also used for `bins`.
+        bins: the statistics of each bin, from low to high probability.
     """
 
     tokens: int
@@ -69,7 +70,7 @@ class Calibration:
 
 
 class Tally:
-    """Counts targets by the probability of the most probable token."""
+    """Counts the predictions of a model and their correct ones, in bins by the probability of the most probable token."""
 
     def __init__(self) -> None:
         # For each bin: the number of targets, the sum of probabilities, and the number of correct predictions
@@ -80,9 +81,9 @@ class Tally:
         """Adds the predictions of a batch.
 
         Args:
-            logits: [B, vocabulary].
-            targets: ids, i64 [B].
-            counts: whether to include each row, bool [B].
+            logits: the logits of B predictions, [B, vocabulary].
+            targets: the ids of the tokens that should be predicted, i64 [B].
+            counts: whether each prediction is included, bool [B].
         """
         exact = logits[counts].double().log_softmax(-1)
         best, token = exact.max(-1)
@@ -108,15 +109,16 @@ def calibration_of(
 ) -> Calibration:
     """Measures the calibration of a text model on the validation split of its data.
 
-    The logits are computed by cached decoding. Windows have the length of the model's context and do not overlap.
+    The logits are computed by decoding with a cache. The split is divided into windows that have the length of the
+    model's context and do not overlap.
 
     Args:
-        opened: the model.
-        max_tokens: the number of targets from the start of the split. None for all.
-        progress: is called with the number of targets so far, and the total.
+        opened: the text model.
+        max_tokens: the number of tokens to predict, from the start of the split. None predicts all tokens.
+        progress: is called with the number of tokens predicted so far, and the total number of tokens to predict.
 
     Returns:
-        The calibration.
+        The calibration of the model.
 
     Raises:
         EvaluateError: if the model is not a text model, or its data are unknown.

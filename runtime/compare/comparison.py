@@ -1,4 +1,6 @@
-"""Compares groups of runs by their logs: the final metric, Welch's test of each pair, time and throughput."""
+"""Compares groups of runs by their logs: the final metric, Welch's t-test for each pair of groups, training time and
+throughput.
+"""
 
 import math
 from collections import Counter
@@ -24,16 +26,18 @@ SHOWN = 12  # the most differences between specs that are listed per pair
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The results of a group.
+    """The results of a group of runs.
 
     Attributes:
         name: the name of the group.
-        runs: the complete runs of the group.
+        runs: the names of the complete runs of the group.
         seeds: the seed of each run.
-        values: the final metric of each run.
+        values: the final value of the metric for each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same statistics of the final loss in nats per token; None if this loss is not comparable.
-        seconds, tokens_per_second: means over the runs; None if a log lacks this value.
+        nats: the number, mean and sample standard deviation of the final losses in nats per token; None if the losses
+            of the compared runs are not comparable.
+        seconds: the mean training time of the runs.
+        tokens_per_second: the mean throughput of the runs; None if no log has a throughput.
     """
 
     name: str
@@ -48,16 +52,18 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """The comparison of two groups.
+    """The comparison of two groups of runs.
 
     Attributes:
         first, second: the names of the groups.
-        test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
+        test: Welch's t-test of the metric; None if a group has a single run, or if the runs of each group have equal
+            values.
         reason: why `test` is None.
-        nats: Welch's test of the final loss in nats per token.
-        improves_by_threshold: the one-sided p-value of the null hypothesis that the second group is better by at
-            most THRESHOLD nats. None without a test in nats.
-        spec: the differences of the specs, except the seed. Maps a path to its values in the first and second spec.
+        nats: Welch's t-test of the final loss in nats per token; None if there is no test.
+        improves_by_threshold: the one-sided p-value for the null hypothesis that the loss of the second group is lower
+            by at most THRESHOLD nats. None if `nats` is None.
+        spec: the differences between the specs of the groups, except the seed. Maps the path of a field to its values
+            in the first and the second spec.
     """
 
     first: str
@@ -71,7 +77,7 @@ class PairResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups of runs. `notes` state which results are omitted or not comparable."""
+    """The comparison of groups of runs. `notes` has sentences about results that are omitted or not comparable."""
 
     metric: Metric
     groups: tuple[GroupResult, ...]
@@ -91,7 +97,7 @@ class Comparison:
 
 
 def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
-    """Compares groups of runs.
+    """Compares groups of runs by their logs and recorded evaluations.
 
     Args:
         groups: the groups.
@@ -202,7 +208,7 @@ def _scored_bytes(member: Member) -> int:
 
 
 def _doubts(group: Group) -> Iterator[str]:
-    """Yields the reasons why runs of a group are not independent samples of one distribution."""
+    """Yields each reason why the runs of a group are not independent samples of one distribution, as a sentence."""
     first = group.first
     for member in group.members[1:]:
         if member.kind != first.kind:

@@ -1,4 +1,4 @@
-"""The recorded results of `specc eval` for groups of runs, by task and model."""
+"""Collects the results that `specc eval` recorded for groups of runs, by task and model."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from specc.runtime.tables import aligned
 
 @dataclass(frozen=True, slots=True)
 class MeasureResult:
-    """One measure for a group of runs.
+    """The values of one measure, such as accuracy, for a group of runs.
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the standard error over examples, as a root mean square over the runs; None if a result states no
+        error: the root mean square, over the runs, of the standard error over examples; None if a result has no
             standard error.
     """
 
@@ -25,22 +25,22 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs. For a single run, the standard error over the examples; None if
-        unknown.
+        """The standard deviation over the runs. For a single run, this is the standard error over the examples, or None
+        if the standard error is unknown.
         """
         return self.summary.std if self.summary.n > 1 else self.error
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The results of one evaluation.
+    """The results of one evaluation for all groups.
 
     Attributes:
-        file: the name of the file or data.
+        file: the name of the file or of the data on which the models were evaluated.
         task: the kind of the task, with its settings.
         sha256: the digest of the examples, or of the data and settings.
-        model: `run` for the trained weights, `quantized` for the quantized weights.
-        groups: maps the name of each group with a result to its measures, which are keyed by name.
+        model: `run` if the trained weights were evaluated, `quantized` if the quantized weights were evaluated.
+        groups: the measures of each group that has a result, by group name and measure name.
     """
 
     file: str
@@ -64,12 +64,13 @@ Key = tuple[str, str, str, str]
 def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
     """Collects the recorded evaluations of groups of runs.
 
-    Two results belong to the same evaluation if file, task, digest and model are equal. A result is omitted if it is
-    not from the last step of its run.
+    Two results belong to the same evaluation if they have the same file, task, digest and model. A result is omitted if
+    the evaluated weights are not from the last step of the run.
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: receives messages about omitted results, and about evaluations that some runs lack.
+        notes: the function appends messages about omitted results, and about evaluations for which some runs have no
+            result.
 
     Returns:
         The evaluations, sorted by file, task and model.

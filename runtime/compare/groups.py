@@ -1,4 +1,4 @@
-"""Groups of runs for a comparison. Runs of a group differ only in the seed."""
+"""Groups runs for a comparison. By default, the runs of a group differ only in the seed."""
 
 import glob
 import hashlib
@@ -23,7 +23,7 @@ NUMBER = re.compile(
 
 
 class CompareError(RuntimeFailure):
-    """Raised if runs cannot be compared, or if an argument of the command names no runs."""
+    """Raised if runs cannot be compared, or if an argument of `specc compare` names no runs."""
 
     code = "U017"
     exit_code = 2
@@ -31,7 +31,7 @@ class CompareError(RuntimeFailure):
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a comparison."""
+    """A run in a group of a comparison."""
 
     run: Run
 
@@ -53,7 +53,9 @@ class Member:
 
     @cached_property
     def kind(self) -> str:
-        """A digest of the spec without the seed, and of the target and the data."""
+        """A digest of the spec without the seed, the target, and the data. Runs with equal digests differ at most in
+        the seed.
+        """
         spec = self.run.spec
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
         digests = self.run.data_digests
@@ -63,7 +65,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose values are samples of one distribution. `named` is True if the user chose the name."""
+    """A group of runs, whose results are treated as samples of one distribution. `named` is True if the user chose the
+    name of the group.
+    """
 
     name: str
     members: tuple[Member, ...]
@@ -75,11 +79,11 @@ class Group:
 
 
 def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
-    """Returns the groups for the arguments of `specc compare`.
+    """Returns the groups of runs that the arguments of `specc compare` name.
 
-    An argument is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these, separated
-    by commas. All runs of an argument `NAME=...` are one group with this name. Other runs are one group if they differ
-    only in the seed.
+    An argument is a list of entries, separated by commas. An entry is a run directory, the folder of a sweep, or a
+    pattern such as `runs/a-*`. An argument may have the form `NAME=LIST`: all its runs then form one group NAME. All
+    other runs are in the same group if they differ only in the seed.
 
     Raises:
         CompareError: if an argument names no runs, a name is used twice, or a run is named twice.

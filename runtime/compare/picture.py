@@ -1,4 +1,6 @@
-"""The picture of a comparison: loss over tokens and over seconds, recorded evaluations, and calibration."""
+"""Draws the picture of a comparison: plots of the loss over tokens and over seconds, of recorded evaluations, and of
+calibration.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -27,12 +29,12 @@ def comparison_picture(
     calibrations: Mapping[str, Sequence["Calibration"]],
     evaluations: Sequence[EvaluationResult] = (),
 ) -> bytes:
-    """Draws the curves of groups of runs.
+    """Draws the loss curves, the evaluations and the calibration of groups of runs.
 
     Args:
         groups: the groups, without incomplete runs.
         calibrations: the calibration of each run, by group. If empty, the picture has no reliability diagram.
-        evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
+        evaluations: the recorded evaluations of the groups. Only the first `EVALUATIONS` of them are drawn.
 
     Returns:
         A PNG with plots of the loss over tokens and over seconds, of evaluations if there are any, and a reliability
@@ -128,7 +130,9 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 
 def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
-    """Replaces `place` by one plot per evaluation. A plot shows the first measure, with one row per group."""
+    """Replaces the axes `place` by one plot per evaluation. A plot shows the first measure of the evaluation, with one
+    row per group in `groups`.
+    """
     whole, figure = place.get_subplotspec(), place.figure
     assert whole is not None
     rows = whole.subgridspec(len(evaluations), 1)

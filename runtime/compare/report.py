@@ -1,4 +1,4 @@
-"""A comparison as text."""
+"""Formats a comparison as text."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from specc.runtime.tables import aligned
 
 
 def report(comparison: Comparison) -> list[str]:
-    """Returns the lines of a comparison: tables of groups, pairs and recorded evaluations, and notes."""
+    """Returns a comparison as lines of text: tables of the groups, the pairs and the recorded evaluations, and the
+    notes.
+    """
     metric = comparison.metric
     rows = [["group", "n", f"mean {metric.label}", "std", "nats/token", "seconds", "tokens/s", "seeds"]]
     for group in comparison.groups:
@@ -81,6 +83,6 @@ def probability(p: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value of a spec on one short line."""
+    """Returns a value of a spec as one line of at most 60 characters. Longer text is cut."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""Welch's t-test: do the means of two groups of runs differ by more than chance?
+"""Welch's t-test of whether the means of two groups of runs differ by more than chance.
 
-The tail of Student's t distribution is a regularized incomplete beta function. This function is computed by a continued
-fraction.
+The tail probability of Student's t distribution is a value of the regularized incomplete beta function, which is
+computed by a continued fraction.
 """
 
 import math
@@ -15,7 +15,9 @@ _TERMS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The number, the mean and the sample standard deviation of values (divisor n - 1; 0 for one value)."""
+    """The number, the mean and the sample standard deviation of values. The divisor of the variance is n - 1. The
+    standard deviation of a single value is 0.
+    """
 
     n: int
     mean: float
@@ -48,8 +50,8 @@ class Welch:
     high: float
 
     def p_below(self, limit: float) -> float:
-        """Returns the one-sided p-value: the probability of a difference of at most `difference`, if the true
-        difference is `limit`.
+        """Returns a one-sided p-value: the probability that two groups whose true difference is `limit` show a
+        difference of at most the attribute `difference`.
         """
         t = (self.difference - limit) / self.error
         tail = t_two_sided(t, self.df) / 2
@@ -57,10 +59,10 @@ class Welch:
 
 
 def welch(first: Summary, second: Summary) -> Welch | None:
-    """Compares two groups by Welch's t-test.
+    """Tests by Welch's t-test whether two groups, given by their summaries, have different means.
 
     Returns:
-        The result. None if a group has fewer than two values, or if the standard error is zero.
+        The result of the test. None if a group has fewer than two values, or if the standard error is zero.
     """
     if min(first.n, second.n) < 2:
         return None
@@ -86,7 +88,7 @@ def t_two_sided(t: float, df: float) -> float:
 
 
 def t_quantile(p: float, df: float) -> float:
-    """Returns the t >= 0 whose two-sided probability is `p`, 0 < p <= 1."""
+    """Returns the number t >= 0 for which `t_two_sided(t, df)` is `p`, with 0 < p <= 1."""
     high = 1.0
     while t_two_sided(high, df) > p and high < 1e300:
         high *= 2
@@ -102,14 +104,14 @@ def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
 def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     """Returns the regularized incomplete beta function I_x(a, b), 0 <= x <= 1, where y = 1 - x.
 
-    Both x and y are arguments, because 1 - x would lose all precision for x close to 1.
+    The caller passes both x and y, because computing 1 - x would lose all precision for x close to 1.
 
     Args:
-        a, b: the positive parameters.
-        x, y: the limit of the integral, and 1 - x.
+        a, b: the parameters of the function, both positive.
+        x, y: x is the upper limit of the integral, and y is 1 - x.
 
     Returns:
-        The value, 0 to 1.
+        The value of the function, 0 to 1.
 
     Raises:
         ArithmeticError: the continued fraction does not converge.
@@ -125,7 +127,7 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """Returns the logarithm of the beta function.
+    """Returns the logarithm of the beta function B(a, b).
 
     For large arguments, Stirling's series replaces the difference of two large logarithms of the gamma function.
     """
@@ -138,18 +140,20 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _stirling(z: float) -> float:
-    """Returns the remainder of Stirling's formula for the logarithm of the gamma function, z >= 10."""
+    """Returns the remainder of Stirling's formula for the logarithm of the gamma function at z. z must be at least 10."""
     w = 1 / (z * z)
     return (1 / 12 - w * (1 / 360 - w * (1 / 1260 - w * (1 / 1680 - w * (1 / 1188 - w * 691 / 360360))))) / z
 
 
 def _log(x: float, y: float) -> float:
-    """Returns log(x), where y = 1 - x, with full precision near 1."""
+    """Returns log(x) with full precision, also for x near 1. y is 1 - x."""
     return math.log1p(-y) if y < 0.5 else math.log(x)
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Returns the continued fraction of I_x(a, b) by the modified Lentz method (Thompson and Barnett, 1986)."""
+    """Returns the value of the continued fraction of I_x(a, b), computed by the modified Lentz method (Thompson and
+    Barnett, 1986).
+    """
     c, d = 1.0, 1 / _away(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, _TERMS):
