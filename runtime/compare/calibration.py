@@ -70,7 +70,7 @@ class Calibration:
 
 
 class Tally:
-    """Counts the predictions of a model and their correct ones, in bins by the probability of the most probable token."""
+    """Counts predictions, and correct predictions, in bins by the probability of the most probable token."""
 
     def __init__(self) -> None:
         # For each bin: the number of targets, the sum of probabilities, and the number of correct predictions

@@ -140,7 +140,7 @@ def _log_beta(a: float, b: float) -> float:
 
 
 def _stirling(z: float) -> float:
-    """Returns the remainder of Stirling's formula for the logarithm of the gamma function at z. z must be at least 10."""
+    """Returns the remainder of Stirling's formula for the logarithm of the gamma function at z, for z >= 10."""
     w = 1 / (z * z)
     return (1 / 12 - w * (1 / 360 - w * (1 / 1260 - w * (1 / 1680 - w * (1 / 1188 - w * 691 / 360360))))) / z
 

@@ -1,1 +1,1 @@
-"""Training and evaluation data: documents, tokenizers, token shards, windows of tokens, and pairs of lines."""
+"""Reads training and evaluation data: documents, tokenizers, token shards, windows of tokens, and pairs of lines."""

@@ -1,4 +1,4 @@
-"""The base class of loaders. A loader computes items in a background thread before they are requested."""
+"""The base class of data loaders, which compute items in a background thread before the caller requests them."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,20 +15,20 @@ Item = TypeVar("Item")
 def saved_position(
     state: Mapping[str, int], identity: Mapping[str, int], places: Sequence[str], hint: str
 ) -> list[int]:
-    """Checks the saved state of a loader, and returns its position in the data.
+    """Checks the state of a loader from a checkpoint, and returns the position in the data.
 
     Args:
         state: the saved state.
-        identity: the entries that determine the order of the data. The state must contain these entries with equal
-            values.
-        places: the names of the entries that make up the position.
-        hint: the hint of the error that is raised if `identity` differs.
+        identity: the names and values that determine the order of the data in this run. `state` must contain the same
+            names with equal values.
+        places: the names of the entries of `state` that are the position.
+        hint: the hint of the error that is raised if `state` does not match `identity`.
 
     Returns:
-        The values of `places`, in their order. Each value is at least 0.
+        The entries of `state` that `places` names, in the order of `places`. Each value is at least 0.
 
     Raises:
-        DataError: the state belongs to other data, or is incomplete.
+        DataError: the state does not match `identity`, or is incomplete.
     """
     differs = [name for name, value in identity.items() if state.get(name) != value]
     if differs:
@@ -42,11 +42,11 @@ def saved_position(
 
 
 class BackgroundReader(ABC, Generic[Item]):
-    """Computes items in a background thread before they are requested. Not thread-safe. Close a reader after use, or
-    use it as a context manager.
+    """Computes items in a background thread before the caller requests them. A reader is not thread-safe. Close it
+    after use, or use it as a context manager.
 
     Args:
-        ahead: the maximum number of items that are computed before they are requested.
+        ahead: the maximum number of items that are computed before the caller requests them.
     """
 
     def __init__(self, ahead: int) -> None:
@@ -55,14 +55,14 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
-        """Returns an iterator that starts at the current position.
+        """Returns an iterator over the items from the current position on.
 
-        The iterator must not reference `self`. Otherwise, the background thread would keep this object alive.
+        The iterator must not reference `self`. Otherwise, the background thread would keep the reader alive.
         """
 
     def take(self) -> Item:
-        """Returns the next item. Raises the error of a failed computation. The next call then computes the same item
-        again.
+        """Returns the next item. If the computation of an item fails, raises its error, and the next call computes the
+        item again.
         """
         if self._pool is None:
             self._pool, self._items = ThreadPoolExecutor(1, "specc-loader"), self.items()
@@ -76,11 +76,13 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @property
     def ready(self) -> bool:
-        """Whether `take` returns an item without waiting."""
+        """Whether the next call of `take` returns an item without waiting."""
         return bool(self._coming) and self._coming[0].done() and self._coming[0].exception() is None
 
     def close(self) -> None:
-        """Stops the background thread. The position is unchanged, and `take` starts the thread again."""
+        """Stops the background thread. The position in the data is unchanged, and a later call of `take` starts a new
+        thread.
+        """
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._coming.clear()

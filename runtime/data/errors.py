@@ -4,10 +4,10 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class DataError(RuntimeFailure):
-    """Raised if a source, tokenizer or stream cannot be used as requested (exit code 2).
+    """Raised if a text source, a tokenizer or a token stream cannot be used as requested (exit code 2).
 
     Attributes:
-        message: the problem and its location (file and line, if any).
+        message: the problem, and the file and line of the problem if they are known.
         hint: a suggested remedy; empty if there is none.
     """
 
@@ -16,7 +16,7 @@ class DataError(RuntimeFailure):
 
 
 class DataIntegrityError(DataError):
-    """Raised if a file on disk is truncated or damaged, or changed while it was in use (exit code 5)."""
+    """Raised if a file is truncated, damaged, or was changed while it was in use (exit code 5)."""
 
     code = "I002"
     exit_code = 5

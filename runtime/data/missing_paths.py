@@ -1,4 +1,4 @@
-"""Errors for paths that do not exist, with suggestions of similar paths."""
+"""Builds errors for paths that do not exist, with suggestions of similar paths."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,7 +12,8 @@ SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `std
 def nearest_paths(path: Path) -> str:
     """Returns a hint for a missing path, such as `did you mean runs/text.txt?`.
 
-    If the parent folder is missing, the hint names that folder. If no similar path exists, the hint is empty.
+    If the parent folder is also missing, the hint names the parent folder. If no similar path exists, the hint is
+    empty.
     """
     parent = path.parent
     if not parent.is_dir():
@@ -30,6 +31,6 @@ def nearest_paths(path: Path) -> str:
 
 
 def missing_source(path: Path) -> DataError:
-    """Returns the error for a text source that does not exist."""
+    """Returns the error to raise for a text source that does not exist."""
     near = nearest_paths(path)
     return DataError(f"{path}: no such file or folder", f"{near} {SOURCES}" if near else SOURCES)

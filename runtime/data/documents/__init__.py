@@ -1,1 +1,1 @@
-"""Reading of documents from text sources."""
+"""Reads documents from text sources."""

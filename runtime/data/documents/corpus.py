@@ -1,4 +1,6 @@
-"""Documents of a text source: files, folders of files, or the source code of the Python standard library."""
+"""Finds and reads the documents of a text source: a file, a folder of files, or the source code of the Python standard
+library.
+"""
 
 import hashlib
 import json
@@ -29,9 +31,11 @@ class Corpus:
         source: the source as the user stated it.
         split: "train" or "val".
         files: pairs (label, path), in order. A label is a path relative to the source.
-        in_val: returns whether a document, given as bytes, is in val. None if each file belongs to one split.
-        bounds: the boundaries between documents; None for the default of each file format.
-        left_out: the labels of files in no split. Files are left out if other files are named train and val.
+        in_val: a function that returns whether a document, given as bytes, is in the val split. None if all documents
+            of a file belong to the same split.
+        bounds: how a file is divided into documents. None selects the default of each file format.
+        left_out: the labels of the files that are in no split. If files are named train and val, all other files are
+            left out.
     """
 
     source: str
@@ -48,10 +52,10 @@ class Corpus:
             raise DataError(f"{self.source} has no files for the {split} split", hint)
 
     def documents(self) -> Iterator[bytes]:
-        """Yields the split's non-empty documents in order.
+        """Yields the non-empty documents of the split in order.
 
-        Raises DataError if a file cannot be read or there are no documents, and DataIntegrityError if a compressed file
-        is damaged.
+        Raises DataError if a file cannot be read or if the split has no documents, and DataIntegrityError if a
+        compressed file is damaged.
         """
         empty = True
         for _, path in self.files:
@@ -67,7 +71,7 @@ class Corpus:
     def listing(self) -> list[list[str | int]]:
         """Returns the label, path, size and modification time (in ns) of each file.
 
-        Two equal listings mean equal documents. Raises DataError if a file cannot be accessed.
+        If two listings are equal, the documents are equal. Raises DataError if a file cannot be accessed.
         """
         rows: list[list[str | int]] = []
         for label, path in self.files:
@@ -83,28 +87,29 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
     """Yields the documents of one split of a source, as bytes.
 
     Sources:
-        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. About 1
-            file in 10 is in val, selected by the SHA-256 of the path within the library.
+        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. The SHA-256
+            of the path within the library selects about 1 file in 10 for val.
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document in
-            its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet and
-            .arrow (one row per document, in the column "text").
-        a folder: all such files in it, recursively, in the order of their relative paths. In a folder that Hugging Face
-            `datasets` saved, only the files that its state.json lists.
+            its string "text"), .md or .py (one document). A file of these formats may be compressed as .xz, .gz or
+            .zst. A .parquet or .arrow file has one document per row, in the column "text".
+        a folder: all files of the formats above in the folder and its subfolders, in the order of their relative paths.
+            If Hugging Face `datasets` saved the folder, only the files that its state.json lists are read.
 
     A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation. If
-    there are such files, train consists of the files whose names start with train. If there are no such train files,
-    train consists of all other files. If no file is in val by its name, about 1 document in 10 is in val, selected by
-    the SHA-256 of the document.
+    a file is in val by its name, train consists of the files whose names start with train, or of all other files if no
+    name starts with train. If no file is in val by its name, the SHA-256 of a document selects about 1 document in 10
+    for val.
 
     Raises:
-        DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.
+        DataError: the source does not exist, a line is invalid, or the split has no documents. The message names the
+            file and the line.
         DataIntegrityError: a compressed file is damaged.
     """
     return find_corpus(source, split).documents()
 
 
 def find_corpus(source: str | Path, split: Split) -> Corpus:
-    """Returns the files that `documents` reads. Raises DataError if there are none."""
+    """Returns the files of a split that `documents` reads. Raises DataError if the split has no files."""
     if split not in ("train", "val"):
         raise DataError(f"unknown split {split!r}", "use train or val")
     corpus = split_corpus([source])[split]
@@ -118,14 +123,14 @@ def split_corpus(
     share: float | None = None,
     bounds: Bounds | None = None,
 ) -> dict[Split, Corpus]:
-    """Determines both splits of several sources. A split may have no files.
+    """Divides the files of several sources into the splits train and val. A split may have no files.
 
     Args:
         sources: paths of files or folders, or `stdlib`.
-        validation: sources of the val split. If empty, val is a part of `sources`.
-        share: the fraction of documents in val, selected by the SHA-256 of the document. None selects the rules of
+        validation: the sources of the val split. If empty, val is a part of `sources`.
+        share: the fraction of documents that the SHA-256 of a document selects for val. None applies the rules of
             `documents`.
-        bounds: the boundaries between documents; None for the default of each file format.
+        bounds: how a file is divided into documents. None selects the default of each file format.
 
     Returns:
         The files of each split.
@@ -184,7 +189,7 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether the SHA-256 of these bytes selects the val split. About 1 document in 10 is selected."""
+    """Returns whether the SHA-256 of `key` selects the val split. About 1 key in 10 is selected."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 

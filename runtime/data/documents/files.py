@@ -1,4 +1,4 @@
-"""Opens the files of documents, plain or compressed."""
+"""Opens document files, which may be compressed."""
 
 import gzip
 import io
@@ -20,8 +20,8 @@ READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 def open_file(path: Path) -> io.BufferedIOBase:
     """Opens a file that may be compressed.
 
-    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Reading from the result raises
-    OSError, or one of READ_ERRORS if the file is damaged.
+    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Later, reading from the returned
+    object raises one of READ_ERRORS if the file is damaged, or OSError if it cannot be read.
     """
     if path.suffix == ".xz":
         return lzma.open(path)
@@ -33,7 +33,7 @@ def open_file(path: Path) -> io.BufferedIOBase:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a file compressed with Zstandard. Reading a damaged file raises EOFError."""
+    """The decompressed content of a file in the format Zstandard. Reading from a damaged file raises EOFError."""
 
     def __init__(self, path: Path) -> None:
         require_pyarrow(path)
@@ -58,13 +58,15 @@ class _Zstd(io.RawIOBase):
 
 
 def require_pyarrow(path: Path) -> None:
-    """Raises EnvironmentFailure, with the path in the message, if pyarrow is not installed."""
+    """Raises EnvironmentFailure if pyarrow is not installed. The message says that the file `path` needs pyarrow."""
     if find_spec("pyarrow") is None:
         raise EnvironmentFailure(f"{path}: a {path.suffix} file needs pyarrow", "pip install 'specc[parquet]'")
 
 
 def bounded(document: bytes, where: str | Path) -> bytes:
-    """Returns the document. Raises DataError if the document has more than DOCUMENT_BYTES bytes."""
+    """Returns the document unchanged. Raises DataError, with the place `where`, if the document has more than
+    DOCUMENT_BYTES bytes.
+    """
     if len(document) > DOCUMENT_BYTES:
         hint = "split it, or change the boundaries between documents with `specc data pack --bounds`"
         raise DataError(f"{where}: a document has more than {DOCUMENT_BYTES:,} bytes", hint)

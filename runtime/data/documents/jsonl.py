@@ -1,4 +1,4 @@
-"""Records of a .jsonl file: one JSON object per line. A document is the string "text" of a record."""
+"""Reads .jsonl files, which have one JSON object per line. A document is the string "text" of an object."""
 
 import io
 import json

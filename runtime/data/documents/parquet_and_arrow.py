@@ -1,4 +1,4 @@
-"""Documents of .parquet and .arrow files: one per row, in the column "text". Needs pyarrow."""
+"""Reads .parquet and .arrow files, which have one document per row, in the column "text". Needs pyarrow."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ BATCH_ROWS = 256  # the number of rows in memory at once, in addition to the row
 
 
 def parquet_rows(path: Path) -> Iterator[bytes]:
-    """Yields the documents of a file, in the order of its rows.
+    """Yields the documents of a .parquet file, in the order of its rows.
 
     Raises:
         EnvironmentFailure: pyarrow is not installed.
@@ -33,7 +33,7 @@ def parquet_rows(path: Path) -> Iterator[bytes]:
 def arrow_rows(path: Path) -> Iterator[bytes]:
     """Yields the documents of an .arrow file that Hugging Face `datasets` saved, in the order of its rows.
 
-    The file is mapped into memory, and read batch by batch. Raises the same errors as `parquet_rows`.
+    The file is mapped into memory, and read batch by batch. Raises the errors that `parquet_rows` lists.
     """
     require_pyarrow(path)
     import pyarrow

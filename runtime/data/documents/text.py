@@ -1,4 +1,4 @@
-"""Documents of plain text. A file either has separator lines between documents, or is divided into blocks."""
+"""Reads documents from plain text. A file either has separator lines between documents, or is cut into blocks."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -32,13 +32,14 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
-    """Yields the documents between separator lines. A document ends with a line end, and contains no separator.
+    """Yields the documents between the separator lines of a text file. A document does not include the separator lines.
 
     Args:
         file: the open file.
         path: the path of the file, for messages and for a second pass over the file.
         ends: a function that returns whether a line is a separator.
-        may_run: whether to cut a large file without separators into blocks.
+        may_run: whether a large file without separators is running text, which is cut into blocks. Each block is then a
+            document.
 
     Raises:
         DataError: if a document has more than DOCUMENT_BYTES.

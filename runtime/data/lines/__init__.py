@@ -1,1 +1,1 @@
-"""Pairs of source and target lines: files, generated tasks, and loaders."""
+"""Pairs of source and target lines, from files and from tasks that generate lines, and their loaders."""

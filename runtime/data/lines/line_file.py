@@ -1,4 +1,4 @@
-"""Files of line pairs, with `source=target` on each line."""
+"""Reads files of line pairs, which have `source=target` on each line."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from specc.runtime.storage.data_digests import DataDigests
 
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """The lines of a file. About 1 line in 10 is held out for validation, selected by the SHA-256 of the line.
+    """The line pairs of a file. The SHA-256 of a line selects about 1 line in 10, which is held out for validation.
 
     Attributes:
         path: the file.
-        pairs: the lines as tokens.
-        sources, targets: both sides of the lines as text.
-        held_out: for each line, whether it is held out, bool [N].
+        pairs: the line pairs as tokens.
+        sources, targets: the left and the right sides of the lines, as text.
+        held_out: whether each line is held out, bool [N].
     """
 
     path: Path
@@ -34,10 +34,10 @@ class LineFile:
 
     @classmethod
     def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> "LineFile":
-        """Reads a file.
+        """Reads a file of line pairs, and encodes its lines.
 
-        Raises the same errors as `read_lines`. Raises LineError if a side of a line has `width` or more characters, or
-        a character that is not in the vocabulary.
+        Raises the errors that `read_lines` raises. Raises LineError if one side of a line has `width` or more
+        characters, or a character that is not in the vocabulary.
         """
         sources, targets = read_lines(path)
         try:
@@ -66,7 +66,8 @@ class LineFile:
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Returns both sides of every line `source=target` of a file. The file may be compressed (.xz, .gz).
+    """Returns the sources and the targets of all lines `source=target` of a file. The file may be compressed (.xz,
+    .gz).
 
     Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
     `=` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.

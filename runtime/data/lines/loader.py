@@ -1,8 +1,9 @@
-"""Batches of line pairs. Loading resumes exactly. The order does not depend on the number of ranks.
+"""Loads batches of line pairs. A resumed run gets the batches that the original run would have got. The order of
+samples does not depend on the number of ranks.
 
-All ranks derive the same global order of samples. A step uses the next `rows` samples and divides them into passes.
-Within a pass, rank r gets the samples at indices k with k % world == r. Every step therefore trains on the same
-samples for any number of ranks.
+All ranks derive the same global order of samples. A training step uses the next samples of this order, and divides them
+into passes (micro-batches). Rank r gets the samples of a pass whose index k in the pass satisfies k % world == r. A
+step with the same total number of samples therefore trains on the same samples for any number of ranks.
 """
 
 import hashlib
@@ -25,11 +26,12 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The samples of one step, over all ranks, in order.
+    """The samples of one training step on all ranks, in order.
 
     Attributes:
-        lengths: the number of tokens without padding, for the N sources and for the N targets, i64 [N] each.
-        rows: maps a slice of rows and a device to the sources and targets of these rows, i64 [n, width] each.
+        lengths: the number of tokens of each source and of each target, without padding, i64 [N] each.
+        rows: a function that maps a slice of the samples and a device to the sources and targets of the samples in the
+            slice, i64 [n, width] each.
     """
 
     lengths: tuple[Ints, Ints]
@@ -47,10 +49,11 @@ class Samples(Protocol):
 
 
 class FixedSet:
-    """Repeats a set of N pairs endlessly. Each epoch has a new order. Position k is sample k % N of epoch k // N.
+    """A sequence of samples that repeats a set of N pairs endlessly. Each epoch has a new order. Position k is sample k
+    % N of epoch k // N.
 
-    All tokens are stored on `device`. The order of an epoch is the argsort of SHAKE-256("specc pairs {seed} {epoch}")
-    as N little-endian u64. Raises DataError if there are no pairs.
+    All tokens are stored on `device`. The order of an epoch is the argsort of N little-endian u64, which are the output
+    of SHAKE-256("specc pairs {seed} {epoch}"). Raises DataError if there are no pairs.
     """
 
     def __init__(self, pairs: Pairs, seed: int, device: torch.device) -> None:
@@ -84,7 +87,7 @@ class FixedSet:
 
 
 class FreshSamples:
-    """Samples from the endless line stream of a task. Positions count the lines of this stream."""
+    """A sequence of samples from the endless line stream of a task. Positions count the lines of the stream."""
 
     def __init__(self, stream: LineStream, tokenizer: CharTokenizer, width: int) -> None:
         self._stream, self._tokenizer, self._width = stream, tokenizer, width
@@ -101,10 +104,10 @@ class FreshSamples:
 
 
 class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
-    """An endless loader of batches. A background thread prepares the next step.
+    """An endless loader of batches of line pairs. A background thread prepares the data of the next training step.
 
-    Not thread-safe. Close a loader after use, or use it as a context manager. Raises ValueError if a number is out of
-    range.
+    A loader is not thread-safe. Close it after use, or use it as a context manager. Raises ValueError if a number is
+    out of range.
 
     Args:
         samples: the sequence of samples.
@@ -134,11 +137,12 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return self._batch * self._passes * self._world
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the data of the next pass: source and target, i64 [batch, width], and the weight of the pass, f32 [].
+        """Returns the data of the next pass: the sources and the targets, i64 [batch, width] each, and the weight of
+        the pass, f32 [].
 
-        The loss of a step is the mean over all target tokens of the step, without padding. This loss equals the mean of
-        (mean loss of a pass) * (weight of the pass) over all passes of all ranks. The attributes `samples` and `tokens`
-        count the data of all complete steps on all ranks.
+        The loss of a step is the mean over all target tokens of the step, without padding. To compute this loss,
+        multiply the mean loss of each pass by the weight of the pass, and average the products over all passes of all
+        ranks. The attributes `samples` and `tokens` count the samples and tokens that all ranks have received.
         """
         if self._taken == self._passes:
             self._begin()
@@ -168,10 +172,10 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         return {**self._identity(), **place}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues with the step after the last complete step of `state`.
+        """Moves the loader to the position in `state`, which is after the last complete step.
 
         Raises:
-            DataError: the state belongs to other data, or is incomplete.
+            DataError: the state was saved by a loader of other data, or is incomplete.
         """
         hint = "resume with the data, vocabulary and seed of the run, or start a new run"
         values = saved_position(state, self._identity(), ("position", "samples", "tokens"), hint)

@@ -20,19 +20,21 @@ class TextPairs(Protocol):
     """N pairs of lines as text."""
 
     def sides(self) -> tuple[Codes, Codes]:
-        """Returns sources and targets as code points [N, W], with zeros after the end of each line."""
+        """Returns the sources and the targets as code points, [N, W] each, with zeros after the end of each line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """N pairs as tokens. `source` and `target` are u8 [N, width]: characters, a stop token, padding."""
+    """N line pairs as tokens. `source` and `target` are u8 [N, width]. Each row has the tokens of the characters, then
+    a stop token, then padding.
+    """
 
     source: Tokens
     target: Tokens
 
     @classmethod
     def of(cls, lines: TextPairs, tokenizer: CharTokenizer, width: int) -> "Pairs":
-        """Encodes `lines`.
+        """Encodes line pairs as tokens, in rows of `width` tokens.
 
         Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
         """
@@ -48,7 +50,7 @@ class Pairs:
     def within(self, tokens: int | None) -> "Pairs":
         """Returns the longest prefix of the pairs with at most `tokens` target tokens in total, including stop tokens.
 
-        At least one pair is returned. If `tokens` is None, all pairs are returned.
+        The result has at least one pair. If `tokens` is None, the result has all pairs.
         """
         if tokens is None:
             return self
@@ -63,7 +65,7 @@ class Pairs:
 
 
 def lengths(tokens: Tokens) -> Ints:
-    """Returns the number of tokens of each row without padding, i64 [N]."""
+    """Returns the number of tokens of each row of `tokens`, without padding, i64 [N]."""
     counts: Ints = (tokens != PAD).sum(axis=1, dtype=np.int64)
     return counts
 

@@ -1,11 +1,11 @@
-"""Lines of the polynomial-expansion task, such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`: sampling, printing and parsing.
+"""Samples, prints and parses lines of the polynomial-expansion task, such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`.
 
 A line consists of a product of two linear forms a*V + b and the expansion of this product. V is a variable, or the
-sine, cosine or tangent of a variable. The distribution and the format are the same as in a data set by Scale AI. The
-format is what sympy prints by default, without spaces.
+sine, cosine or tangent of a variable. The lines have the distribution and the format of a data set by Scale AI. The
+format is the output of sympy without spaces.
 
-Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output, as `draw` describes. A stream is therefore
-the same on every machine, and any line can be computed directly.
+Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output, as `draw` describes. A stream therefore has
+equal lines on every machine, and any line can be computed without the lines before it.
 """
 
 import hashlib
@@ -38,15 +38,15 @@ _OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """N lines as coefficients of the product outer * forms[0] * forms[1], in a canonical form.
+    """N lines, each stored in a canonical form as the coefficients of the product outer * forms[0] * forms[1].
 
     A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is V itself, stored as (1, 0). A
     line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in their stored order.
 
     Attributes:
-        variable: the index into VARIABLES, i64 [N].
-        function: the index into FUNCTIONS, i64 [N].
-        outer: the constant factor, i64 [N]; 1 if there are two binomials.
+        variable: the variable of each line, as an index into VARIABLES, i64 [N].
+        function: the function of each line, as an index into FUNCTIONS, i64 [N].
+        outer: the constant factor of each line, i64 [N]; 1 if the line has two binomials.
         forms: a and b of each form, i64 [N, 2, 2].
     """
 
@@ -57,14 +57,13 @@ class Lines:
 
     @classmethod
     def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> "Lines":
-        """Returns the lines in canonical form. The coefficients of monomials are moved into `outer`, and the binomials
-        are sorted.
+        """Returns lines in canonical form: moves the coefficients of monomials into `outer`, and sorts the binomials.
 
         Args:
             variable: the index of the variable of each line, i64 [N].
-            function: the index of the outer function of each line, i64 [N].
+            function: the index of the function of each line, i64 [N].
             outer: the factor before each product, i64 [N].
-            forms: the coefficients (a, b) of both factors a * v + b, i64 [N, 2, 2].
+            forms: the coefficients (a, b) of both factors a*V + b, i64 [N, 2, 2].
 
         Returns:
             N lines. Equal products give equal lines.
@@ -89,7 +88,7 @@ class Lines:
     @property
     def structures(self) -> Ints:
         """An integer for each line, i64 [N]. Two lines have the same integer if and only if their coefficients are
-        equal, whatever V is.
+        equal, even if their variables or functions differ.
         """
         key = self.outer + 81
         for i in range(2):
@@ -111,7 +110,7 @@ class Lines:
         return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def sides(self) -> tuple[Rows, Rows]:
-        """Returns left and right sides as ASCII bytes, u8 [N, LONGEST] each, zero-padded."""
+        """Returns the left and the right sides of the lines as ASCII bytes, u8 [N, LONGEST] each, padded with zeros."""
         return self.factors(), self.expansions()
 
     @property
@@ -134,11 +133,12 @@ def joined(parts: Sequence[Lines]) -> Lines:
 
 
 def draw(stream: str, seed: int, start: int, count: int) -> Lines:
-    """Samples lines [start, start + count) of a stream.
+    """Samples the lines with indices start .. start + count - 1 of a stream.
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
-    The word modulo the product of the radices below is a mixed-radix number. Its digits determine the line. The
-    distribution was measured on 400,000 lines of the Scale AI data set. The radices, lowest digit first:
+    The word modulo the product of the radices below is a mixed-radix number, whose digits determine line k. The radices
+    reproduce the distribution of 400,000 lines of the Scale AI data set. The radices and the meaning of their digits,
+    lowest digit first:
 
         16:      the letter, an index into "sincostanxyzhijk"; some letters occur more than once
         100:     0, 1, 2: V is the sin, cos or tan of the letter; other digits: V is the letter
@@ -147,8 +147,8 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
             -32 .. -1, 1 .. 31
 
     Args:
-        stream: name of the stream.
-        seed: the seed of the stream.
+        stream: the name of the stream.
+        seed: the seed of the stream, which selects its lines.
         start: the index of the first line.
         count: the number of lines.
 
@@ -184,7 +184,7 @@ def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uin
 
 
 class _Table:
-    """The decimal texts of the integers -1999 .. 1999 as byte columns."""
+    """A table of the decimal texts of the integers -1999 .. 1999, stored as columns of bytes."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         array = np.array([text.encode("ascii") for text in texts])
@@ -277,7 +277,7 @@ _PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
 
 
 def parse(factors: Iterable[str]) -> Lines:
-    """Parses left sides, such as `4*(3*sin(k)-17)*sin(k)`.
+    """Parses the left sides of lines, such as `4*(3*sin(k)-17)*sin(k)`.
 
     Raises DataError if a text is not a product of two linear forms, does not have the format of the task, or contains a
     number that `draw` never samples.

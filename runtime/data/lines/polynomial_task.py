@@ -21,11 +21,12 @@ MOST_DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A rule that selects held-out lines from a separate stream, in the order of sampling.
+    """A held-out split: a stream that is separate from the training stream, and a rule that selects lines from this
+    stream.
 
-    `apart` returns an integer for each line. A line is excluded if its integer also occurs in the training set, or if
-    the same line was selected before. If `apart` is None, all lines are selected, including repeats. The split then has
-    the distribution of the training set.
+    `apart` is a function that returns an integer for each line. A line is excluded if a training line has the same
+    integer, or if an earlier line of the split is equal. If `apart` is None, no line is excluded, and the split has the
+    distribution of the training set.
     """
 
     name: str
@@ -47,15 +48,15 @@ def training_set(seed: int, count: int) -> Lines:
 
 
 def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
-    """Returns the first `count` lines of a held-out split. A smaller count returns a prefix of the same lines.
+    """Returns the first `count` lines of a held-out split.
 
     Splits:
-        same-law: all sampled lines. About 35 % of these lines also occur in a training set of 800,000 lines.
-        duplicate-free: distinct lines that are not in `training`.
-        structure-disjoint: distinct lines. No line of `training` has the same coefficients, even with another variable.
+        same-law: all lines of a separate stream. About 35 % of them also occur in a training set of 800,000 lines.
+        duplicate-free: distinct lines that are not in `training`. structure-disjoint: distinct lines. No line of
+        `training` has the same coefficients, even with another variable.
 
     Args:
-        split: name of the split.
+        split: the name of the split.
         seed: the seed of the task.
         count: the number of lines, 1 to MOST_HELD_OUT.
         training: the training set.
@@ -64,7 +65,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
         The `count` lines of the split.
 
     Raises:
-        DataError: the split does not exist, the count is out of range, or too few lines are disjoint from `training`.
+        DataError: the split does not exist, `count` is out of range, or `training` has too many of the possible lines.
     """
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", f"use one of {', '.join(SPLITS)}")
@@ -93,12 +94,12 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
 
 class Fresh:
-    """The endless stream "train", without the lines that are reserved for the held-out splits.
+    """The endless stream of training lines, without the lines that are reserved for the held-out splits.
 
-    The first MOST_HELD_OUT lines of duplicate-free are reserved. Also reserved are all lines with the same coefficients
-    as one of the first MOST_HELD_OUT lines of structure-disjoint. The training set is the first `count` lines of the
-    stream. Both splits exclude the training set, so no line of the training set is reserved. About 1 in 10 of the later
-    lines is reserved. The remaining lines have the distribution of the stream.
+    The reserved lines are the first MOST_HELD_OUT lines of the split duplicate-free, and all lines with the
+    coefficients of one of the first MOST_HELD_OUT lines of the split structure-disjoint. The training set is the first
+    `count` lines of the stream. Both splits exclude the training set, so no line of the training set is reserved. About
+    1 in 10 of the later lines is reserved.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -130,7 +131,9 @@ class Fresh:
 
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
-    """Returns the shares of `lines` that also occur in `training`: equal lines, and lines with equal structure."""
+    """Returns the share of `lines` that equal a line of `training`, and the share of `lines` that have the coefficients
+    of a line of `training`.
+    """
     sides = ((lines.keys, training.keys), (lines.structures, training.structures))
     lines_in, structures_in = (float(_in(ours, np.unique(theirs)).mean()) for ours, theirs in sides)
     return Overlap(lines_in, structures_in, "coefficients")

@@ -1,4 +1,5 @@
-"""Tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training set.
+"""The interface of tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training
+set.
 
 A task is a subclass of `Task` in a module of this package. A spec selects a task by name, in `train.data.kind`.
 """
@@ -23,17 +24,17 @@ class LineSet(TextPairs, Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the lines."""
+        """The SHA-256 (hex) of the lines."""
 
 
 class LineStream(Protocol):
-    """An endless stream of training lines from position 0 on. Streams with equal `identity` have equal lines."""
+    """An endless stream of training lines. Streams with equal `identity` have equal lines."""
 
     @property
     def identity(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
-        """Returns the next `count` lines from `position`, and the position after these lines."""
+        """Returns `count` lines of the stream from `position` on, and the position after the returned lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class Overlap:
 
     Attributes:
         lines: the fraction of the lines that equal a training line, 0 to 1.
-        structures: the fraction of the lines with the structure of a training line, 0 to 1. The task defines the
-            structure.
-        structure: the name of the structure in messages, such as `coefficients`.
+        structures: the fraction of the lines whose structure equals the structure of a training line, 0 to 1. The task
+            defines the structure of a line.
+        structure: the word for the structure in messages, such as `coefficients`.
     """
 
     lines: float
@@ -63,7 +64,7 @@ class Task(ABC, Generic[Set]):
     """Generates one kind of line pairs. `settings` are the fields of `train.data` in the spec.
 
     Attributes:
-        name: the `kind` of `train.data`. `--data` also accepts this name.
+        name: the name of the task, which a spec gives as `train.data.kind`. The option `--data` also accepts the name.
         splits: the names of the held-out splits. The first split is used for validation during training, and has the
             distribution of the training lines.
     """
@@ -73,12 +74,12 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def __init__(self, settings: Any) -> None:
-        """Creates the task from the `train.data` of a spec."""
+        """Creates the task. `settings` is the field `train.data` of a spec."""
 
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set. If training draws fresh lines, their stream begins with this set."""
+        """The fixed training set. If training uses an endless stream of lines, the stream begins with this set."""
 
     @property
     @abstractmethod
@@ -87,17 +88,17 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def stream(self) -> LineStream:
-        """Returns an endless stream of training lines. The stream omits the lines of held-out splits."""
+        """Returns an endless stream of training lines, which omits the lines of the held-out splits."""
 
     @abstractmethod
     def first(self, count: int) -> Set:
-        """Returns the first `count` training lines, for any `count`."""
+        """Returns the first `count` training lines. `count` may exceed the size of the fixed training set."""
 
     @abstractmethod
     def held_out(self, split: str, count: int) -> Set:
         """Returns the first `count` lines of a held-out split.
 
-        Raises DataError if the task does not have the split, or cannot hold out that many lines.
+        Raises DataError if the task has no split of this name, or cannot hold out `count` lines.
         """
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Folders of token shards: packing, fetching, checking and caching."""
+"""Packs, downloads, checks and caches folders of token shards."""

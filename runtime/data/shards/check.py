@@ -1,4 +1,4 @@
-"""Checks a folder of token shards. The folder is read in pieces, and its content and all problems are reported."""
+"""Checks a folder of token shards. Reads all shards in pieces, and reports their content and all problems."""
 
 import hashlib
 from collections import Counter
@@ -24,7 +24,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem in a folder of shards. `damage` is True if a file is missing, damaged, or not as shards.json states."""
+    """A problem in a folder of shards. `where` is the file or the split, and `what` describes the problem. `damage` is
+    True if a file is missing, damaged, or different from the record in shards.json.
+    """
 
     where: str
     what: str
@@ -36,7 +38,7 @@ class Finding:
 
 @dataclass(slots=True)
 class SplitFacts:
-    """The content of a split.
+    """The content of one split of a folder of shards.
 
     Attributes:
         shards: the number of shards.
@@ -44,8 +46,8 @@ class SplitFacts:
         highest: the highest token id; -1 if there are no tokens.
         bos: the number of BOS tokens; None if the BOS id is unknown.
         longest: the length of the longest document in tokens, without BOS.
-        lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
-            BOS. Empty if documents are not separated by BOS.
+        lengths: a histogram of document lengths. Key k has the number of documents of 2**(k-1) .. 2**k - 1 tokens,
+            without BOS. Empty if BOS does not separate the documents.
         repeated: the number of documents that equal an earlier document of the split. This number is an estimate if
             there are more than `duplicates.MOST` documents.
     """
@@ -65,7 +67,7 @@ class SplitFacts:
 
 @dataclass(slots=True)
 class Checked:
-    """The result of a check. `vocab` and `bos` are None if unknown."""
+    """The result of a check. `vocab` is the number of token ids, and `bos` is the BOS id; each is None if unknown."""
 
     folder: Path
     vocab: int | None
@@ -78,7 +80,7 @@ class Checked:
         return 5 if any(finding.damage for finding in self.findings) else int(bool(self.findings))
 
     def report(self) -> Iterator[str]:
-        """Yields human-readable lines."""
+        """Yields the result as lines of text for people."""
         for split in reversed(SPLITS):
             content = self.splits[split]
             of = "" if self.vocab is None else f" of {self.vocab:,}"
@@ -105,21 +107,22 @@ class Checked:
 
 
 def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Checked:
-    """Checks a folder of shards by reading all of it once.
+    """Checks a folder of shards by reading every shard once.
 
-    The check finds invalid, missing, changed, misnamed and equal shards, tokens outside the vocabulary, empty splits, a
-    val split that does not start with BOS, and documents that occur twice.
+    The check finds shards that are invalid, missing, changed, wrongly named, or equal to another shard; tokens outside
+    the vocabulary; empty splits; a val split that does not start with BOS; and documents that occur twice.
 
     Args:
-        folder: the folder.
-        tokenizer: the tokenizer. The vocabulary and BOS of `tokenizer` apply if the folder has no record.
-        progress: is called with the number of bytes read, and the total.
+        folder: the folder of shards.
+        tokenizer: the tokenizer of the shards. If the folder has no shards.json, the vocabulary and the BOS id of this
+            tokenizer are used.
+        progress: is called with the number of bytes read so far, and the total number of bytes.
 
     Returns:
-        The facts and the problems.
+        The content of the folder, and the problems.
 
     Raises:
-        DataError: the folder does not exist or has no shards, or the record belongs to another tokenizer.
+        DataError: the folder does not exist or has no shards, or its shards.json names another tokenizer.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder", "name a folder of token shards")
@@ -263,9 +266,10 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields, for each piece, the pairs (length, digest) of the documents that end in the piece.
+    """Divides a stream of tokens, given in pieces, into documents. Yields, for each piece, the pairs (length, digest)
+    of the documents that end in the piece.
 
-    Tokens before the first BOS count as a document.
+    Tokens before the first BOS are treated as a document.
     """
     hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, False
     for tokens in pieces:

@@ -1,4 +1,4 @@
-"""Counts duplicate documents by their hashes, in bounded memory."""
+"""Counts duplicate documents by the hashes of the documents, in bounded memory."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST di
 class Hashes:
     """The set of the hashes of all documents in a split.
 
-    If there are more than MOST hashes, only hashes whose first `level` bits are 0 are stored. These hashes are a sample
-    of about `2**-level` of all hashes. A sample has either all copies of a document or none, so counts over the sample
-    can be scaled up.
+    If there are more than MOST hashes, the set stores only a sample: the hashes whose first `level` bits are 0, about
+    `2**-level` of all hashes. The sample has either all copies of a document or none, so counts over the sample can be
+    scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -32,17 +32,21 @@ class Hashes:
             self._count = len(self._parts[0])
 
     def at(self, level: int) -> npt.NDArray[np.uint64]:
-        """Returns the hashes whose first `level` bits are 0, u64 [N]. `level` must be at least `self.level`."""
+        """Returns the stored hashes whose first `level` bits are 0, u64 [N]. `level` must be at least `self.level`."""
         return _within(np.concatenate([np.zeros(0, np.uint64), *self._parts]), level)
 
     def repeated(self) -> int:
-        """Returns the number of documents that equal an earlier document; an estimate if `level` is not 0."""
+        """Returns the number of documents that equal an earlier document. The number is an estimate if `self.level` is
+        not 0.
+        """
         hashes = self.at(self.level)
         return (len(hashes) - len(np.unique(hashes))) << self.level
 
 
 def shared(some: Hashes, others: Hashes) -> tuple[int, bool]:
-    """Returns the number of documents of `some` that are also in `others`, and whether that number is exact."""
+    """Returns the number of documents of `some` that are also in `others`, and whether the number is exact instead of
+    an estimate.
+    """
     level = max(some.level, others.level)
     return int(np.isin(some.at(level), others.at(level)).sum()) << level, level == 0
 

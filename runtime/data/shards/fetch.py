@@ -28,7 +28,9 @@ from specc.runtime.storage.atomic import sync_folder
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """A data set on the hub: its repository, and the paths of its shards and its tokenizer in the repository."""
+    """A data set on the Hugging Face hub: its repository, the folder of its shards in the repository, and the path of
+    its tokenizer.
+    """
 
     repository: str
     folder: str
@@ -49,25 +51,26 @@ SETS: Mapping[str, HubSet] = {
 def fetch(
     name: str, out: Path, shards: int, say: Say, repository: str | None = None, revision: str | None = None
 ) -> ShardRecord:
-    """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
+    """Downloads the tokenizer, all val shards and the first `shards` train shards of a data set into the folder `out`.
 
-    Each file is checked against the size and digest that the hub states. Existing files are checked too, and are not
-    downloaded again. A second call therefore resumes an interrupted download, or adds shards. Shards of an earlier
-    complete download stay usable meanwhile. The record of the folder is written last.
+    The function checks that each file has the size and the digest that the hub states. It does not download a file
+    again that is already in `out` and passes this check. A second call therefore resumes an interrupted download, or
+    adds shards. The shards of an earlier complete download can be used during the second call. The function writes the
+    record of the folder, shards.json, last.
 
     Args:
         name: a key of SETS.
         out: the folder to write to.
         shards: the number of train shards.
         say: is called with a message for each file.
-        repository: a repository to use instead of the default; None selects the default.
-        revision: a branch, tag or commit; None selects the default branch.
+        repository: the repository to download from. None selects the repository of the data set in SETS.
+        revision: a branch, tag or commit of the repository. None selects the default branch.
 
     Returns:
         The record of the folder: the list of all files, with digests.
 
     Raises:
-        DataError: the repository has fewer shards or no tokenizer, or `out` contains other data.
+        DataError: the repository has fewer than `shards` train shards or no tokenizer, or `out` contains other data.
         DataIntegrityError: a downloaded file does not match the digest or size that the hub states.
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the folder
             cannot be written.

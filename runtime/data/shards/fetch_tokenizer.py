@@ -1,4 +1,4 @@
-"""Downloads the tokenizers that committed specs name, for `specc data fetch`."""
+"""Downloads the tokenizers that the specs in this repository name, for `specc data fetch`."""
 
 import json
 import shutil
@@ -24,12 +24,12 @@ def _ranks(path: Path) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HubTokenizer:
-    """A tokenizer on the hub.
+    """A tokenizer on the Hugging Face hub.
 
     Attributes:
-        repository, path: the repository, and the path of the file in it.
-        kind: the kind of the repository on the hub: a model or a data set.
-        content: maps the path of the downloaded file to the bytes of the tokenizer file.
+        repository, path: the repository, and the path of the tokenizer file in the repository.
+        kind: whether the repository is a model or a data set.
+        content: a function that maps the path of the downloaded file to the bytes of the tokenizer file.
     """
 
     repository: str
@@ -48,22 +48,22 @@ TOKENIZERS: Mapping[str, HubTokenizer] = {
 
 
 def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = None, revision: str | None = None) -> Path:
-    """Downloads a tokenizer to the file `name` in the folder `out`, and opens it once.
+    """Downloads a tokenizer to the file `name` in the folder `out`, and opens the tokenizer to check the file.
 
     Args:
         name: a key of TOKENIZERS.
         out: the folder to write to.
-        say: is called with a message for the file.
-        repository: a repository to use instead of the repository in TOKENIZERS; None selects that repository.
-        revision: a branch, tag or commit; None selects the default branch.
+        say: is called with a message about the file.
+        repository: the repository to download from. None selects the repository of the tokenizer in TOKENIZERS.
+        revision: a branch, tag or commit of the repository. None selects the default branch.
 
     Returns:
         The path of the file.
 
     Raises:
-        DataError: the file exists already, the repository does not have the tokenizer, or the download is not a
-            tokenizer of this kind.
-        DataIntegrityError: the download does not match the digest or size that the hub states.
+        DataError: the file exists already, the repository does not have the tokenizer, or the downloaded file is not a
+            valid tokenizer.
+        DataIntegrityError: the downloaded file does not match the digest or size that the hub states.
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the file
             cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Files on the Hugging Face hub: their sizes and digests, and verified downloads."""
+"""Lists files on the Hugging Face hub with their sizes and digests, and downloads and verifies them."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository at a commit."""
+    """A repository on the hub at a commit."""
 
     name: str
     kind: Kind
@@ -51,8 +51,9 @@ class RemoteFile:
         return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
 
     def fault(self, path: Path) -> str | None:
-        """Describes the difference between the file at `path` and the file on the hub. Returns None if the two files
-        are identical."""
+        """Compares the file at `path` with the file on the hub. Returns a description of the difference, or None if the
+        files are identical.
+        """
         size = path.stat().st_size
         if size != self.size:
             return f"{size:,} bytes, not {self.size:,}"
@@ -73,8 +74,8 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """A context manager that converts every exception to EnvironmentFailure. The hub's client raises exceptions of many
-    libraries.
+    """A context manager for requests to a repository, which converts every exception to EnvironmentFailure. The client
+    library of the hub raises exceptions of many libraries.
     """
     try:
         yield
@@ -92,14 +93,14 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     Args:
         repository: the repository, at a commit.
         file: the file, with the size and digest that the hub states.
-        folder: the folder to write to. The file keeps its path in the repository below this folder.
+        folder: the folder to write to. The path of the file relative to this folder is its path in the repository.
         say: is called with a message about the file.
 
     Returns:
         The path of the file below `folder`.
 
     Raises:
-        DataIntegrityError: the file does not match the size or digest.
+        DataIntegrityError: the downloaded file does not have the size or digest that the hub states.
         EnvironmentFailure: the download fails.
     """
     with requests(repository.name):

@@ -1,4 +1,4 @@
-"""Packs text into a folder of token shards. The folder appears only when it is complete."""
+"""Packs text into a folder of token shards. The folder gets its name only when it is complete."""
 
 import fcntl
 import hashlib
@@ -31,10 +31,13 @@ class PackOptions:
     """The text to pack, and the options of packing.
 
     Attributes:
-        sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
-        out: the folder to create. The folder must not exist, or must be empty. A link is followed.
-        tokenizer: a name for `open_tokenizer`, or the data of a spec. The tokenizer's file is copied into the folder.
-        name: the prefix of the shard names, such as `NAME_train_000000.bin`. Other trainers expect names of this form.
+        sources, validation, share, bounds: the arguments of `specc.runtime.data.documents.corpus.split_corpus`.
+        out: the folder to create. The folder must not exist, or must be empty. If `out` is a link, the folder is
+            created at its target.
+        tokenizer: a name for `open_tokenizer`, or the field `train.data` of a spec. The file of the tokenizer is copied
+            into the folder.
+        name: the prefix of the shard names, which have the form `NAME_train_000000.bin`. Other trainers expect names of
+            this form.
         marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
             scoring requires it.
         shard_tokens: the number of tokens in each shard, except the last shard of a split.
@@ -58,15 +61,16 @@ def pack(
 ) -> ShardRecord:
     """Creates a folder of token shards. The same input gives the same bytes.
 
-    If the tokenizer is not lossless, the byte count of each val token is written too. Bits per byte need these counts.
+    If the tokenizer is not lossless, the number of bytes of each val token is also written, because the computation of
+    bits per byte needs these numbers.
 
-    An interrupted call leaves the folder `.NAME.packing` next to the output. The next call with the same output empties
-    and uses this folder.
+    An interrupted call leaves a folder `.NAME.packing` next to the folder NAME to create. The next call for NAME
+    empties and uses the folder that was left.
 
     Args:
         options: the text to pack, and the options of packing.
         progress: is called with the split and the number of document bytes tokenized so far.
-        say: is called with a message if some files of the sources are in neither split.
+        say: is called with a message if a file of the sources is in neither split.
 
     Returns:
         The record of the folder.
@@ -139,7 +143,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """A context manager that yields an empty, locked folder. At the end, renames the folder to `out`.
+    """A context manager that yields an empty, locked folder, and renames it to `out` at the end.
 
     The folder is deleted if the `with` block fails. Raises DataError if `out` has content or another process packs into
     `out`, and EnvironmentFailure if the folder cannot be written.

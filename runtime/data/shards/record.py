@@ -25,7 +25,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class ShardEntry(StrictModel):
-    """A shard. `sha256` is the SHA-256 (hex) of the whole file."""
+    """A shard in the record. `tokens` is the number of tokens, and `sha256` is the SHA-256 (hex) of the whole file."""
 
     name: str
     tokens: Count
@@ -33,7 +33,9 @@ class ShardEntry(StrictModel):
 
 
 class SplitEntry(StrictModel):
-    """The shards of a split. `documents` and `document_bytes` are None if documents were not counted."""
+    """The shards of a split. `documents` is the number of documents, and `document_bytes` is their total size; both are
+    None if the documents were not counted.
+    """
 
     documents: Count | None
     document_bytes: Count | None
@@ -44,9 +46,10 @@ class ShardRecord(StrictModel):
     """The content of `shards.json`.
 
     Attributes:
-        format: the version of the record.
+        format: the version of the format of the record.
         source: a human-readable description of the source of the tokens.
-        tokenizer, tokenizer_digest, vocab, bos: name, digest, number of ids, and BOS id of the tokenizer.
+        tokenizer, tokenizer_digest, vocab, bos: the name, the digest, the number of ids, and the BOS id of the
+            tokenizer.
         marks: whether BOS precedes each document, or only the first document of a split.
         splits: the shards of each split.
     """
@@ -62,7 +65,7 @@ class ShardRecord(StrictModel):
 
     @classmethod
     def of(cls, source: str, tokenizer: Tokenizer, marks: Marks, splits: dict[Split, SplitEntry]) -> "ShardRecord":
-        """Returns the record of new shards.
+        """Returns a record for new shards.
 
         Args:
             source: the source of the text, as the user stated it.
@@ -98,8 +101,8 @@ class ShardRecord(StrictModel):
 
 
 def read_record(folder: Path) -> ShardRecord | None:
-    """Returns the record in a folder; None if there is none. Raises DataIntegrityError if the record is empty or
-    invalid.
+    """Returns the record in a folder, or None if the folder has no record. Raises DataIntegrityError if the record is
+    empty or invalid.
     """
     path = folder / RECORD
     try:
@@ -124,12 +127,14 @@ def parsed(text: bytes) -> ShardRecord:
 
 
 def begin_record(folder: Path) -> None:
-    """Marks the folder as incomplete."""
+    """Marks the folder as incomplete: writes an empty record."""
     replace_file(folder / RECORD, "")
     sync_folder(folder)
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
-    """Writes the record. All listed files must exist and be synced, because the record marks the folder as complete."""
+    """Writes the record, which marks the folder as complete. Call this function only after all listed files are written
+    and synced to disk.
+    """
     replace_file(folder / RECORD, record.model_dump_json(indent=1) + "\n")
     sync_folder(folder)

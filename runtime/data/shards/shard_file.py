@@ -1,9 +1,9 @@
 """Token shards: a header of 256 little-endian i32 (magic number, version, token count, zeros), then u16 or u32 tokens.
 
-The magic number and the version determine whether tokens have 16 or 32 bits. llm.c uses the same values.
+The magic number and the version determine whether tokens have 16 or 32 bits. Their values are those of llm.c.
 
 Shards are read with `pread` instead of a memory map. If a mapped file is truncated, an access ends the process with
-SIGBUS. A short `pread` is an ordinary error.
+SIGBUS. If `pread` returns too few bytes, an ordinary error is raised.
 """
 
 import os
@@ -47,7 +47,9 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with `tokens` tokens. This size is also the offset of the next token."""
+        """Returns the size in bytes of a file with `tokens` tokens. The result is also the offset in the file of the
+        token with the index `tokens`.
+        """
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:
@@ -62,7 +64,7 @@ FORMATS = {form.magic: form for form in (NARROW, WIDE)}
 
 
 def format_for(vocab: int) -> ShardFormat:
-    """Returns the format of new shards, given the number of ids of the tokenizer."""
+    """Returns the format in which new shards are written, for a tokenizer with `vocab` ids."""
     return NARROW if vocab <= NARROW.highest + 1 else WIDE
 
 
@@ -73,9 +75,9 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 
 
 class ShardWriter:
-    """Writes a shard. Use it as a context manager. If the `with` block ends without an error, the header is written and
-    the file is synced. Until then, the header is invalid. Write into a temporary folder, because this class does not
-    rename the file.
+    """Writes a shard. Use the writer as a context manager. If the `with` block ends without an error, the writer writes
+    the header and syncs the file. Until then, the header is invalid. Write into a temporary folder, because the writer
+    does not rename the file.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
@@ -115,7 +117,7 @@ class TokenShard:
     """An open shard. The constructor checks the header and the file size.
 
     Attributes:
-        path: the file.
+        path: the file of the shard.
         form: the file format.
         tokens: the number of tokens.
 
@@ -164,7 +166,7 @@ class TokenShard:
         return form, count
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count) as a new u16 or u32 array [count].
+        """Returns the tokens with indices start .. start + count - 1 as a new u16 or u32 array [count].
 
         Raises:
             IndexError: the range exceeds the shard.
@@ -205,10 +207,10 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     """Returns the shards of a split, sorted by path. Returns None if `source` does not name shards.
 
     A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The word
-    `train` or `val` (also valid, validation) in the file name of a shard names the split of the shard.
+    `train`, `val`, `valid` or `validation` in the file name of a shard names the split of the shard.
 
     Raises:
-        DataError: the named shards do not exist, or none of them belongs to the split.
+        DataError: the shards that `source` names do not exist, or none of them belongs to the split.
     """
     text = str(Path(source).expanduser())
     if os.path.isdir(text):
@@ -231,19 +233,21 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
 
 
 def holds_byte_counts(name: str) -> bool:
-    """Returns whether this is the name of a byte-count file. Such a file states the size of each token of a shard."""
+    """Returns whether `name` is the name of a byte-count file. A byte-count file has the size in bytes of each token of
+    a shard.
+    """
     return _BYTES_IN_NAME.search(name) is not None and _SPLIT_IN_NAME.search(name) is not None
 
 
 def byte_counts_of(shard: Path) -> Path:
-    """Returns the path for the byte counts of a shard: the size in bytes of each token. The file need not exist."""
+    """Returns the path of the byte-count file of a shard, which has the size in bytes of each token. The file need not
+    exist.
+    """
     named = _SPLIT_IN_NAME.sub(lambda match: f"{match[0]}_bytes", shard.name, count=1)
     return shard.with_name(named)
 
 
 def split_of(name: str) -> Split | None:
-    """Returns the split in the file name of a shard. None if the name has no split, or is the name of a byte-count
-    file.
-    """
+    """Returns the split that a file name states. None if it states no split, or is the name of a byte-count file."""
     match = _SPLIT_IN_NAME.search(name) if not holds_byte_counts(name) else None
     return None if match is None else "val" if match[1].lower() == "val" else "train"

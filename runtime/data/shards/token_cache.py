@@ -27,17 +27,17 @@ _RECORD = "stream.json"
 
 
 class CacheRecord(StrictModel):
-    """The record of a cache entry.
+    """The record of an entry of the token cache.
 
     Attributes:
-        format: the version of the cache.
-        source, split: the origin of the text, as in `open_cached`.
+        format: the version of the format of the cache.
+        source, split: the source of the text and its split, as `open_cached` takes them.
         tokenizer, tokenizer_digest, vocab: the name, the digest and the number of ids of the tokenizer.
         documents: the number of documents.
-        document_bytes: the total size of the documents.
+        document_bytes: the total size of the documents in bytes.
         tokens: the number of tokens.
         shards: the number of tokens in each shard.
-        sha256: SHA-256 (hex) of all tokens.
+        sha256: the SHA-256 (hex) of all tokens.
     """
 
     format: int
@@ -56,12 +56,13 @@ class CacheRecord(StrictModel):
 def open_cached(
     source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
-    """Opens the cached tokens of one split of a text source. Tokenizes the text if the cache has no such entry.
+    """Opens the cached tokens of one split of a text source. If the cache has no entry for them, tokenizes the text and
+    adds the entry.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`).
         split: "train" or "val".
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer of the tokens.
         cache: the folder of the cache.
 
     Returns:

@@ -21,13 +21,13 @@ BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The written shards of a split.
+    """The shards of a split that were written.
 
     Attributes:
         documents: the number of documents.
-        document_bytes: the total size of the documents.
+        document_bytes: the total size of the documents in bytes.
         shards: the number of tokens in each file, by file name.
-        sha256: SHA-256 (hex) of all tokens as little-endian u16 or u32, as stored.
+        sha256: the SHA-256 (hex) of all tokens, as the little-endian u16 or u32 that the shards store.
     """
 
     documents: int
@@ -46,17 +46,17 @@ def write_shards(
     progress: Callable[[int], None] | None = None,
     byte_counts: bool = False,
 ) -> Written:
-    """Writes the documents of a split as shards. A document may continue in the next shard.
+    """Tokenizes the documents of a split, and writes the tokens as shards. A document may continue in the next shard.
 
     Args:
-        corpus: the documents.
+        corpus: the files of the split.
         tokenizer: the tokenizer.
         folder: the folder to write to.
         name: a format string for file names, such as "{:06d}.bin". The argument of the format string is the index of
             the shard.
         shard_tokens: the number of tokens in every shard except the last.
         marks: whether BOS is written before each document, or only before the first.
-        byte_counts: whether to write a second file per shard, with the size in bytes of each token.
+        byte_counts: whether to also write a byte-count file for each shard, with the size in bytes of each token.
         progress: is called with the number of document bytes tokenized so far.
 
     Returns:

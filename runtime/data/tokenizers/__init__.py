@@ -1,1 +1,1 @@
-"""Tokenizers: bytes, SentencePiece, tiktoken, and single characters."""
+"""Tokenizers: bytes, SentencePiece, tiktoken, `tokenizer.json`, and single characters."""

@@ -9,7 +9,9 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Toke
 
 
 class ByteTokenizer(Tokenizer):
-    """A tokenizer whose ids 0..255 are the byte values, and whose id 256 is BOS. It is lossless for any bytes."""
+    """A tokenizer whose ids 0..255 are the byte values, and whose id 256 is BOS. The tokenizer is lossless for any
+    bytes.
+    """
 
     name = "bytes"
     vocab = 257

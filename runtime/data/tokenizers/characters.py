@@ -1,4 +1,4 @@
-"""The tokenizer for single characters. A spec lists its characters in `model.vocab: {chars: ...}`."""
+"""The tokenizer for single characters. A spec lists the characters in `model.vocab: {chars: ...}`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +26,11 @@ def lines_of(text: str) -> list[str]:
 class CharTokenizer:
     """A tokenizer with one token per character.
 
-    The ids 0, 1 and 2 are padding, start and stop. The characters of `chars` follow in order. A line is stored as its
-    tokens, then stop, then padding. Start is not stored, because it is only the first input of a decoder.
+    The ids 0, 1 and 2 are the padding, start and stop tokens. The ids from 3 on are the characters of `chars`, in
+    order. A line is stored as the tokens of its characters, then a stop token, then padding. The start token is not
+    stored, because it is only the first input of a decoder.
 
-    Raises DataError if a character occurs twice or is NUL, or if there are no characters or more than MOST.
+    Raises DataError if `chars` is empty, has more than MOST characters, has a character twice, or contains NUL.
     """
 
     pad, start, stop = PAD, START, STOP
@@ -47,7 +48,9 @@ class CharTokenizer:
         self._ids[self._codes] = np.arange(SPECIAL, self.vocab)
 
     def encode(self, text: str) -> Tokens:
-        """Returns tokens, u8 [len(text)], without stop. Raises LineError if a character is not in the vocabulary."""
+        """Returns the tokens of the characters, u8 [len(text)], without a stop token. Raises LineError if a character
+        is not in the vocabulary.
+        """
         return self.encode_rows([text], len(text) + 1)[0, :-1]
 
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
@@ -88,12 +91,13 @@ class CharTokenizer:
         return LineError(row, message, f"the vocabulary is {self.chars}")
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
-        """Returns the text before the first stop, without padding and start. Raises DataError if an id is out of
-        range."""
+        """Returns the text before the first stop token, without padding and start tokens. Raises DataError if an id is
+        out of range.
+        """
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """Returns the text of each row of `ids` [N, T] before the first stop, without padding and start."""
+        """Returns the text of each row of `ids` [N, T] up to the first stop token, without padding and start."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")

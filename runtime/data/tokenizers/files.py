@@ -1,4 +1,4 @@
-"""Functions that the readers of tokenizer files share."""
+"""Helper functions for the modules that read tokenizer files."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def missing_package(path: str | Path, package: str) -> EnvironmentFailure:
 
 
 def valid_text(name: str, text: bytes) -> str:
-    """Decodes a document. Raises DataError if it is not valid UTF-8."""
+    """Decodes a document. Raises DataError, with the name of the tokenizer, if the document is not valid UTF-8."""
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -26,7 +26,7 @@ def valid_text(name: str, text: bytes) -> str:
 
 
 def byte_offsets(text: str) -> npt.NDArray[np.int64]:
-    """Returns the offset in UTF-8 bytes of each character and of the end of the text, i64 [len(text) + 1]."""
+    """Returns the offsets of each character and of the end of the text, in bytes of UTF-8, i64 [len(text) + 1]."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     return np.concatenate([[0], np.cumsum(sizes)])
@@ -41,7 +41,7 @@ def read_file(path: Path) -> bytes:
 
 
 def id_dtype(vocab: int) -> type[np.uint16] | type[np.uint32]:
-    """Returns the smallest of uint16 and uint32 that holds all ids below `vocab`."""
+    """Returns uint16 if it can hold all ids below `vocab`, and uint32 otherwise."""
     return np.uint16 if vocab <= 1 << 16 else np.uint32
 
 

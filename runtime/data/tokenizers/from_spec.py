@@ -1,4 +1,6 @@
-"""Opens the tokenizer of a spec: a named tokenizer for text models, or single characters."""
+"""Opens the tokenizer of a spec: the named tokenizer of a text model, or the character tokenizer of a model that maps
+lines to lines.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +17,8 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
-    Raises DataError if the spec does not describe a text model, or if the tokenizer is not found or does not fit the
-    model.
+    `search` has the folders to search for the tokenizer file. Raises DataError if the spec does not describe a text
+    model, or if the tokenizer is not found or does not fit the vocabulary of the model.
     """
     data = spec.train.data
     if not isinstance(data, TextData):

@@ -29,7 +29,7 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
     """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file. `find_file` searches for the file.
 
     Args:
-        data: the name of the tokenizer, or `train.data` of a spec with the name and further settings.
+        data: the name of the tokenizer, or the field `train.data` of a spec, which has the name and further settings.
         search: folders to search for the file.
 
     Raises:
@@ -52,8 +52,8 @@ def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
 def find_file(name: str, search: Sequence[Path]) -> Path:
     """Returns the path of a tokenizer file. Raises DataError if the file is not found.
 
-    The folders in `search` are searched in order. In each, the path `name` is tried first, then its last component. The
-    current folder is searched last.
+    The function searches the folders in `search` in order, and then the current folder. In each folder, it first tries
+    the path `name`, and then the last component of `name`.
     """
     path = Path(name).expanduser()
     candidates = [*(Path(folder) / part for folder in search for part in (path, path.name)), path]

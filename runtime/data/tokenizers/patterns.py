@@ -1,4 +1,6 @@
-"""Pre-tokenizers for tiktoken rank files. Each is a regular expression that cuts a document into pieces for BPE."""
+"""The pre-tokenizers for tiktoken rank files. A pre-tokenizer is a regular expression that cuts a document into pieces
+for BPE.
+"""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    r"""A pre-tokenizer, and its treatment of white space.
+    r"""A pre-tokenizer, and the white-space characters that it treats specially.
 
     `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of the regex
     engine. `segments` therefore cuts the text at long runs first, where the pattern would cut the text anyway.

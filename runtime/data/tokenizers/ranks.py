@@ -1,4 +1,6 @@
-"""The ranks of a byte-level BPE: its tokens in the order of their merges. tiktoken and `tokenizers` both use ranks."""
+"""Converts between the ranks of a byte-level BPE and a `tokenizer.json`. The rank of a token is its index in the order
+of merges.
+"""
 
 import base64
 import json
@@ -14,9 +16,10 @@ Ranks = Sequence[bytes]  # the bytes of each token, by rank
 
 
 def ranks_of(content: Mapping[str, Any], path: Path) -> Ranks:
-    """Returns the ranks in the content of a byte-level `tokenizer.json`, without added tokens.
+    """Returns the ranks of the tokens in a byte-level `tokenizer.json`, without added tokens. `content` is the parsed
+    JSON of the file `path`.
 
-    Raises DataError if the content is not a byte-level BPE, or if its ids are not the ranks.
+    Raises DataError if the file is not a byte-level BPE, or if its token ids are not the ranks.
     """
     model, spelling = content.get("model") or {}, byte_spelling()
     added = {token["content"] for token in content.get("added_tokens") or ()}
@@ -36,7 +39,8 @@ def rank_file(ranks: Ranks) -> bytes:
 
 
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
-    """Returns the text of a `tokenizer.json` that produces the same ids as tiktoken.
+    """Returns the text of a `tokenizer.json` for ranks. The library `tokenizers` then returns the ids that tiktoken
+    returns for these ranks.
 
     tiktoken merges two tokens if their concatenation has a rank. The file therefore lists every such pair as a merge.
     tiktoken does not split a piece that is a token. The file therefore sets `ignore_merges`.
@@ -44,7 +48,7 @@ def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
     Args:
         ranks: the tokens by rank.
         pattern: the pre-tokenizer: a name in PATTERNS, or a regular expression of Oniguruma.
-        special: special tokens, whose ids follow the ranks.
+        special: the special tokens, whose ids follow the ranks.
     """
     characters = {value: char for char, value in byte_spelling().items()}
     words = ["".join(characters[value] for value in token) for token in ranks]

@@ -17,8 +17,9 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model` file.
 
-    The tokenizer is not lossless, because it normalizes text, and U+2581 decodes to a space. BOS precedes each
-    document, or EOS if the model has no BOS. Text must be valid UTF-8.
+    The tokenizer is not lossless, because it normalizes text, and because it decodes the character U+2581 to a space.
+    The BOS token of the model precedes each document, or the EOS token if the model has no BOS token. Text must be
+    valid UTF-8.
 
     Raises DataError if the file is not a valid model, and EnvironmentFailure if sentencepiece is not installed.
     """
@@ -61,11 +62,11 @@ class SentencePieceTokenizer(Tokenizer):
         return str(text).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:
-        """Returns the table of bytes per token. A space mark inside a piece counts as one byte.
+        """Returns the table of bytes per token. A space mark (U+2581) inside a piece counts as one byte.
 
         Raises:
-            DataError: the space mark U+2581 alone is not a piece. A space then becomes three byte pieces or an unknown
-                token, and byte counts would be wrong by about 20 %.
+            DataError: the model has no piece that consists of only the space mark. A space then becomes three byte
+                tokens or an unknown token, and byte counts would be wrong by about 20 %.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

@@ -26,18 +26,18 @@ _ESCAPED = re.compile("([\udc80-\udcff]+)")
 class TiktokenTokenizer(Tokenizer):
     """A tokenizer from a `.tiktoken` rank file. Each line has a token in base64, and its rank.
 
-    The tokenizer is lossless for any bytes. Special tokens in a document are treated as ordinary text. Each invalid
-    UTF-8 byte becomes one token.
+    The tokenizer is lossless for any bytes. It treats special tokens in a document as ordinary text. Each invalid UTF-8
+    byte becomes one token.
 
     Args:
-        path: the file.
-        pattern: a name in PATTERNS, or a regular expression whose matches are the pieces. The matches must cover any
-            text.
-        special: special tokens and their ids. By default, `<|endoftext|>` with the id after the last rank.
-        bos: the special token before each document; None selects the first.
+        path: the rank file.
+        pattern: the pre-tokenizer: a name in PATTERNS, or a regular expression whose matches are the pieces. The
+            matches must cover the whole text.
+        special: the special tokens and their ids. None selects `<|endoftext|>`, with the id after the last rank.
+        bos: the special token that precedes each document. None selects the first special token.
 
     Raises:
-        DataError: the file is invalid, the pattern is not a regular expression, or ids of special tokens collide.
+        DataError: the file is invalid, the pattern is not a valid regular expression, or two tokens have the same id.
         EnvironmentFailure: tiktoken is not installed.
     """
 

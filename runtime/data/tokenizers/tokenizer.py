@@ -17,13 +17,14 @@ TokenArray = npt.NDArray[np.integer[Any]]
 class PieceBytes:
     """The number of bytes that each token represents, as in OpenAI's parameter-golf challenge.
 
-    A token y after a token x counts `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary. The
-    space mark that a SentencePiece model inserts before a document therefore does not count.
+    A token y after a token x represents `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary.
+    The space mark that a SentencePiece model inserts before a document therefore represents no byte.
 
     Attributes:
-        base: the number of bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
-        leading_space: whether the piece starts with a space mark, bool [vocab].
-        boundary: whether the id is control, unknown or unused, bool [vocab].
+        base: the number of bytes of each token without a leading space mark, i64 [vocab]; 0 for control, unknown and
+            unused ids.
+        leading_space: whether each token starts with a space mark, bool [vocab].
+        boundary: whether each id is a control id, the unknown id or an unused id, bool [vocab].
     """
 
     base: npt.NDArray[np.int64]
@@ -31,8 +32,8 @@ class PieceBytes:
     boundary: npt.NDArray[np.bool_]
 
     def count(self, previous: TokenArray, targets: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the number of bytes of each element of `targets`, i64. `previous` has the token before each
-        target.
+        """Returns the number of bytes that each token in `targets` represents, i64. `previous` has the token before
+        each target.
         """
         space = self.leading_space[targets] & ~self.boundary[previous]
         counts: npt.NDArray[np.int64] = self.base[targets] + space
@@ -43,9 +44,9 @@ class Tokenizer(ABC):
     """A mapping between the bytes of a document and token ids.
 
     Attributes:
-        name: the name for `open_tokenizer`, without a folder.
+        name: the name that `open_tokenizer` accepts, without a folder.
         vocab: the number of ids, including special ids.
-        bos: the id written before each document; None if the tokenizer has none.
+        bos: the id that is written before each document; None if the tokenizer has no BOS token.
         lossless: whether `decode(encode(text)) == text` for every document that the tokenizer accepts.
     """
 
@@ -64,17 +65,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Encodes several documents. Uses all cores if the tokenizer supports this."""
+        """Encodes several documents. Uses all CPU cores if the tokenizer library supports this."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        """Returns the text of the ids, without control ids. Raises DataError if an id is out of range."""
+        """Returns the text of the ids, omitting control ids. Raises DataError if an id is out of range."""
 
     @abstractmethod
     def piece_bytes(self) -> PieceBytes:
-        """Returns the number of bytes per token. Raises DataError if a token does not always represent the same
-        bytes.
-        """
+        """Returns the table of bytes per token. Raises DataError if the bytes of a token depend on its context."""
 
     def byte_counts(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
         """Returns the number of bytes that each token of a document represents, i64 [len(ids)].
@@ -84,8 +83,8 @@ class Tokenizer(ABC):
             ids: the result of `encode`.
 
         Returns:
-            The counts. Their sum is `len(text)`. A byte that no token represents is counted with the next token, or
-            with the last token if there is no next token.
+            The numbers of bytes, whose sum is `len(text)`. A byte that no token represents is counted with the next
+            token, or with the last token if there is no next token.
         """
         counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
         if counts.size:
@@ -96,7 +95,7 @@ class Tokenizer(ABC):
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:
-        """Returns the SHA-256 (hex) of everything that determines the ids."""
+        """Returns the SHA-256 (hex) of everything that determines the ids of a text."""
         return self._digest
 
     def checked(self, ids: Sequence[int] | TokenArray) -> npt.NDArray[np.int64]:
@@ -108,7 +107,7 @@ class Tokenizer(ABC):
 
 
 def require_bos(tokenizer: Tokenizer) -> int:
-    """Returns the id that is written before each document. Raises DataError if the tokenizer has none."""
+    """Returns the BOS id, which is written before each document. Raises DataError if the tokenizer has no BOS token."""
     if tokenizer.bos is None:
         message = f"{tokenizer.name} has neither BOS nor EOS, so documents cannot be separated"
         raise DataError(message, "train the SentencePiece model with a bos_id")

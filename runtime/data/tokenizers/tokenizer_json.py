@@ -22,10 +22,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_spelling() -> Mapping[str, int]:
-    """Maps each character of a byte-level vocabulary to the byte that it represents, as in GPT-2.
+    """Returns a mapping from each character of a byte-level vocabulary to the byte that the character represents.
 
-    A byte that is a printable character in Latin-1 is represented by this character. The other bytes are represented by
-    the code points from 256 on, in order.
+    The mapping is that of GPT-2. A byte that is a printable character in Latin-1 is represented by this character. All
+    other bytes are represented by the code points from 256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
@@ -35,13 +35,13 @@ def byte_spelling() -> Mapping[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
 
-    The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. Special tokens in a
-    document are treated as ordinary text. Text must be valid UTF-8.
+    The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. It treats special tokens
+    in a document as ordinary text. Text must be valid UTF-8.
 
     Args:
-        path: the file.
-        bos: the token before each document. The default is the token that the post-processor inserts first, or else the
-            only special token, or else the first special token in SEPARATORS.
+        path: the `tokenizer.json` file.
+        bos: the token that precedes each document. None selects the first of these tokens that exists: the token that
+            the post-processor of the file inserts first, the only special token, the first special token in SEPARATORS.
 
     Attributes:
         inserted: the ids that the post-processor of the file adds to a text.
@@ -135,8 +135,8 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id; empty bytes for special and unused ids. None if decoding does more than concatenate
-    these bytes.
+    """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. Returns None if the
+    tokenizer does not decode by concatenating the bytes of the ids.
     """
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]

@@ -23,13 +23,14 @@ class TrainingText:
     """The options of training a tokenizer.
 
     Attributes:
-        sources, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`. Only the train split is read.
+        sources, bounds: the arguments of `specc.runtime.data.documents.corpus.split_corpus`. Only the train split is
+            read.
         out: the file to write. Its suffix selects the kind: `.json` or `.tiktoken` for a byte-level BPE, or `.model`
             for SentencePiece.
         vocab: the number of ids, including special tokens.
         pattern: the pre-tokenizer of a byte-level BPE: a name in PATTERNS, or a regular expression of Oniguruma.
         special: the special tokens of a byte-level BPE. Their ids follow the merged tokens.
-        most_bytes: the maximum number of bytes of documents to read.
+        most_bytes: the maximum total size of the documents to read, in bytes.
     """
 
     sources: tuple[str, ...]
@@ -42,15 +43,15 @@ class TrainingText:
 
 
 def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
-    """Trains a tokenizer and writes its file. The same text gives the same file.
+    """Trains a tokenizer on text, and writes the file of the tokenizer. Training is deterministic.
 
     Args:
         options: the text and the kind of the tokenizer.
         say: is called with the number of documents and bytes that were read.
 
     Raises:
-        DataError: a source cannot be read, the output file exists or has an unknown suffix, the size of the vocabulary
-            is not possible, or the pattern is not a regular expression.
+        DataError: a source cannot be read, the output file exists or has an unknown suffix, the text or the kind of
+            tokenizer does not allow a vocabulary of this size, or the pattern is not a valid regular expression.
         EnvironmentFailure: the package that trains the tokenizer is not installed, or the file cannot be written.
     """
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}

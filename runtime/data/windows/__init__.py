@@ -1,1 +1,1 @@
-"""Windows of token streams, for training and scoring."""
+"""Reads windows of token streams, for training and scoring."""

@@ -1,4 +1,6 @@
-"""Evaluation windows of a token stream: the targets that each window scores, and batches of windows."""
+"""Divides a token stream into evaluation windows: determines the targets that each window scores, and reads batches of
+windows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +17,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The windows of an evaluation.
+    """The settings of the windows of an evaluation.
 
     Raises ValueError if a value is out of range.
 
     Attributes:
-        length: window length in tokens.
+        length: the length of a window in tokens.
         batch: the number of windows per batch.
         stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, so
             that windows do not overlap. With a smaller stride, each target after the first window has at least
@@ -44,7 +46,8 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window that reads the tokens [start, start + length) of the stream, and predicts the tokens one position later.
+    """A window of a token stream. The inputs are the `length` tokens from position `start` on. The targets are the
+    tokens one position later.
 
     Only its last `new` targets are scored.
     """
@@ -56,7 +59,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A sequence of windows. Together, they score each target at the positions 1 .. `last` exactly once.
+    """A sequence of windows over a token stream. Together, the windows score each target at the positions 1 .. `last`
+    exactly once.
 
     The first window scores all its targets. Each later window scores its last `stride` targets. The final window is
     shifted left to have full length, and scores only the remaining targets. If `last` is less than `length`, there is a
@@ -79,9 +83,10 @@ class Windows:
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
-        """Divides the windows into ranges of about `tokens` targets each. If `tokens` is None, there is a single range.
+        """Divides the windows into ranges that score about `tokens` targets each. If `tokens` is None, there is a
+        single range.
 
-        A range ends with the window at which the number of scored targets reaches a multiple of `tokens`.
+        A range ends with the window at which the total number of scored targets reaches a multiple of `tokens`.
         """
         if tokens is None:
             return [range(len(self))]
@@ -96,12 +101,12 @@ class Batch:
     """A batch of windows of equal length.
 
     Attributes:
-        number: the index of this batch.
-        ids, targets: the inputs, and the next token after each input, i64 [B, T]. If there are too few windows, the
-            last window is repeated, and copies are not scored.
+        number: the index of the batch.
+        ids, targets: the inputs, and the next token after each input, i64 [B, T]. If there are fewer than B windows,
+            copies of the last window fill the batch. The copies are not scored.
         at: the position of each target in the stream, i64 [B, T].
         new: the targets that this batch scores, bool [B, T].
-        seen: the targets that earlier windows scored, bool [B, T].
+        seen: the targets that earlier windows have already scored, bool [B, T].
     """
 
     number: int
@@ -122,7 +127,7 @@ def read_batch(
         windows: all windows of the evaluation.
         number: the index of the batch.
         chosen: the indices of the windows in the batch. These windows have equal lengths.
-        rows: the number of rows; missing rows are copies of the last window.
+        rows: the number of rows of the batch. If `chosen` has fewer windows, copies of the last window fill the batch.
         unscored: the number of targets at the start of each window that are not scored.
 
     Returns:
@@ -141,5 +146,5 @@ def read_batch(
 
 
 def cut(chunks: Sequence[range], rows: int) -> list[list[range]]:
-    """Divides each chunk of windows into batches of at most `rows` windows."""
+    """Divides each range of window indices into batches of at most `rows` windows."""
     return [[chunk[first : first + rows] for first in range(0, len(chunk), rows)] for chunk in chunks]

@@ -1,15 +1,17 @@
-"""Prefetched batches of windows of a token stream. Loading resumes exactly.
+"""Loads batches of windows of a token stream in the background. A resumed run gets the batches that the original run
+would have got.
 
-The stream is divided into blocks of `length` tokens. A window is a block plus the next token. The targets are the
-inputs shifted by one token, so no target is lost between blocks.
+The stream is divided into blocks of `length` tokens. A window is a block and the token after the block. The targets are
+the inputs shifted by one token, so no target is lost between blocks.
 
 All ranks derive the same order of windows for each epoch. A step uses the next `batch * world` windows. Rank r gets the
-windows at indices k with k % world == r. If `batch` is the global batch divided by `world`, every step trains on the
-same windows for any `world`. The last batch of an epoch is completed with windows of the next epoch. With the order
-`best_fit`, rows of packed documents (see `packing`) replace the windows.
+windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is the same for two numbers
+of ranks, every step trains on the same windows with both. The last batch of an epoch is completed with windows of the
+next epoch. With the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
 
-A background thread reads ahead. The thread makes no CUDA calls, because CUDA calls could invalidate a CUDA graph
-capture. For a GPU, the caller's thread starts to copy each batch one call early, on a separate CUDA stream.
+A background thread reads batches ahead. The thread makes no CUDA calls, because a CUDA call could invalidate the
+capture of a CUDA graph. For a GPU, each call of `Loader.next` also starts to copy the following batch, on a separate
+CUDA stream.
 """
 
 import hashlib
@@ -45,7 +47,7 @@ _TOO_NEAR = ((16, 512), (192, 6000))
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """A permutation of the stream's blocks.
+    """The order of the windows in one epoch: a permutation of the blocks of the stream.
 
     Window k starts at token `phase + length * ((start + k * stride) mod blocks)`. `stride` and `blocks` are coprime, so
     k = 0 .. blocks - 1 visits every block once.
@@ -64,16 +66,16 @@ class EpochOrder:
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """Returns the order of windows in one epoch. The order depends only on the arguments, not on the machine or on
-    library versions.
+    """Returns the order of the windows in one epoch. The order depends only on the arguments of this function, and not
+    on the machine or on library versions.
 
     The order `coprime_stride` is from parameter-golf PR 726. Each epoch has a random phase, a random start, and a
     random stride coprime to the number of blocks. The phase shifts the boundaries of all windows. Version 2 rejects
     strides that return close to an earlier block after a few steps.
 
     Args:
-        tokens: the length of the stream.
-        length: window length in tokens.
+        tokens: the length of the stream in tokens.
+        length: the length of a window in tokens.
         order: `sequential` or `coprime_stride`.
         seed: the seed of the run.
         epoch: the index of the epoch.
@@ -113,8 +115,8 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """The number of document tokens that packed rows left out (`cropped`), and the number of all document tokens that
-    were read (`tokens`).
+    """Counts of document tokens in packing: `cropped` is the number of tokens that rows left out, and `tokens` is the
+    number of all tokens that were read.
     """
 
     cropped: int
@@ -127,7 +129,9 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step, the epoch and the position after the step, and the token counts since the first step."""
+    """The windows of a step on one rank, the epoch and the position in the epoch after the step, and the token counts
+    since the first step.
+    """
 
     windows: Windows
     epoch: int
@@ -184,12 +188,13 @@ class _Plan:
 
 
 class Loader(BackgroundReader[_Step]):
-    """An endless loader of batches. Not thread-safe. Close a loader after use, or use it as a context manager.
+    """An endless loader of batches of windows. A loader is not thread-safe. Close it after use, or use it as a context
+    manager.
 
     Args:
-        stream: the tokens.
+        stream: the token stream.
         batch: the number of windows per step on this rank.
-        length: window length in tokens.
+        length: the length of a window in tokens.
         order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
         seed: the seed of the order.
         rank, world: the index of this process, and the number of processes.
@@ -198,7 +203,7 @@ class Loader(BackgroundReader[_Step]):
         bos: the id that starts a document; required by "best_fit".
 
     Attributes:
-        crop: the numbers of document tokens read and left out, since this loader was created or restored.
+        crop: the numbers of document tokens that were read and left out since the loader was created or restored.
 
     Raises:
         DataError: the order is unknown, or the stream has fewer than length + 1 tokens.
@@ -243,11 +248,12 @@ class Loader(BackgroundReader[_Step]):
     def next(self) -> Batch:
         """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
 
-        The batch may be used on the current CUDA stream. The call waits only if the background thread has no batch
-        ready.
+        For a GPU, use the batch on the CUDA stream that is current during this call. The call waits only if the
+        background thread has no batch ready.
 
         Raises:
-            DataError, OSError: the background thread failed. A later call tries the same batch again.
+            DataError, OSError: the background thread failed to read the batch. The next call tries to read the batch
+                again.
         """
         batch, step = self._sent or self._send()
         self._sent, self._epoch, self._position = None, step.epoch, step.position
@@ -270,7 +276,7 @@ class Loader(BackgroundReader[_Step]):
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Continues with the batch after the last batch of `state`. The version in `state` determines the order.
+        """Moves the loader to the position in `state`. The version in `state` determines the order of the windows.
 
         Raises:
             DataError: `state` is incomplete, has an unknown version, or does not match the data, length, order or seed
@@ -293,7 +299,9 @@ class Loader(BackgroundReader[_Step]):
         }
 
     def cropped_share(self) -> float | None:
-        """Returns the fraction of document tokens that packed rows left out so far; None if rows are not packed."""
+        """Returns the fraction of document tokens that packed rows have left out so far; None if the rows are not
+        packed documents.
+        """
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 
     def close(self) -> None:

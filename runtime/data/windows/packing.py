@@ -1,8 +1,9 @@
-"""Best-fit packing of documents into rows, as in nanochat (July 2026).
+"""Packs documents into rows by the best-fit method of nanochat (July 2026).
 
-A document is BOS followed by its tokens. Rows are filled from a buffer of documents. The largest document that fits
-into the rest of the row is added, until no document fits. The row is then completed with the beginning of the shortest
-document. The rest of this document is dropped. Rows have no padding, and every row begins with BOS.
+A document is BOS followed by its tokens. Rows are filled from a buffer of documents. As long as a document of the
+buffer fits into the free space of the row, the largest document that fits is added. The row is then completed with the
+beginning of the shortest document of the buffer, and the end of this document is dropped. Rows have no padding, and
+every row begins with BOS.
 """
 
 import bisect
@@ -24,7 +25,7 @@ class PackedRow:
     """A row that is packed with documents.
 
     Attributes:
-        parts: pairs (index, count), in order. The first `count` tokens of document `index` are in the row.
+        parts: pairs (index, count), in the order of the row. The row has the first `count` tokens of document `index`.
         cropped: the number of tokens of the last document that are dropped.
     """
 
@@ -33,12 +34,13 @@ class PackedRow:
 
 
 def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = BUFFER) -> Iterator[PackedRow]:
-    """Packs documents into full rows. The last documents are dropped if they cannot fill a row.
+    """Packs documents into full rows, and yields the rows. If the last documents cannot fill a row, they are dropped.
 
     Args:
         documents: pairs (index, length in tokens), in the order in which the documents enter the buffer.
         capacity: the number of tokens in a row.
-        buffer: the number of documents to choose from. Among documents of equal length, the earliest is chosen.
+        buffer: the number of documents in the buffer from which rows are filled. Among documents of equal length, the
+            earliest is chosen.
     """
     coming = enumerate(documents)
     waiting: list[tuple[int, int, int]] = []  # sorted triples (length, place in the order, index)
@@ -73,8 +75,8 @@ def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
 
 
 def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yields a pair (index, length in tokens including BOS) for each document. The order begins at document `first` and
-    wraps around.
+    """Yields a pair (index, length in tokens including BOS) for each document. Begins at document `first`, and
+    continues with document 0 after the last document.
 
     Args:
         starts: the position of each document in the stream, i64 [documents].

@@ -1,4 +1,6 @@
-"""Token streams. A stream presents existing shards, or cached shards of tokenized text, as one long sequence."""
+"""Token streams. A stream presents the tokens of shards as one long sequence. The shards exist already, or are created
+from text and cached.
+"""
 
 import bisect
 import hashlib
@@ -25,15 +27,18 @@ class TokenStream:
     """All tokens of a split as one sequence. A document is BOS followed by its tokens.
 
     Attributes:
-        shards: the files, in order.
-        starts: the first position of each shard, followed by the total number of tokens.
+        shards: the opened shards, in order.
+        starts: the position in the stream at which each shard begins, followed by the total number of tokens.
         vocab: the number of ids of the tokenizer. Every token is less than `vocab`.
-        documents: the number of documents; None if no record states it.
-        document_bytes: the total size of the documents without separators; None if no record states it.
-        tokenizer_digest: the digest of the tokenizer that produced the tokens; None if no record states it.
-        byte_counts: one file per shard, with the size in bytes of each token. Empty if there are no such files.
-        digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, the digest covers only names,
-            token counts, and the first and last tokens.
+        documents: the number of documents; None if there is no record of this number.
+        document_bytes: the total size of the documents without separators, in bytes; None if there is no record of this
+            size.
+        tokenizer_digest: the digest of the tokenizer that produced the tokens; None if there is no record of this
+            digest.
+        byte_counts: the byte-count file of each shard, with the size in bytes of each token. Empty if the shards have
+            no byte-count files.
+        digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, the digest covers only the
+            names, the numbers of tokens, and the first and last tokens of the shards.
     """
 
     shards: tuple[TokenShard, ...]
@@ -50,14 +55,14 @@ class TokenStream:
         return self.starts[-1]
 
     def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Returns the size in bytes of each of the tokens [start, start + count), i64 [count].
+        """Returns the sizes in bytes of the `count` tokens from position `start` on, i64 [count].
 
         Thread-safe. Raises IndexError if the range exceeds the stream, and DataIntegrityError if a file was truncated.
         """
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
     def read(self, start: int, count: int) -> Tokens:
-        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Thread-safe.
+        """Returns the `count` tokens from position `start` on, as a new u16 or u32 array [count]. Thread-safe.
 
         Raises:
             IndexError: the range exceeds the stream.
@@ -91,7 +96,8 @@ class TokenStream:
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
-        The first token is never scored. BOS represents no bytes, so the score of the other tokens covers all bytes.
+        The first token of a stream is never scored, because it has no context. If the first token is BOS, which
+        represents no bytes, the score of all later tokens covers all bytes of the text.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
@@ -111,10 +117,12 @@ class TokenStream:
 def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 
-    Text is tokenized into `cache` on first use. If a file changes, the text is tokenized again. If two processes open
-    the same text at once, one tokenizes it while the other waits.
+    If the source is text, it is tokenized on first use, and the tokens are stored in `cache`. If a file changes, the
+    text is tokenized again. If two processes open the same text at once, one process tokenizes the text while the other
+    process waits.
 
-    Shards (see `find_shards`) are opened in place, and compared with `shards.json` if the folder has this file.
+    If the source names shards (see `find_shards`), they are opened where they are, and compared with `shards.json` if
+    their folder has this file.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
@@ -126,8 +134,8 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
         The stream.
 
     Raises:
-        DataError: the tokenizer has no BOS, the source cannot be used, or val shards do not consist of BOS followed by
-            more tokens.
+        DataError: the tokenizer has no BOS token, the source cannot be used, or the val shards do not start with BOS
+            and at least one more token.
         DataIntegrityError: a shard is damaged.
         EnvironmentFailure: the cache cannot be written, for example because the disk is full.
     """
@@ -143,9 +151,10 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Opens shards in place.
+    """Opens the shards of a split where they are, without copying them.
 
-    If `whole` is true, raises an error unless `paths` has all shards that the record lists for the split.
+    If `whole` is True, `paths` must have all shards that shards.json lists for the split. Otherwise, an error is
+    raised.
     """
     record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
     if record is not None:

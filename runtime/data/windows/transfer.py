@@ -1,4 +1,4 @@
-"""Transfers batches of windows to the device that uses them."""
+"""Copies batches of windows from host memory to the device of the model."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +10,13 @@ Windows = npt.NDArray[np.uint16 | np.uint32]  # [B, T + 1]
 
 
 class Transfer:
-    """Copies windows to a device.
+    """Copies batches of windows to a device.
 
-    For a GPU, windows are copied from pinned memory on a separate CUDA stream, and converted to i64 on the GPU.
+    For a GPU, the windows are copied from pinned memory on a separate CUDA stream, and converted to i64 on the GPU.
 
     Attributes:
-        ahead: whether a batch should be sent early, because copies overlap with computation.
+        ahead: whether the caller should call `send` before it needs the batch, because the copy can overlap with
+            computation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,9 +27,9 @@ class Transfer:
         self.ahead = self._stream is not None
 
     def send(self, windows: Windows) -> Batch:
-        """Starts to copy windows. Returns inputs and targets, i64 [B, T].
+        """Starts to copy windows to the device. Returns the inputs and the targets, i64 [B, T] each.
 
-        Pass the result to `arrived` before you use it.
+        Pass the returned batch to `arrived` before you use it.
         """
         # ids are below 2**31, and Torch has more kernels for i32 than for u32
         tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
@@ -42,7 +43,7 @@ class Transfer:
             )
 
     def arrived(self, batch: Batch) -> Batch:
-        """Makes the current CUDA stream wait for the copy of `batch`. Returns the batch."""
+        """Makes the current CUDA stream wait until `batch` has been copied. Returns the batch."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
