@@ -1,1 +1,3 @@
-"""Autoregressive decoding: of text from a KV cache, and of target lines from an encoder state."""
+"""Autoregressive decoding: text models decode texts from a KV cache, and encoder-decoder models decode target lines
+from an encoder state.
+"""

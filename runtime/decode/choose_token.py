@@ -1,13 +1,13 @@
-"""A Triton kernel that samples the next token of each row, without a sort and without the host.
+"""A Triton kernel that samples the next token of each row. The kernel neither sorts the logits nor needs the host.
 
-If the temperature is 0, several programs search a row for its largest logit. The program that ends last writes the
-token. A logit and its place are packed into one integer. The maximum of these integers gives the first of the largest
-logits.
+If the temperature is 0, several Triton programs search a row for its largest logit. The program that ends last writes
+the token. Each logit and its index are packed into one integer, so that the maximum of the integers gives the first of
+the largest logits.
 
 If the temperature is above 0, one program per row samples the token. This program maps the bits of each logit to a
 32-bit integer (a key) that sorts like the logit. Bisection over keys finds the smallest logit that remains after
-`top_k` and `top_p`. The weight of a token, exp(logit / temperature) up to a factor, is f64. The kernel and
-`Sampling.pick` choose the same token for the same random number.
+`top_k` and `top_p`. The weight of a token, exp(logit / temperature) up to a factor, is f64. For a given random number,
+the kernel chooses the token that `Sampling.pick` chooses.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _logits(logits_ptr, at, V):
 
 @triton.jit
 def _key(logit):
-    """Maps f32 to i32, so that larger values map to larger integers."""
+    """Maps f32 logits to i32 keys, so that larger logits have larger keys."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -47,7 +47,9 @@ def _logit(key):
 
 @triton.jit
 def _ranked(logits, at):
-    """Packs each logit and its place into an i64. The largest i64 is the first NaN, or else the first largest logit."""
+    """Packs each logit and its index `at` into an i64. The largest i64 belongs to the first NaN, or to the first of the
+    largest logits if there is no NaN.
+    """
     key = tl.where(logits == logits, _key(logits), NAN)
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
 
@@ -191,18 +193,20 @@ def choose_token(
     top_k: int | None,
     top_p: float,
 ) -> None:
-    """Samples one token per row by the rules of `Sampling.choose`, on the current stream.
+    """Samples one token per row by the rules of `Sampling.choose`, on the current CUDA stream.
 
     Args:
-        logits: [B, vocabulary], of any float dtype. The stride of rows may exceed the vocabulary.
+        logits: the logits of each row, [B, vocabulary], of any float dtype. The stride of the rows may exceed the
+            vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
-        counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-        following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-        tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
-            finite.
-        temperature: as in `Sampling`.
-        top_k: as in `Sampling`.
-        top_p: as in `Sampling`.
+        counters: two integers, i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
+        following: the kernel writes the sampled tokens to this tensor, i64 [B]. It writes 0 in rows whose largest logit
+            is not finite.
+        tokens: the kernel writes the sampled tokens to the column of this tensor after the last token, i64 [B, N]. It
+            writes -1 in rows whose largest logit is not finite.
+        temperature: the attribute of `Sampling`.
+        top_k: the attribute of `Sampling`.
+        top_p: the attribute of `Sampling`.
     """
     rows, vocabulary = logits.shape
     weights = logits.new_empty((rows, vocabulary if temperature else 0), dtype=torch.float64)

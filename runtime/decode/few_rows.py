@@ -1,8 +1,9 @@
-"""Decoding steps of few texts, with four kinds of fused kernels.
+"""Builds decoding steps for few texts, which run four kinds of fused kernels.
 
-The kernels are the lookups of embeddings and rotary angles, a norm with the matrix products that follow it, a matrix
-product with its epilogue, and attention with the rotary embedding and the write to the cache. torch.compile may fuse
-the remaining operations. For a quantized model, matrix products read the stored codes.
+A kernel of the first kind looks up embeddings and rotary angles. The second kind computes a norm and the matrix
+products that follow it. The third kind computes a matrix product and its epilogue. The fourth kind computes attention,
+including the rotary embedding and the write to the cache. torch.compile may fuse the remaining operations. For a
+quantized model, matrix products read the stored codes.
 """
 
 from typing import Any
@@ -21,21 +22,21 @@ RECOMPILED = 64  # the number of shapes of caches and rows for which one functio
 
 
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns the function of a decoding step.
+    """Returns a function that runs a decoding step of the model: it appends one token to each text.
 
-    For at most 64 rows on a GPU, the function uses kernels for few rows. Otherwise, the function is the result of
-    `library_step`.
+    For at most 64 texts on a GPU, the function uses kernels for few rows. Otherwise, `library_step` returns the
+    function.
 
     Args:
         loaded: the model.
         rows: the number of texts.
-        compiled: whether to compile the function with torch.compile, for each shape of the cache.
+        compiled: whether torch.compile compiles the function, for each shape of the cache.
 
     Returns:
-        A function with the arguments of the model's program `decode`, or `step` if the cache is paged.
+        A function with the arguments of the model's program `decode`, or of its program `step` if the cache is paged.
 
     Raises:
-        LoweringError: if no kernel can compute a node.
+        LoweringError: if no kernel can compute a node of the step.
     """
     if not loaded.target.arch or rows > MOST_ROWS or loaded.deployed:
         return library_step(loaded, rows, compiled)
@@ -43,14 +44,14 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
 
 def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns the decoding program of the model. Its matrix products are library calls. The arguments are as in
-    `step_of`.
+    """Returns a function that runs a decoding step, and whose matrix products are library calls. `step_of` describes
+    the arguments and the returned function.
     """
     return _program(loaded.model, compiled)
 
 
 def few_row_model(loaded: Loaded) -> Any:
-    """Returns a module with a single program. The program appends one token per text, with kernels for few rows.
+    """Returns a module with a single program, which runs a decoding step with kernels for few rows.
 
     The module shares the parameters of the model. For a quantized model, the program reads the stored codes.
     """

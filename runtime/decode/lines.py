@@ -23,13 +23,13 @@ CHECK = 4  # the number of steps between two counts of the unfinished rows; each
 class Translator:
     """A decoder for a model that maps source lines to target lines.
 
-    Beam search (`beam` > 1) stores the `beam` most probable lines of each source. The search stops when the most
-    probable line is finished. There is no length penalty. Finished sources are removed from the batch. Lines without a
-    stop token after `window` tokens are returned as they are.
+    Beam search (`beam` > 1) stores the `beam` most probable lines of each source, without a length penalty. The search
+    for a source stops when its most probable line is finished. Finished sources are removed from the batch. If a line
+    has no stop token after `window` tokens, decoding stops, and the line is returned.
 
     Attributes:
-        steps: runs the programs of the model.
-        tokenizer: the characters of the model.
+        steps: the object that runs the programs of the model.
+        tokenizer: the character tokenizer of the model.
         window: the maximum length of sources and targets in tokens, including stop tokens.
         fixed: whether sources must be padded to `window` tokens, because the model attends to padding.
         device: the device of the model.
@@ -46,18 +46,19 @@ class Translator:
     beam: int = 1
 
     def translate(self, lines: Iterable[str], limits: Sequence[int] | None = None) -> list[str]:
-        """Translates lines.
+        """Translates source lines into target lines.
 
         Args:
-            lines: source lines.
-            limits: for each line, the number of target tokens that are needed, including the stop token. Greedy
-                decoding may stop after these tokens. None decodes whole targets.
+            lines: the source lines.
+            limits: for each line, the number of target tokens that the caller needs, including the stop token. Greedy
+                decoding may stop after this number of tokens. None decodes whole targets.
 
         Returns:
-            One target line per source, in the same order.
+            One target line per source line, in the order of `lines`.
 
         Raises:
-            LineError: a line is too long or contains a character that is not in the vocabulary. Nothing is decoded.
+            LineError: a line is too long or contains a character that is not in the vocabulary. In this case, no line
+                is decoded.
             TypeError: `lines` is a `str`, or a line is not a `str`.
             ValueError: the numbers of limits and lines differ.
             RunFailure: logits are NaN.
@@ -87,7 +88,8 @@ class Translator:
 
     @torch.no_grad()
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then padding.
+        """Decodes sources, i64 [B, S]. Returns targets, i64 [B, window]. A row has the tokens of a target, then a stop
+        token, then padding.
 
         With `limits`, i64 [B], greedy decoding may stop row i after `limits[i]` tokens. Raises RunFailure if the
         largest logit is not finite.
@@ -120,13 +122,14 @@ class Translator:
 
 @dataclass(frozen=True)
 class _Search:
-    """The partial target lines of `rows` sources, `beam` per source, sorted by descending probability.
+    """The state of a search: the `beam` most probable partial target lines of each of `rows` sources, in the order of
+    descending probability.
 
     Attributes:
         index: the row of each source in the batch, i64 [rows].
-        limits: the required number of tokens of each target, i64 [rows].
-        lines: tokens, i64 [rows, beam, window].
-        scores: log-probabilities, f32 [rows, beam].
+        limits: the number of tokens of each target that the caller needs, i64 [rows].
+        lines: the tokens of the partial lines, i64 [rows, beam, window].
+        scores: the log-probabilities of the partial lines, f32 [rows, beam].
         ended: whether each line has a stop token, bool [rows, beam].
         last: the next input of the decoder, i64 [rows * beam, 1].
     """
@@ -140,7 +143,9 @@ class _Search:
 
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
-        """Returns a search with empty lines. All lines of a source are equal, so only the first has a finite score."""
+        """Returns a search with empty lines. Only the first line of a source has a finite score, because all its lines
+        are equal.
+        """
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
@@ -156,7 +161,7 @@ class _Search:
     def done(self, written: int) -> Tensor:
         """Returns whether each source is complete after `written` steps, bool [rows].
 
-        A source is complete if its best line is finished or has `limits` tokens.
+        A source is complete if its most probable line has a stop token, or has the number of tokens in `limits`.
         """
         return self.ended[:, 0] | (self.limits <= written)
 
@@ -169,9 +174,10 @@ class _Search:
         return bool(self.scores[:, 0].isnan().any())
 
     def extended(self, logits: Tensor, t: int, state: State) -> "_Search":
-        """Returns the search after one more token, at position `t`. Reorders the rows of `state` in place.
+        """Returns the search whose lines are extended by the token at position `t`. Reorders the rows of `state`, the
+        state of the model, in place.
 
-        `logits` are f32 [rows * beam, V].
+        `logits` has the logits of this token, f32 [rows * beam, V].
         """
         rows, beam = self.scores.shape
         chances = logits.log_softmax(-1).reshape(rows, beam, -1)
@@ -220,16 +226,16 @@ def translator(
     beam: int | None = None,
     compiled: bool = False,
 ) -> Translator:
-    """Returns a decoder that uses the current weights of `model` at each call.
+    """Returns a decoder for a model. Each call of the decoder uses the weights that the model then has.
 
     Args:
         model: the generated model.
         spec: the spec of the model.
-        tokenizer: the characters of the model.
+        tokenizer: the character tokenizer of the model.
         device: the device of the model.
         batch: the number of target lines per batch. A batch contains `batch // beam` sources.
-        beam: the beam size. None is greedy decoding.
-        compiled: whether to run every step as a CUDA graph on a GPU.
+        beam: the beam size. None selects greedy decoding.
+        compiled: whether every step runs as a CUDA graph on a GPU.
 
     Returns:
         The decoder.
@@ -242,7 +248,8 @@ def translator(
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """Returns the decoder of an opened model. None selects the beam size in the spec.
+    """Returns a decoder for an opened model that maps lines to lines. If `beam` is None, the spec gives the beam size.
+    `batch` is the number of target lines per batch.
 
     Raises DataError for a text model.
     """
@@ -256,21 +263,23 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
 def decoder_inputs(
     model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
 ) -> Tensor:
-    """Computes decoder inputs for scheduled sampling: a mix of target tokens and predictions of the model.
+    """Computes decoder inputs for training with scheduled sampling: a mix of target tokens and tokens that the model
+    predicts.
 
-    Position 0 has the start token. Position `t + 1` has the target token `t` if `forcing[t + 1]` is true. If it is
-    false, position `t + 1` has the token that the model predicts from the inputs up to `t`: the most probable token
-    except padding and start. Predictions continue after a predicted stop token.
+    The input at position 0 is the start token. If `forcing[t + 1]` is true, the input at position `t + 1` is the target
+    token `t`. If `forcing[t + 1]` is false, the input at position `t + 1` is the token that the model predicts from the
+    inputs up to `t`: the most probable token other than padding and start. The model continues to predict after a
+    predicted stop token.
 
     Args:
         model: the generated model.
-        source: i64 [B, S].
-        target: i64 [B, T].
-        forcing: bool [T] or [B, T].
-        writes: the names of two programs. The first encodes the source. The second extends the target by a token.
+        source: the source tokens, i64 [B, S].
+        target: the target tokens, i64 [B, T].
+        forcing: whether the input at each position is a target token, bool [T] or [B, T].
+        writes: the names of the program that encodes the source and of the program that extends the target by a token.
 
     Returns:
-        Decoder inputs, i64 [B, T].
+        The decoder inputs, i64 [B, T].
     """
     encode, extend = (getattr(model, name) for name in writes)
     forcing = forcing.expand(target.shape)

@@ -14,9 +14,10 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """The state of a text that is not complete: the random numbers, and the number of sampled tokens.
+    """The state of a text that is not complete. `sampled` is the number of sampled tokens, `numbers` has random numbers
+    that are not yet used, and `drawn` is the number of random numbers that were drawn from `generator`.
 
-    The host may not have read the last sampled tokens yet.
+    The host may not have read all of the sampled tokens yet.
     """
 
     generator: torch.Generator
@@ -25,10 +26,11 @@ class _Writing:
     drawn: int = 0
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
-        """Returns the next `steps` random numbers.
+        """Returns the random numbers for the next `steps` tokens of the text. `count` is the maximum number of tokens
+        of the text.
 
-        The first `count` numbers of a text equal the numbers in `sample_tokens`. Zeros follow, because later tokens are
-        discarded.
+        The first `count` numbers of a text are those that `sample_tokens` uses for its seed. All later numbers are 0,
+        because later tokens are discarded.
         """
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
@@ -48,12 +50,12 @@ def sample_texts(
     last: int | None = None,
     block: int = BLOCK,
 ) -> Iterator[tuple[int, int, bool]]:
-    """Samples many texts. When a text ends, the next prompt takes its place (continuous batching; Yu et al., 2022,
-    "Orca").
+    """Samples one text after each prompt. When a text ends, the next prompt takes its place in the batch (continuous
+    batching; Yu et al., 2022, "Orca").
 
     Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts are added and
-    removed between blocks. A text ends after `count` tokens or with the token `last`. Tokens after `last` that the GPU
-    has already sampled are discarded.
+    removed between blocks. A text ends after `count` tokens, or earlier with the token `last`. Tokens after `last` that
+    the GPU has already sampled are discarded.
 
     Args:
         decoder: the decoder of the model.
@@ -62,13 +64,13 @@ def sample_texts(
         sampling: the sampling settings.
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
         count: the maximum number of tokens to sample for a text.
-        batch: the number of texts at once.
-        last: a token that ends a text. This token is also yielded.
+        batch: the maximum number of texts that are sampled at once.
+        last: the token that ends a text. It is also yielded. None ends every text after `count` tokens.
         block: the maximum number of tokens per block, at most BLOCK.
 
     Yields:
-        The index of the prompt, a token, and whether this token is the last of its text. The token is -1 if the largest
-        logit is not finite.
+        The index of a prompt, a sampled token of its text, and whether the token is the last of the text. The token is
+        -1 if the largest logit is not finite.
 
     Raises:
         SamplingError: a seed has more than 64 bits.

@@ -1,4 +1,4 @@
-"""Decodes texts of different lengths from a paged KV cache. Texts can be added and removed at any step.
+"""Decodes texts of different lengths from a paged KV cache. Texts can be added and removed between steps.
 
 On a GPU, each step is a CUDA graph.
 """
@@ -19,9 +19,9 @@ from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, 
 
 
 def in_pages(spec: Spec) -> Spec:
-    """Returns the spec with a paged cache. A page has 64 positions, unless the spec states another size.
+    """Returns a copy of the spec with a paged cache. A page has 64 positions, unless the spec states another size.
 
-    Raises RunFailure if the model has a state between tokens that pages cannot store.
+    Raises RunFailure if the model carries a state from token to token that pages cannot store.
     """
     if page_of(spec) or "cache" not in type(spec.model).model_fields:
         return spec
@@ -34,7 +34,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a text model with these settings of the cache."""
+    """Returns a copy of the spec of a text model in which the given settings of the cache are replaced."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -44,17 +44,18 @@ def with_cache(spec: Spec, **settings: object) -> Spec:
 
 
 def page_of(spec: Spec) -> int:
-    """Returns the number of positions of a page; 0 if the cache is not paged."""
+    """Returns the number of positions in a page of the cache; 0 if the cache is not paged."""
     cache = getattr(spec.model, "cache", None)
     return 0 if cache is None else cache.page or 0
 
 
 @dataclass
 class _Text:
-    """A text in the pages.
+    """A text whose keys and values are in pages of the cache.
 
-    `pieces` are i64 tensors on the device. Together, they are the tokens whose keys are in the pages, and the last
-    token, whose keys are not computed yet. `length` is the number of tokens in the pages.
+    `pages` has the indices of the pages of the text. The concatenation of `pieces`, i64 tensors on the device, has all
+    tokens of the text that the model still attends to. The keys of all these tokens except the last are in the pages.
+    `length` is the number of tokens in the pages.
     """
 
     pages: list[int]
@@ -63,23 +64,24 @@ class _Text:
 
 
 class PagedDecoder:
-    """Samples tokens for growing texts. Texts can be added and removed at any step. The host does not wait for the
-    device.
+    """Samples tokens for growing texts of different lengths. Texts can be added and removed between steps. The host
+    does not wait for the device.
 
     A new text receives pages for its maximum number of tokens, so that no text ever waits for a page. When a text has
     `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text.
 
-    A step reads the same number of pages of each text. This number is determined by the longest text, and rounded up.
-    The number of texts is rounded up to a power of two. On a GPU, there is one CUDA graph for each combination of these
-    two numbers. Rows without a text use a separate page, and so do tokens beyond the last page of a text.
+    A step reads the same number of pages for each text: the number that the longest text needs, rounded up. On a GPU,
+    the number of rows of a step is the number of texts, rounded up to a power of two. There is one CUDA graph for each
+    combination of the number of pages and the number of rows. Rows without a text, and positions beyond the last page
+    of a text, use a spare page.
 
     Args:
         model: the model, on `device`.
-        window: the number of tokens of a full text.
+        window: the number of tokens at which a text is full.
         page: the number of positions of a page.
-        pages: the number of pages.
+        pages: the number of pages in the cache.
         device: the device of the model.
-        step: appends a token to each text. The default is `model.step`.
+        step: the function that appends a token to each text. None selects `model.step`.
     """
 
     def __init__(
@@ -112,10 +114,10 @@ class PagedDecoder:
         return self.pages_of(most) <= len(self._free)
 
     def join(self, key: int, tokens: Sequence[int], most: int) -> None:
-        """Adds a text of at least one token. Call `begin` for this text next.
+        """Adds a text of at least one token. Call `begin` for the text before you call `write`.
 
         Args:
-            key: a unique key for the text.
+            key: a key that no other text of the decoder has.
             tokens: the tokens of the text, at most `window`.
             most: the maximum number of tokens that the text will have.
 
@@ -132,11 +134,13 @@ class PagedDecoder:
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
-        """Returns whether `begin` must sample the next token of a text, because the text was just added or is full."""
+        """Returns whether the next token of a text must be sampled by `begin` instead of `write`. This is the case if
+        the text was just added or is full.
+        """
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
-        """Returns how many tokens can be appended until one of the texts is full."""
+        """Returns the number of tokens that can be appended to each of the texts until one of them is full."""
         return min(self._window - self._texts[key].length for key in keys)
 
     @torch.no_grad()
@@ -144,13 +148,13 @@ class PagedDecoder:
         """Prefills texts that were just added or are full, and samples the next token of each.
 
         Args:
-            keys: the texts.
+            keys: the keys of the texts.
             sampling: the sampling settings.
             vocab: the number of logits to use, from id 0.
             uniform: random numbers in [0, 1), f64 [texts] on the host.
 
         Returns:
-            The tokens, i64 [texts, 1] on the device; -1 if the largest logit is not finite.
+            The sampled tokens, i64 [texts, 1] on the device. A token is -1 if the largest logit is not finite.
         """
         logits = []
         for text in (self._texts[key] for key in keys):
@@ -167,18 +171,18 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Appends the last token of each text, and samples n more tokens. All new tokens except the last are appended
-        too.
+        """Samples n tokens for each text. Appends the token that was sampled before this call, and all new tokens
+        except the last, to the cache.
 
         Args:
-            keys: the texts. `begins` must be false for each of them.
+            keys: the keys of the texts. `begins` must return False for each key.
             sampling: the sampling settings.
             vocab: the number of logits to use, from id 0.
             uniform: random numbers in [0, 1), f64 [n, texts] on the host, with n <= BLOCK and n <= `room(keys)`.
 
         Returns:
-            The tokens, i64 [texts, n] on the device. A token is -1 if the largest logit is not finite; later tokens of
-            such a row are meaningless.
+            The sampled tokens, i64 [texts, n] on the device. A token is -1 if the largest logit is not finite. The
+            tokens of a row after -1 are meaningless.
         """
         texts, steps = [self._texts[key] for key in keys], len(uniform)
         reach = max(self.pages_of(text.length + steps) for text in texts)
@@ -202,15 +206,15 @@ class PagedDecoder:
 
 
 class _Rows:
-    """The tensors of a step at fixed addresses, for fixed numbers of rows and pages.
+    """The tensors of a decoding step, at fixed addresses, for a fixed number of rows and of pages.
 
-    `replayed` appends a token to the text of each row, and samples the next token.
+    The attribute `replayed` runs a step: it appends a token to the text of each row, and samples the next token.
 
     Args:
-        step: the program that appends a token to each text.
-        cache: the pages.
+        step: the function that appends a token to each text.
+        cache: the pages of the cache.
         count: the number of rows.
-        reach: the number of pages of a row.
+        reach: the number of pages that the step reads for each row.
         sampling: the sampling settings.
         vocab: the number of logits to use, from id 0.
         device: the device of the pages.
@@ -236,12 +240,12 @@ class _Rows:
         self.replayed = Replayed(self._work, device)
 
     def fill(self, texts: Sequence[_Text], table: Sequence[Sequence[int]], spare: int, uniform: Tensor) -> None:
-        """Places texts in the first rows.
+        """Copies the state of the texts into the first rows of the tensors.
 
         Args:
-            texts: the texts.
+            texts: the texts to decode, at most one per row.
             table: the pages of each text.
-            spare: the page for rows without a text.
+            spare: the index of the spare page, which rows without a text use.
             uniform: random numbers, f64 [n, texts] on the host.
         """
         count, reach = self._table.shape
@@ -268,15 +272,15 @@ def _copied_to(target: Tensor, values: Tensor) -> Tensor:
 
 
 class PagedTexts(Decoder):
-    """A `Decoder` for texts of equal length and a model with a paged cache.
+    """A `Decoder` for texts of equal length, for a model with a paged cache.
 
     Args:
         model: the model, on `device`.
-        window: the number of tokens of a full text.
+        window: the number of tokens at which a text is full.
         page: the number of positions of a page.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text. The default is `model.step`.
+        step: the function that appends a token to each text. None selects `model.step`.
     """
 
     def __init__(
@@ -318,14 +322,15 @@ def decoder_of(
     rows: int = 1,
     step: StepFunction | None = None,
 ) -> Decoder:
-    """Returns a decoder for texts of equal length. The cache is paged if the model requires this.
+    """Returns a decoder for texts of equal length. The decoder uses a paged cache if the model was generated with a
+    paged cache.
 
     Args:
         model: the model, on `device`.
-        window: the number of tokens of a full text.
+        window: the number of tokens at which a text is full.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text. The default is a program of the model.
+        step: the function that appends a token to each text. None selects the decoding program of the model.
     """
     if not hasattr(model, "step"):
         return Decoder(text_model(model), window, device, rows, step)
@@ -335,12 +340,12 @@ def decoder_of(
 
 
 def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:
-    """Returns the number of pages that suffices for any `batch` texts at once.
+    """Returns a number of pages in which any `batch` of the texts fit at once.
 
     Args:
         lengths: the number of tokens of each completed text.
         page: the number of positions of a page.
-        window: the number of tokens of a full text.
-        batch: the number of texts at once.
+        window: the number of tokens at which a text is full.
+        batch: the number of texts that are decoded at once.
     """
     return sum(sorted((-(-min(length, window) // page) for length in lengths), reverse=True)[:batch])

@@ -1,4 +1,4 @@
-"""Sampling of the next token: settings, the distribution, and random numbers."""
+"""Samples the next token: the settings, the distribution, and the random numbers."""
 
 import math
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ class Sampling:
     Raises SamplingError if a value is out of range.
 
     Attributes:
-        temperature: the divisor of the logits. 0 selects the most probable token. Among equally probable tokens, 0
-            selects the lowest id.
-        top_k: only the `top_k` most probable tokens remain. None leaves all tokens.
-        top_p: nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv
-            1904.09751). After `top_k`, probabilities are normalized again. Then only the most probable tokens remain,
-            as few as needed for a total probability of at least `top_p`.
+        temperature: the divisor of the logits. The temperature 0 selects the most probable token, and the lowest id
+            among equally probable tokens.
+        top_k: only the `top_k` most probable tokens can be sampled. None allows all tokens.
+        top_p: the total probability for nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text
+            Degeneration", arXiv 1904.09751). The probabilities of the tokens that `top_k` allows are normalized. Only
+            the smallest set of the most probable tokens whose total probability is at least `top_p` can then be
+            sampled.
     """
 
     temperature: float = 1.0
@@ -68,7 +69,9 @@ class Sampling:
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the tokens that `pick` returns for the same arguments. On a GPU, no sort is needed."""
+        """Returns the tokens that `pick` returns for the same arguments. On a GPU, `sample` does not sort, unlike
+        `pick`.
+        """
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -77,14 +80,14 @@ class Sampling:
         return tokens[:, 1]
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples one token per row from sorted probabilities, without synchronizing with a GPU.
+        """Samples one token per row. The function does not wait for a GPU.
 
         Args:
-            logits: [B, vocabulary].
-            uniform: random numbers in [0, 1), f64 [B].
+            logits: the logits of each row, [B, vocabulary].
+            uniform: a random number in [0, 1) for each row, f64 [B].
 
         Returns:
-            Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
+            The tokens, i64 [B]; -1 in rows whose largest logit is not finite.
         """
         finite = logits.amax(-1).isfinite()
         if self.temperature == 0:  # selects the first of equal logits, as in `probabilities`, but without a sort
@@ -97,16 +100,17 @@ class Sampling:
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples the same tokens as `pick`, and writes the tokens to `following` and `tokens`. On a GPU, this is one
-        kernel without a sort.
+        """Samples the tokens that `pick` returns for the same logits and random numbers, and writes them to `following`
+        and `tokens`. On a GPU, one kernel does all of this without a sort.
 
         Args:
-            logits: [B, vocabulary].
+            logits: the logits of each row, [B, vocabulary].
             uniform: random numbers in [0, 1), f64 [P, B].
-            counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-            following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
-            tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
-                finite.
+            counters: two integers, i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
+            following: the function writes the sampled tokens to this tensor, i64 [B]. It writes 0 in rows whose largest
+                logit is not finite.
+            tokens: the function writes the sampled tokens to the column of this tensor after the last token, i64 [B,
+                N]. It writes -1 in rows whose largest logit is not finite.
         """
         if logits.device.type == "cuda":
             from specc.runtime.decode.choose_token import choose_token
@@ -120,7 +124,9 @@ class Sampling:
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Returns the generator of random numbers for a text. Raises SamplingError if the seed has more than 64 bits."""
+    """Returns the generator that draws the random numbers for a text. Raises SamplingError if the seed has more than 64
+    bits.
+    """
     if not -(2**63) <= seed < 2**64:
         raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
     return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Runs the decoding steps of a model that maps lines to lines: directly, or with one CUDA graph per step on a GPU."""
+"""Runs the decoding steps of a model that maps lines to lines. On a GPU, each step can be a CUDA graph."""
 
 from typing import Any, Protocol
 
@@ -12,27 +12,29 @@ SMALLEST = 64  # in rows; a step with fewer rows is not faster
 
 
 class Steps(Protocol):
-    """The programs of a model that maps lines to lines, as `Translator` calls them."""
+    """Runs the programs of a model that maps lines to lines. `Translator` calls these methods."""
 
     def encode(self, source: Tensor) -> State:
-        """Returns the state before the first token."""
+        """Encodes the source lines. Returns the state of the model before the first target token."""
 
     def begin(self, state: State, beam: int = 1) -> State:
-        """Returns a state for `extend`, with every row repeated `beam` times. The state is valid until the next
-        `begin`.
+        """Returns a copy of a state for `extend`, in which every row is repeated `beam` times. The returned state is
+        valid until the next call of `begin`.
         """
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
-        """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. The logits are valid until the next
-        call.
+        """Appends `ids`, i64 [B, 1], at position `start` of the target. Returns the logits of the next token, f32 [B,
+        V], which are valid until the next call.
         """
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the number of rows in the next steps, if `unfinished` of `now` rows remain."""
+        """Returns the number of rows to compute in the next steps. `now` is the current number of rows, and
+        `unfinished` is the number of rows that are not finished.
+        """
 
 
 class Eager:
-    """Steps that call the model directly."""
+    """Runs the steps by direct calls of the model."""
 
     def __init__(self, model: GeneratedLines) -> None:
         self._model = model
@@ -47,16 +49,16 @@ class Eager:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns `now` while fewer than a quarter of the rows are finished, otherwise `unfinished`."""
+        """Returns `now` if fewer than a quarter of the rows are finished, and `unfinished` otherwise."""
         return unfinished if unfinished <= 0.75 * now else now
 
 
 class Graphed:
-    """Steps that replay CUDA graphs.
+    """Runs the steps by replaying CUDA graphs.
 
-    There is one graph of `extend` for each number of rows. Numbers of rows are powers of two and the size of the whole
-    batch. There is one graph of `encode` for each source shape that occurs at least twice. The graphs read weights in
-    place, so they remain valid while the model trains.
+    There is one graph of `extend` for each number of rows. The possible numbers of rows are powers of two, and the size
+    of the whole batch. There is one graph of `encode` for each source shape that occurs at least twice. The graphs read
+    the weights at their addresses, so they remain valid while the model trains.
     """
 
     def __init__(self, model: GeneratedLines) -> None:
@@ -67,7 +69,9 @@ class Graphed:
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
-        """Returns the state before the first token. The state is valid until the next `encode`."""
+        """Encodes the source lines. Returns the state before the first target token. The state is valid until the next
+        call of `encode`.
+        """
         if source.shape not in self._encoders:
             self._encoders[source.shape] = None
             return self._model.encode(source)
@@ -91,7 +95,9 @@ class Graphed:
         return self._graph.replay(ids, start)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the next power of two that is at least `unfinished` and `SMALLEST`, but at most `now`."""
+        """Returns the smallest power of two that is at least `unfinished` and at least `SMALLEST`, or `now` if this
+        power exceeds `now`.
+        """
         return min(max(1 << (unfinished - 1).bit_length(), SMALLEST), now)
 
 
@@ -132,7 +138,7 @@ class _Graph:
 
 
 def repeated(state: State, beam: int) -> State:
-    """Returns the state with every row repeated `beam` times."""
+    """Returns a copy of the state in which every row is repeated `beam` times."""
     if beam == 1:
         return state
     return {place: tuple(tensor.repeat_interleave(beam, 0) for tensor in tensors) for place, tensors in state.items()}

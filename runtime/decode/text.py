@@ -25,33 +25,40 @@ StepFunction = Callable[..., Tensor]
 
 
 class CachedModel(Protocol):
-    """The programs of a text model, as a `Decoder` calls them."""
+    """The programs of a text model with a contiguous cache that a `Decoder` calls."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` i64 [B, T] to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
+        """Appends `ids`, i64 [B, T], to a cache that has `start` tokens, i64 []. Returns the logits after the last
+        id.
+        """
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends one id per row, i64 [B, 1], to a cache of `start` (i64 []) tokens. Returns the next logits."""
+        """Appends one id per row, i64 [B, 1], to a cache that has `start` tokens, i64 []. Returns the logits after
+        these ids.
+        """
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
 
 
 class Decoder:
-    """Computes next-token logits for a batch of growing texts of equal length, from a KV cache in the model's dtype.
+    """Computes the logits of the next tokens for a batch of growing texts of equal length, from a KV cache in the
+    model's dtype.
 
-    A step reads only the first positions of the cache. The number of these positions is rounded up to one of a few
-    fixed lengths. On a GPU, there is one CUDA graph per length. When the cache is full, the last `window // 2` tokens
-    are prefilled again as the start of a text. The model then attends to between `window // 2` and `window` tokens.
+    A step reads only the first positions of the cache. The number of positions is the length of the texts, rounded up
+    to one of a few fixed lengths. On a GPU, there is one CUDA graph per fixed length. When the cache is full, the last
+    `window // 2` tokens are prefilled again as the start of a text. From then on, the model attends to `window // 2` to
+    `window` tokens.
 
-    `write` runs entirely on the device: a sampled token becomes the next input without the host.
+    `write` runs entirely on the device: the next step reads a sampled token from device memory, and the host does not
+    see the token.
 
     Args:
         model: the model, on `device`.
         window: the number of tokens that the cache holds.
         device: the device of the model.
         rows: the number of texts.
-        step: computes the logits of a step. The default is `model.decode`.
+        step: the function that computes the logits of a step. None selects `model.decode`.
     """
 
     def __init__(
@@ -75,13 +82,15 @@ class Decoder:
 
     @property
     def preparing(self) -> float:
-        """The seconds spent in uncaptured steps and in capturing CUDA graphs."""
+        """The total time in seconds of the first steps, which run without CUDA graphs or capture them."""
         steps: list[Step | Replayed] = [*self._steps.values(), *self._sampled.values()]
         return sum(step.preparing for step in steps)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """Starts new texts, i64 [rows, T] with 1 <= T <= `window`. Returns logits, f32 [rows, vocabulary]."""
+        """Starts new texts with the given tokens, i64 [rows, T], with 1 <= T <= `window`. Returns the logits of the
+        next tokens, f32 [rows, vocabulary].
+        """
         self._length = tokens.shape[1]
         self._tokens[:, : self._length] = tokens
         self._counters.zero_()
@@ -90,7 +99,7 @@ class Decoder:
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each text, i64 [rows]. Returns logits, f32 [rows, vocabulary].
+        """Appends one token to each text, i64 [rows]. Returns the logits of the next tokens, f32 [rows, vocabulary].
 
         The logits are valid until the next call.
         """
@@ -109,7 +118,7 @@ class Decoder:
     def write(self, sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
         """Samples n tokens for each text, and appends all of them except the last.
 
-        The next call appends the last token. The host does not wait for the device.
+        The next call of `write` appends the last token. The host does not wait for the device.
 
         Args:
             sampling: the sampling settings.
@@ -117,8 +126,8 @@ class Decoder:
             uniform: random numbers in [0, 1), f64 [n, rows], with n <= PAGE, on the device.
 
         Returns:
-            The tokens, i64 [rows, n]. A token is -1 if the largest logit is not finite; later tokens of such a row are
-            meaningless.
+            The sampled tokens, i64 [rows, n]. A token is -1 if the largest logit is not finite. The tokens of a row
+            after -1 are meaningless.
         """
         self._uniform[: len(uniform)] = uniform
         written, since = [self._tokens[:, :0]], 0
@@ -170,11 +179,12 @@ class Decoder:
 
 
 class Replayed:
-    """A function without results. It runs directly on a CPU. On a GPU, it is captured as a CUDA graph and replayed.
+    """Runs a function that returns nothing. On a CPU, calls the function directly. On a GPU, captures the function as a
+    CUDA graph and replays the graph.
 
     Args:
-        work: the function. Apart from its arguments, it reads and writes the same addresses in every call.
-        device: the device of the tensors.
+        work: the function. Except for its arguments, the function must read and write the same addresses in every call.
+        device: the device on which the function runs.
     """
 
     def __init__(self, work: Callable[..., None], device: torch.device) -> None:
@@ -188,7 +198,7 @@ class Replayed:
         return self._calls > WARM_UP
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the function. The tensors of all calls must have the same shapes."""
+        """Runs the function with `tensors` as arguments, whose shapes must be equal in all calls."""
         if self._device.type != "cuda":
             self._work(*tensors)
         elif self._calls <= WARM_UP:
@@ -203,11 +213,12 @@ class Replayed:
 
 
 class Step:
-    """A decoding step with a cache of one shape. It runs directly on a CPU, and as a replayed CUDA graph on a GPU.
+    """Runs a decoding step with a cache of a fixed shape: by a direct call on a CPU, and by replaying a CUDA graph on a
+    GPU.
 
     Args:
-        call: computes the logits from tensors and the cache, and updates the cache in place.
-        cache: the cache, at fixed addresses.
+        call: the function that computes the logits from tensors and the cache, and updates the cache in place.
+        cache: the cache, whose tensors have fixed addresses.
     """
 
     def __init__(self, call: Callable[..., Tensor], cache: Cache) -> None:
@@ -224,7 +235,9 @@ class Step:
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Returns the logits, which are valid until the next call. All calls must have tensors of the same shapes."""
+        """Returns the logits, which are valid until the next call. The shapes of `tensors` must be equal in all
+        calls.
+        """
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
         if self._replayed is None:
@@ -249,22 +262,23 @@ def sample_blocks(
     count: int,
     block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Samples `count` tokens after `tokens` for each text. Yields the tokens in blocks of at most `block`.
+    """Samples `count` tokens for each text after its start. Yields the sampled tokens in blocks of at most `block`
+    tokens per text.
 
-    Once CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens.
+    After the CUDA graphs are captured, the host waits for the device only once per `PAGE` tokens.
 
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per row. The random numbers of a row depend only on its seed.
-        count: the number of tokens of each row.
-        block: the number of tokens per block.
+        seeds: a seed per text. The random numbers of a text depend only on its seed.
+        count: the number of tokens to sample for each text.
+        block: the maximum number of tokens per block.
 
     Yields:
-        The next tokens of each row, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is not
-        finite; later tokens of such a row are meaningless.
+        The next n tokens of each text, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is
+        not finite. The tokens of a row after -1 are meaningless.
 
     Raises:
         SamplingError: a seed has more than 64 bits.
@@ -282,18 +296,18 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Samples `count` tokens after `tokens` for each text. Yields the tokens one by one.
+    """Samples `count` tokens for each text after its start. Yields the tokens step by step.
 
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per row.
-        count: the number of tokens of each row.
+        seeds: a seed per text. The random numbers of a text depend only on its seed.
+        count: the number of tokens to sample for each text.
 
     Yields:
-        The next token of each row, i64 [rows].
+        The next token of each text, i64 [rows].
 
     Raises:
         SamplingError: a seed has more than 64 bits.
@@ -303,7 +317,9 @@ def sample_tokens(
 
 
 def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
-    """Yields each block as lists of integers, one list per row. A GPU computes the next block while the host waits."""
+    """Copies blocks of tokens from the device. Yields each block as lists of integers, one list per row. A GPU computes
+    the next block while the host waits for the current block.
+    """
     waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
     for block in blocks:
         if block.device.type != "cuda":

@@ -1,1 +1,3 @@
-"""Training in several processes: launching them, collective calls, signals, and detecting hung processes."""
+"""Runs training in several processes: starts the processes, makes collective calls, handles signals, and detects
+processes that hang.
+"""

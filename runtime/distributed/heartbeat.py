@@ -1,7 +1,7 @@
 """Detects a process of a run that hangs.
 
-A dead process is detected by its closed sockets. A stopped, swapped or deadlocked process keeps its sockets open.
-Without heartbeats, the other processes would wait for the full timeout of a collective call.
+The closed sockets of a dead process show that it has ended. A stopped, swapped or deadlocked process keeps its sockets
+open. Without heartbeats, all other processes would wait for it until the timeout of a collective call.
 """
 
 import os
@@ -22,16 +22,16 @@ _LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Two threads that detect hung processes. They increment the heartbeat count of this process in the store of
-    torch.distributed, and watch the count of the previous rank. Rank 0 hosts the store. If the store does not answer,
-    rank 0 counts as hanging. A thread that detects a hung process ends its own process, because a collective call of
-    the main thread cannot be interrupted.
+    """Runs two threads that detect hung processes. One thread increments the heartbeat count of this process in the
+    store of torch.distributed, and watches the count of the previous rank. Rank 0 hosts the store. If the store does
+    not answer, the other thread concludes that rank 0 hangs. A thread that detects a hung process ends the process in
+    which it runs, because a collective call of the main thread cannot be interrupted.
 
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: opens a separate connection to the store, so that blocked calls of the threads do not block the main
-            thread.
+        connect: a function that opens a separate connection to the store, so that blocked calls of the threads do not
+            block the main thread.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -46,7 +46,7 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads. Waits until they have ended, but at most LEAVE seconds.
+        """Ends both threads. Waits until both have ended, for at most LEAVE seconds per thread.
 
         Call `stop` before the process exits. If Python exits while a thread calls the store, the process aborts.
         """

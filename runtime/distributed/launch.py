@@ -1,7 +1,8 @@
-"""`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
+"""Starts one process per GPU on this machine for `specc train --gpus N`, with the environment variables of torchrun.
 
-torchrun itself is used only across machines. On one machine, torchrun has drawbacks: it always exits with 1 after a
-failure, leaves only 30 seconds to save after a signal, and reports the same failure several times.
+torchrun itself starts the processes only if several machines take part. On one machine, torchrun has drawbacks: it
+always exits with 1 after a failure, leaves only 30 seconds to save after a signal, and reports one failure several
+times.
 """
 
 import ctypes
@@ -34,22 +35,22 @@ _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "
 
 
 class LaunchError(RuntimeFailure):
-    """Raised if the processes cannot be started with these options."""
+    """Raised if the processes cannot be started with the given options."""
 
     code = "U001"
     exit_code = 2
 
 
 def is_launched() -> bool:
-    """Returns whether torchrun or `launch` started this process as one of several."""
+    """Returns whether torchrun or `launch` started this process as one of the processes of a run."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def place() -> tuple[int, int, int, int]:
-    """Returns (rank, size, local rank, local size) from the environment.
+    """Returns (rank, size, local rank, local size) of this process from the environment variables of torchrun.
 
-    Rank and size count processes on all hosts. The local values count only processes of this host. Raises
-    EnvironmentFailure if a variable is missing or not an integer.
+    Rank and size number and count the processes on all hosts. Local rank and local size number and count only the
+    processes on this host. Raises EnvironmentFailure if a variable is missing or not an integer.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
@@ -61,12 +62,12 @@ def place() -> tuple[int, int, int, int]:
 
 
 def started_here(size: int) -> int:
-    """Returns how many of the `size` processes run on this machine."""
+    """Returns how many of the `size` processes of the run are on this machine."""
     return place()[3] if is_launched() else size
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Checks that this machine has a GPU for each of `count` processes. A CPU target needs no GPU.
+    """Checks that this machine has a GPU for each of `count` processes. Does nothing if `target` is a CPU target.
 
     Raises:
         EnvironmentFailure: if there are fewer GPUs than processes.
@@ -84,10 +85,11 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target that `choose_target` selects.
+    """Returns the target that `choose_target` selects for `wanted`, the target that the user requested, or None.
 
-    With `gpus`, a CPU target is returned only if `wanted` names it. Raises the errors of `choose_target`, and
-    EnvironmentFailure if the GPUs of this machine can run no target of the spec.
+    If `gpus` is not None, the user requested GPUs, and a CPU target is returned only if `wanted` names it. Raises the
+    errors of `choose_target`. Raises EnvironmentFailure if GPUs are requested, but no target of the spec runs on the
+    GPUs of this machine.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
@@ -97,10 +99,12 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 
 def cpu_target(path: Path, spec: Spec) -> str | None:
-    """Returns the CPU target of a run or an artifact.
+    """Returns the CPU target on which the model of a run or an artifact runs, or None if the model does not run on the
+    CPU.
 
-    For a run, this is the target on which it trained. For an artifact, it is the only target. Returns None if there is
-    no such target, or if a GPU of this machine can run another target of the spec. Raises the errors of `Run.open`.
+    The candidate is the target on which a run trained, or the target of an artifact with a single target. Returns None
+    if there is no candidate, if the candidate is not a CPU target, or if a GPU of this machine can run another target
+    of the spec. Raises the errors of `Run.open`.
     """
     if not path.is_dir() and len(spec.targets) > 1:
         return None
@@ -112,8 +116,9 @@ def cpu_target(path: Path, spec: Spec) -> str | None:
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
     """Runs a command in `size` processes. Returns the exit code of the process that failed first, or 0.
 
-    SIGTERM, SIGHUP and SIGINT are forwarded to all processes. After a failure, the other processes have GRACE seconds
-    to end. If this process is killed, all processes receive SIGTERM.
+    SIGTERM, SIGHUP and SIGINT are forwarded to all processes. After a process fails, the other processes have GRACE
+    seconds to end. If the process that calls `launch` is killed, all started processes receive SIGTERM. `say` is called
+    with a message if a signal ended a process.
     """
     with ExitStack() as stack:
         environment = {**_environment(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
@@ -129,16 +134,16 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
 
 
 def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs a command in `size` processes of this machine with torchrun. Processes of other machines can join.
+    """Runs a command in `size` processes of this machine with torchrun. Processes of other machines can join the run.
 
     Args:
         size: the number of processes on this machine.
         options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`.
-        command: the command.
+        command: the command to run in each process.
         say: is called with a message if a signal ended a process.
 
     Returns:
-        The exit code of the process that failed first; 0 if none failed.
+        The exit code of the process that failed first; 0 if no process failed.
 
     Raises:
         LaunchError: if torchrun does not accept the options.
@@ -202,7 +207,9 @@ def _environment(size: int) -> dict[str, str]:
 
 
 def parent_environment() -> dict[str, str]:
-    """Returns the environment variable that `end_with_launcher` reads: the id of this process."""
+    """Returns the environment variable that child processes need for `end_with_launcher`. Its value is the id of this
+    process.
+    """
     return {_LAUNCHER: str(os.getpid())}
 
 
@@ -215,8 +222,8 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all processes, and forwards the signals in `received`. Returns (rank, return code) in the order of
-    ending.
+    """Waits for all processes, and forwards the signals in `received` to them. Returns a pair (rank, return code) for
+    each process, in the order in which the processes ended.
 
     GRACE seconds after a process fails, the remaining processes are killed. The result omits killed processes.
     """
@@ -265,7 +272,7 @@ def has_launcher() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Makes the system send SIGTERM to this process when its launcher ends.
+    """Makes the operating system send SIGTERM to this process when the process that launched it ends.
 
     Has no effect if neither `launch` nor a sweep started this process.
     """

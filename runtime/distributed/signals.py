@@ -1,4 +1,4 @@
-"""Deferred handling of SIGTERM, SIGHUP and Ctrl-C, so that work is saved before the process ends."""
+"""Defers the handling of SIGTERM, SIGHUP and Ctrl-C, so that a command saves its work before the process ends."""
 
 import signal
 import threading
@@ -38,9 +38,10 @@ class Stopped(Exception):
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
+    """A context manager that restores the earlier handlers of SIGTERM, SIGHUP and SIGINT when its block ends.
 
-    It does nothing outside of the main thread. Python sets signal handlers only in the main thread.
+    Outside of the main thread, the context manager does nothing, because Python sets signal handlers only in the main
+    thread.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -55,10 +56,11 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
+    """A context manager. While its block runs, SIGTERM, SIGHUP and SIGINT only call `handle` with the number of the
+    signal.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Outside of the main thread, the context manager
-    does nothing. Python handles signals only in the main thread.
+    A signal that the process ignores, such as SIGHUP under nohup, stays ignored. Outside of the main thread, the
+    context manager does nothing, because Python handles signals only in the main thread.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,9 @@
-"""The processes that train together: the rank of this process, collective sums, and agreement between ranks.
+"""The processes that train a model together. Gives the rank of this process, collective calls, and checks that ranks
+agree.
 
 torchrun or `specc train --gpus N` (launch.py) starts the processes, and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT. Each process has the whole model. Only rank 0 writes files. Results that only rank 0 computes are
-broadcast.
+and MASTER_PORT. Each process has the whole model. Only rank 0 writes files. If only rank 0 computes a result, it
+broadcasts the result to all ranks.
 """
 
 import atexit
@@ -44,7 +45,7 @@ _HEAD_START = 1.0  # the seconds by which the other ranks delay, so that rank 0 
 
 
 class PeerLost(RunFailure):
-    """Raised if another process of the run has ended. This process then cannot continue."""
+    """Raised if another process of the run has ended, so that this process cannot continue."""
 
     exit_code = PEER_LOST
 
@@ -54,8 +55,8 @@ class World:
     """One of the processes that train a model together. All processes must make the same calls in the same order.
 
     Attributes:
-        rank, size: the rank, from 0 to size - 1, and the number of processes on all hosts.
-        local_rank: the rank among the processes on this host.
+        rank, size: the rank of this process, from 0 to size - 1, and the number of processes on all hosts.
+        local_rank: the rank of this process among the processes on this host.
         device: the device on which this process computes.
     """
 
@@ -73,10 +74,10 @@ class World:
         return cls()
 
     def on(self, device: torch.device) -> "World":
-        """Returns the same world with `device` as the device of collective calls.
+        """Returns a copy of this world whose collective calls work on `device`.
 
-        Each process of a host uses a different GPU. Raises EnvironmentFailure if this host has fewer GPUs than
-        processes.
+        If `device` is a GPU, each process of a host gets a different GPU. Raises EnvironmentFailure if this host has
+        fewer GPUs than processes.
         """
         if self.size == 1 or device.type != "cuda":
             return replace(self, device=device)
@@ -91,7 +92,7 @@ class World:
         return replace(self, device=gpu, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` by its sum over all ranks. The sum is bitwise equal on all ranks.
+        """Replaces a tensor on `device` in place by its sum over all ranks. The sum is bitwise equal on all ranks.
 
         The host does not wait for a GPU.
         """
@@ -100,24 +101,26 @@ class World:
                 dist.all_reduce(tensor, group=self._wire)
 
     def largest(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` with its elementwise maximum over all ranks. The host does not wait for a
-        GPU.
+        """Replaces a tensor on `device` in place by its elementwise maximum over all ranks. The host does not wait for
+        a GPU.
         """
         if self.size > 1:
             with _peers():
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._wire)
 
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
-        """Starts a reduce-scatter: sums `whole` over all ranks, and writes the part of this rank to `part`.
+        """Starts a reduce-scatter: sums `whole` over all ranks, and writes the part of the sum that belongs to this
+        rank to `part`.
 
-        The first dimension is divided into equal parts. Both tensors are contiguous and on `device`.
+        The first dimension of `whole` is divided into equal parts, one per rank. Both tensors must be contiguous and on
+        `device`.
         """
         with _peers():
             return Waiting(_reduce_scatter(part, whole, group=self._wire, async_op=True))
 
     def join_parts(self, part: Tensor, whole: Tensor) -> "Waiting":
-        """Starts an all-gather: concatenates `part` of all ranks along the first dimension, and writes the result to
-        `whole`.
+        """Starts an all-gather: concatenates the tensors `part` of all ranks along the first dimension, and writes the
+        result to `whole`.
         """
         with _peers():
             return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
@@ -135,9 +138,7 @@ class World:
         return values
 
     def first(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make` on all ranks. `make` runs only on rank 0, and its result is pickled and
-        broadcast.
-        """
+        """Calls `make` on rank 0 only, and returns its result on all ranks. The result is pickled and broadcast."""
         if self.size == 1:
             return make()
         results: list[Any] = [make() if self.rank == 0 else None]
@@ -151,10 +152,10 @@ class World:
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """A context manager for a block that rank 0 runs first.
+        """A context manager for a block that rank 0 runs before all other ranks.
 
-        The other ranks start their blocks when rank 0 has finished. They can then read files that rank 0 wrote. There
-        is no time limit. Each block needs a unique `name`. Raises PeerLost on waiting ranks if another rank has failed.
+        The other ranks wait without a time limit until rank 0 has finished the block. They can then read files that
+        rank 0 wrote. Each block needs a unique `name`. Raises PeerLost on a waiting rank if another rank has failed.
         """
         with _peers():
             while self.rank and not self._store.check([name]):
@@ -178,8 +179,8 @@ class World:
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`.
 
-        Only the process that fails first shows its error. The other processes end because of that failure, or with the
-        same error. The launcher reports a killed process, because it knows the signal.
+        Only the process that fails first shows its error. All other processes end because of the first failure, or with
+        an equal error. If a process is killed, the launcher reports it, because the launcher knows the signal.
         """
         if self._store is None:
             return True
@@ -196,10 +197,10 @@ class World:
             return not isinstance(error, PeerLost)
 
     def leave(self, waits: bool = True) -> None:
-        """Stops the use of the store.
+        """Ends the use of the store of torch.distributed by this process.
 
-        Rank 0 hosts the store, and waits until no other rank uses it. Torch would otherwise print a trace for each
-        unanswered call. With `waits=False`, rank 0 does not wait.
+        Rank 0 hosts the store, and waits for a short time until no other rank uses it. Otherwise, Torch would print a
+        stack trace for each unanswered call. With `waits=False`, rank 0 does not wait.
         """
         if self._heartbeat is not None:
             self._heartbeat.stop()
@@ -220,7 +221,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A pending collective call. Do not use its tensors before `wait` returns."""
+    """A pending collective call. Do not use the tensors of the call before `wait` returns."""
 
     _work: Any = None  # None if there is no call to wait for
 
@@ -232,14 +233,14 @@ class Waiting:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """A context manager that yields the world, according to the environment variables of torchrun. If the block fails,
-    one rank shows the error.
+    """A context manager that joins the processes of a run, which the environment variables of torchrun describe, and
+    yields the world. If the block fails, one rank shows the error.
 
     A process that completes the block exits with 0.
 
     Raises:
         EnvironmentFailure: if a variable of torchrun is missing, or is not an integer.
-        SystemExit: with the exit code of the error, on ranks that do not show the error.
+        SystemExit: the block failed, and this rank does not show the error. The exit code is that of the error.
     """
     world = _join()
     codes: list[int] = []
@@ -264,7 +265,9 @@ def joined() -> Iterator[World]:
 
 
 def _leave(code: int) -> None:
-    """Ends the process with `os._exit`. A normal exit of Python could abort because of gloo or heartbeat threads."""
+    """Ends the process with `os._exit`, because threads of gloo or of the heartbeat could abort a normal exit of
+    Python.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -297,7 +300,9 @@ def _join() -> World:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """A context manager for calls that need other processes. Raises PeerLost if another process does not answer."""
+    """A context manager for calls that need the other processes of the run. Raises PeerLost if another process does not
+    answer.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):

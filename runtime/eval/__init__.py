@@ -1,1 +1,1 @@
-"""Evaluation of a run or an artifact: bits per byte, exact match, tasks, and test-time adaptation."""
+"""Evaluates a run or an artifact: bits per byte, exact match, tasks, and test-time adaptation."""

@@ -1,4 +1,6 @@
-"""Scores a run or an artifact: text in bits per byte, lines by exact match, or tasks from files."""
+"""Scores the model of a run or an artifact: on text in bits per byte, on lines by exact match, or on tasks from
+files.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,24 +38,25 @@ def evaluate(
     gpus: int | None = None,
     tasks: Sequence[Path] = (),
 ) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
-    """Scores a run or an artifact by the metric of its spec, or on tasks from files. Records the results in the run,
-    unless `adapt` is given.
+    """Scores the model of a run or an artifact by the metric of its spec, or on tasks from files. Records the results
+    in the run, unless `options.adapt` is set.
 
     Args:
         path: the run or the artifact.
-        options: the data and the settings. With `adapt`, the model adapts to the text.
-        target, device, quantized, search, say: as for `open_model`.
-        progress: is called with the number of scored tokens or lines, and the total.
+        options: the data and the settings. If `options.adapt` is set, the model adapts to the text.
+        target, device, quantized, search, say: the arguments of `open_model`.
+        progress: is called with the number of tokens or lines that are scored so far, and the total number.
         world: the processes that share the work. Each process calls this function with a different device.
-        gpus: the requested number of processes; None if not specified.
-        tasks: files of examples. If there are any, these tasks are scored instead of data.
+        gpus: the number of processes that the user requested; None if the user requested no number.
+        tasks: files of examples. If this argument is not empty, the model is scored on the examples instead of on
+            `options.data`.
 
     Returns:
-        The score, or the results of `tasks`. All processes return the same result.
+        The score, or the results of `tasks`. The result is equal on all processes.
 
     Raises:
         EvaluateError: `gpus` differs from the number of processes.
-        RunFailure: the models of the processes differ.
+        RunFailure: the processes have opened different models.
         EnvironmentFailure: there are fewer GPUs than processes.
         RuntimeFailure: if the model cannot be opened or scored.
     """

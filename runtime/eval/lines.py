@@ -1,5 +1,5 @@
-"""Scores a model that maps lines to lines by exact match. The lines are held out from the task in the spec, or read
-from a file.
+"""Scores a model that maps lines to lines by exact match. The lines are held-out lines of the task in the spec, or are
+read from a file.
 """
 
 import math
@@ -28,12 +28,12 @@ class SetScore:
     """The score of one set of lines.
 
     Attributes:
-        name: the held-out split, or the name of the file.
+        name: the name of the held-out split or of the file.
         score: the score of the lines that were decoded.
-        overlap: the overlap of these lines with the fixed training set; None if unknown.
-        held_out: whether these lines are the validation split of the training file.
-        untried: the number of lines that were not decoded. Decoding stops early if no line was an exact match
-            (`EvaluateOptions.hopeless`).
+        overlap: the overlap of the decoded lines with the fixed training set; None if unknown.
+        held_out: whether the lines are the validation split of the training file.
+        untried: the number of lines that were not decoded. Decoding stops early if none of the first lines was an exact
+            match (`EvaluateOptions.hopeless`).
     """
 
     name: str
@@ -80,20 +80,20 @@ def evaluate_lines(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> ExactMatches:
-    """Computes the exact match of an opened model that maps lines to lines.
+    """Computes the share of exact matches of an opened model that maps lines to lines.
 
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: is called with the number of scored lines, and the total.
+        progress: is called with the number of lines that are scored so far, and the total number of lines.
         world: must be None or a single process.
 
     Returns:
         One score per set of lines.
 
     Raises:
-        EvaluateError: the options do not apply to this model, or the metric of its spec is not exact match.
-        RunFailure: the loss is not finite, or GPU memory is full.
+        EvaluateError: the options do not apply to the model, or the metric of the spec is not exact match.
+        RunFailure: the loss is not finite, or the GPU has too little memory.
         DataError: the data cannot be read.
     """
     how, tokenizer = opened.spec.eval, opened.characters
@@ -126,8 +126,8 @@ def evaluate_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Lines to score. `overlap(count)` returns the overlap of the first `count` lines with the training set; None if
-    unknown.
+    """A set of lines to score. `overlap(count)` returns the overlap of the first `count` lines with the training set,
+    or None if the overlap is unknown.
     """
 
     name: str

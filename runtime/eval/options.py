@@ -16,7 +16,7 @@ FEWER = "lower --batch, or eval.batch in the spec"  # the hint if GPU memory is 
 
 
 class EvaluateError(RuntimeFailure):
-    """Raised if a model cannot be scored with these options. For example, no data is named."""
+    """Raised if a model cannot be scored with the given options, for example because they name no data."""
 
     code = "U009"
     exit_code = 2
@@ -24,21 +24,25 @@ class EvaluateError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOptions:
-    """Options of an evaluation. None selects the default of the spec, the run or the machine.
+    """The options of an evaluation. If an option is None, its default is used, which comes from the spec, the run or
+    the machine.
 
     Attributes:
-        data: for text, a source for `specc.runtime.data.windows.stream.open_stream`. For lines, a file, or held-out
-            splits: `TASK` names all splits of the task, and `TASK:SPLIT` one split. None selects the data of the run.
+        data: the data to score. For a text model, this is a source that `specc.runtime.data.windows.stream.open_stream`
+            accepts. For a model that maps lines to lines, this is a file or the name of held-out splits: `TASK` names
+            all splits of the task, and `TASK:SPLIT` names one split. None selects the data of the run.
         stride: the distance between the starts of adjacent windows, in tokens, from 1 to the window length.
         batch: the number of windows, or lines, per batch.
-        max_tokens: the maximum number of tokens to score, from the start of the split. For lines, target tokens count.
+        max_tokens: the maximum number of tokens to score, from the start of the split. For a model that maps lines to
+            lines, this is a number of target tokens.
         cache: the folder of tokenized text.
-        compiled: whether to use torch.compile on a GPU.
-        window: window length in tokens. The window may exceed the context, unless the model has learned positions.
-        adapt: the method of test-time adaptation, as a `kind` or a YAML mapping. With None, the model does not adapt,
-            even if the spec has `eval.adapt`.
-        hopeless: for lines, a number. The scoring of a set stops if none of its first `hopeless` lines is an exact
-            match.
+        compiled: whether the model is compiled by torch.compile on a GPU.
+        window: the length of a window in tokens. The length may exceed the context, unless the model has learned
+            positions.
+        adapt: the method of test-time adaptation, as the name of its `kind`, or as a YAML mapping of its settings. If
+            this option is None, the model does not adapt, even if the spec has `eval.adapt`.
+        hopeless: the number of lines after which the scoring of a set stops, if none of these lines is an exact match.
+            None scores all lines.
     """
 
     data: str | None = None
@@ -59,10 +63,10 @@ class EvaluateOptions:
 
 
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
-    """Returns the windows of `options`, with defaults from the spec.
+    """Returns the settings of the windows that `options` selects for a text model. The spec gives the defaults.
 
-    `name` is the name of the model for messages. Raises EvaluateError if the metric of the spec is not bits per byte,
-    or if the window or the stride is out of range.
+    `name` is the name of the model in messages. Raises EvaluateError if the metric of the spec is not bits per byte, or
+    if the window or the stride is out of range.
     """
     context, how = spec.model.window, spec.eval
     if not isinstance(how, BitsSpec):
@@ -87,7 +91,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
 
 @contextmanager
 def memory(hint: str = FEWER) -> Iterator[None]:
-    """A context manager that raises RunFailure with `hint` if the block runs out of GPU memory."""
+    """A context manager that raises RunFailure with `hint` if its block runs out of GPU memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

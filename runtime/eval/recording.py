@@ -1,4 +1,4 @@
-"""Records evaluation results in the run of the model."""
+"""Records evaluation results in the run directory of the model."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that ch
 
 
 def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
-    """Records a result in the run of the model. Does nothing if the model is not in a run.
+    """Records a result in the run directory of the model. Does nothing if the model is an artifact outside of a run.
+    `facts` has the result.
 
     Raises EnvironmentFailure if the file cannot be written.
     """
@@ -26,9 +27,11 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records a score in the run of the model, under the task name "data" plus the settings of `options`.
+    """Records a score in the run directory of the model, under a task name that consists of "data" and the settings in
+    `options`. `measures` has the values of the score by name.
 
-    An earlier result with equal settings and data is replaced. Raises EnvironmentFailure if the file cannot be written.
+    The score replaces an earlier score with equal settings and data. Raises EnvironmentFailure if the file cannot be
+    written.
     """
     name = lasting(options.data or opened.data or "")
     stated = {key: value for key in SETTINGS if (value := getattr(options, key)) is not None}

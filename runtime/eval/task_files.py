@@ -1,4 +1,4 @@
-"""Scores a run or an artifact on tasks from files."""
+"""Scores the model of a run or an artifact on tasks from files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,9 @@ from specc.runtime.open_model import OpenedModel
 
 
 def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
-    """Reads task files. Raises EvaluateError if `options` also select data, and the errors of `read_task`."""
+    """Reads task files. Raises EvaluateError if `options` also selects data, because only tasks or data can be scored.
+    Raises the errors of `read_task`.
+    """
     for option in ("data", "adapt", "max_tokens"):
         if getattr(options, option) is not None:
             message = f"--{option.replace('_', '-')} does not apply to --task"
@@ -30,22 +32,23 @@ def evaluate_tasks(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> TaskResults:
-    """Scores an opened text model on tasks. Records the results in the run of the model.
+    """Scores an opened text model on tasks. Records the results in the run directory of the model.
 
     Args:
         opened: the model.
-        files: pairs (path, task).
-        options: the window, the stride and the batch.
-        progress: is called as `progress(scored, total)`, with the numbers of rows of this process.
+        files: the tasks, as pairs (path of the file, task).
+        options: the options of the evaluation, of which the window, the stride and the batch are used.
+        progress: is called as `progress(scored, total)`, with the number of rows that this process has scored, and the
+            number that it must score.
         world: the processes that share the work.
 
     Returns:
-        The results, equal on all processes.
+        The results of all tasks, which are equal on all processes.
 
     Raises:
         EvaluateError: the model is not a text model, or the options do not fit the model.
         DataError: an example does not fit the model.
-        RunFailure: the loss is not finite, or GPU memory is full.
+        RunFailure: the loss is not finite, or the GPU has too little memory.
     """
     if not isinstance(opened.spec.eval, BitsSpec):
         raise EvaluateError(f"{opened.path} is not a text model", "tasks are for text models")

@@ -1,4 +1,4 @@
-"""Scores a text model in bits per byte: unchanged, or with test-time adaptation."""
+"""Scores a text model in bits per byte, with or without test-time adaptation."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -33,20 +33,21 @@ def evaluate_text(
 ) -> BitsPerByte:
     """Computes the bits per byte of an opened text model.
 
-    On devices of the same kind, the result does not depend on the number of processes.
+    The result does not depend on the number of processes, if all processes have the same kind of device.
 
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
+            the number that it must score.
         world: the processes that share the work.
 
     Returns:
-        The result.
+        The result in bits per byte.
 
     Raises:
-        EvaluateError: the options do not apply to a text model, or the metric of its spec is not bits per byte.
-        RunFailure: the loss is not finite, or GPU memory is full.
+        EvaluateError: the options do not apply to a text model, or the metric of the spec is not bits per byte.
+        RunFailure: the loss is not finite, or the GPU has too little memory.
         DataError: the data cannot be read.
     """
     world = world or World.alone()
@@ -66,12 +67,12 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """Returns the spec with the windows and the adaptation of `options`.
+    """Returns a copy of the spec in which `options` replaces the windows and the method of adaptation.
 
-    If the model does not adapt and no window exceeds the context, generated code does not depend on these options, and
-    the spec is returned unchanged. If `options.adapt` and `eval.adapt` have the same kind, and `options.adapt` has no
-    settings, the settings of the spec are used. Raises EvaluateError if the options do not apply, and SpecError if the
-    settings are invalid.
+    If the model does not adapt and no window exceeds the context, the spec is returned unchanged, because the generated
+    code does not depend on the options. If `options.adapt` only names a kind, and `eval.adapt` of the spec has this
+    kind, the settings of the spec are used. Raises EvaluateError if the options do not apply to the spec, and SpecError
+    if the settings are invalid.
     """
     if options.adapt is None and (options.window or 0) <= spec.model.window:
         return spec
@@ -90,10 +91,10 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 class Adapted:
     """The result of a model that adapted to the text.
 
-    This result is not a score of the model, so `facts` reports the result under a separate key.
+    The result is not a score of the unchanged model. `facts` therefore reports the result under a separate key.
 
     Attributes:
-        how: the settings of the adaptation.
+        how: the settings of the method of adaptation.
         windows: the windows that were scored.
         done: a message about the number of adaptations.
         counted: the result in bits per byte.
@@ -134,22 +135,23 @@ def evaluate_adapted(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> Adapted:
-    """Scores an opened text model with test-time adaptation. The model is unchanged afterwards.
+    """Scores an opened text model with test-time adaptation. After the call, the model has its original weights.
 
-    The number of processes changes the result only by rounding.
+    If the number of processes changes, the result changes only by rounding.
 
     Args:
         opened: the model, with `eval.adapt` in its spec.
         options: the data and the settings.
-        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
+            the number that it must score.
         world: the processes that share the work.
 
     Returns:
-        The result, which is not a score of the model.
+        The result of the adapted model.
 
     Raises:
-        AdaptError: the settings do not fit the model.
-        EvaluateError: the model computes in integers, or the method requires a batch size other than `--batch`.
+        AdaptError: the settings of the method do not fit the model.
+        EvaluateError: the model computes with integers, or the method requires another batch size than `options.batch`.
         RunFailure, DataError: as raised by `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)
@@ -191,8 +193,8 @@ def evaluate_adapted(
 
 
 def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """Returns torch.compile if the model is on a GPU and the options allow compilation. Otherwise, returns the
-    identity.
+    """Returns the function by which modules are compiled: torch.compile if the model is on a GPU and `options.compiled`
+    is True, and the identity function otherwise.
     """
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 

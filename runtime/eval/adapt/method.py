@@ -27,7 +27,9 @@ class AdaptError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The tensors of a `Batch` on the device: `ids` and `targets` i64 [B, T], `new` and `seen` bool [B, T]."""
+    """The tensors of a `Batch` on the device of the model: `ids` and `targets`, i64 [B, T], and `new` and `seen`, bool
+    [B, T].
+    """
 
     ids: Tensor
     targets: Tensor
@@ -37,18 +39,21 @@ class Placed:
 
 @dataclass
 class Work:
-    """A model, and the text to score with it. Parameters require no gradients until a method enables them.
+    """A model, and the text to score with the model. The parameters require no gradients until a method enables
+    gradients.
 
     Attributes:
-        account: accumulates the losses of all batches.
+        account: the account that reads batches of the text, and accumulates their losses.
         model: the model.
-        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. Runs without autograd.
-        features: maps ids to the input of the output head, [B, T, features].
-        nats: maps the input of the head, and targets, to the loss of each target in nats, f32 [B, T].
+        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
+            without autograd.
+        features: a function that maps ids to the input of the output head, [B, T, features].
+        nats: a function that maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
         rows: the number of rows per batch.
         world: the processes that share the work.
         seed: the seed of random initial values.
-        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
+        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
+            the number that it must score.
     """
 
     account: Account
@@ -92,11 +97,13 @@ class Method:
     """A method of test-time adaptation.
 
     Attributes:
-        name: the `kind` of the settings.
-        rows: maps the settings to the required number of windows per batch. None if any number is possible.
-        chunk: maps the settings to the number of targets that are scored between changes of the model. None if the
-            model does not change.
-        run: scores the whole text, and returns a message about the number of adaptations. All processes call `run`.
+        name: the name of the method, which is the `kind` of its settings.
+        rows: a function that maps the settings to the required number of windows per batch. None if the method allows
+            any number.
+        chunk: a function that maps the settings to the number of targets that are scored between two changes of the
+            model. The function returns None if the method does not change the model.
+        run: a function that scores the whole text, and returns a message about the number of adaptations. All processes
+            call this function.
     """
 
     name: str

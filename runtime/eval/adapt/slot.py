@@ -1,6 +1,6 @@
-"""SLOT: fits a vector that is added to the input of the output head, while all weights are frozen.
+"""Implements SLOT: a vector is fitted and added to the input of the output head, while all weights are frozen.
 
-The model before the head runs once per batch, without gradients. Each optimizer step runs only the head, forward and
+The layers before the head run once per batch, without gradients. Each optimizer step runs only the head, forward and
 backward.
 """
 
@@ -15,15 +15,16 @@ from specc.runtime.eval.adapt.method import Method, Placed, Work
 
 
 def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
-    """Fits vectors that reduce the loss of some targets, and scores the batch with these vectors.
+    """Fits vectors that reduce the loss of the targets in `fitted`, and scores all targets of the batch with the fitted
+    vectors.
 
     Args:
-        work: the model.
-        how: the settings.
-        batch: the batch.
+        work: the model and the text.
+        how: the settings of SLOT.
+        batch: the batch to score.
         fitted: the targets to fit on, bool [B, T].
-        vectors: 1 for a single vector, fitted on the mean loss over all rows; B for one vector per row, fitted on the
-            mean loss of this row.
+        vectors: the number of vectors, 1 or B. A single vector is fitted on the mean loss over all rows. With B
+            vectors, the vector of a row is fitted on the mean loss of the row.
 
     Returns:
         The loss of each target in nats, f32 [B, T].

@@ -1,4 +1,4 @@
-"""Test-time training. The weights are trained on each chunk of text after the chunk was scored."""
+"""Implements test-time training: after a chunk of text is scored, the weights are trained on the chunk."""
 
 import hashlib
 import math
@@ -45,7 +45,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A frozen matrix [out, in], plus a trained low-rank update: factor * b [out, rank] @ a [rank, in], f32."""
+    """A weight that is the sum of a frozen matrix `base` [out, in] and a trained low-rank update: factor * b [out,
+    rank] @ a [rank, in], f32. `leaves` contains a and b.
+    """
 
     base: Tensor
     leaves: tuple[Tensor, ...]
@@ -66,7 +68,9 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`. Only targets at the positions `after` + 1 .. `end` are used."""
+    """A window of training text that begins at token `start`. The loss covers only the targets at the positions `after`
+    + 1 .. `end`.
+    """
 
     start: int
     after: int
@@ -74,10 +78,10 @@ class Row:
 
 
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
-    """Returns rows of up to `length` tokens. Together, the rows cover each target at the positions span[0] + 1 ..
-    span[1] exactly once.
+    """Divides the targets at the positions span[0] + 1 .. span[1] among rows of up to `length` tokens. Each target
+    belongs to exactly one row.
 
-    Earlier tokens of a row are only context.
+    The tokens of a row before its targets are only context.
     """
     after, end = span
     ends = [*range(after + length, end, length), end]
@@ -85,10 +89,10 @@ def rows_of(span: tuple[int, int], length: int) -> list[Row]:
 
 
 class Learner:
-    """Trains the weights whose names match the settings.
+    """Trains the weights whose names match the pattern in the settings.
 
-    The trained tensors are f32. Their values are copied into the parameters of the model. Raises AdaptError if no
-    parameter matches.
+    The trained tensors are f32 copies. After each step, their values are copied into the parameters of the model.
+    Raises AdaptError if no parameter matches the pattern.
     """
 
     def __init__(self, how: TestTimeTraining, work: Work) -> None:
@@ -106,7 +110,9 @@ class Learner:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context manager in which the weights have gradients. At the end, the original weights are restored."""
+        """A context manager in whose block the weights require gradients. When the block ends, the original weights are
+        restored.
+        """
         originals = [weight.detach().clone() for weight in self.shown.values()]
         try:
             for weight in self.shown.values():
@@ -118,8 +124,8 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets of a chunk. `done` is the completed fraction of training, for the learning-rate
-        schedule.
+        """Trains on the targets at the positions span[0] + 1 .. span[1]. `done` is the fraction of all chunks that is
+        completed, which determines the learning rate.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
@@ -182,7 +188,7 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
 def _run(how: TestTimeTraining, work: Work) -> str:
     """Runs test-time training. Returns a message with the numbers of parameters and chunks.
 
-    Training is causal: all targets of a chunk are scored before the first step on this chunk.
+    The method is causal: all targets of a chunk are scored before the weights are trained on the chunk.
     """
 
     def nats(batch: Placed) -> Tensor:

@@ -1,1 +1,1 @@
-"""Tasks of `specc eval --task`, one file per kind: multiple choice, cloze, and perplexity of text."""
+"""The kinds of tasks of `specc eval --task`, each in a module: multiple choice, cloze, and perplexity of text."""

@@ -1,4 +1,4 @@
-"""Multiple choice, as in HellaSwag, ARC and PIQA."""
+"""Multiple-choice tasks, such as HellaSwag, ARC and PIQA."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ class _Question:
 
 
 class Choices(Task):
-    """Each line is {"context": text, "choices": [texts], "answer": index from 0, "delimiter": " " unless stated}.
+    """Multiple-choice questions. Each line of the file is a JSON object {"context": text, "choices": [texts], "answer":
+    index of a choice, from 0, "delimiter": text}. If a line has no "delimiter", the delimiter is a space.
 
-    Each choice is scored after context and delimiter. `acc` is the share of questions whose answer has the largest log
-    likelihood. `acc_norm` first divides log likelihoods by the number of characters. Both are as in
-    lm-evaluation-harness. `bits_per_byte` is computed over the answers.
+    Each choice is scored after the context and the delimiter. The measure `acc` is the share of questions whose answer
+    has the largest log likelihood of all choices. For `acc_norm`, each log likelihood is divided by the number of
+    characters of the choice. lm-evaluation-harness defines both measures. `bits_per_byte` is computed over the answers.
     """
 
     name = "choices"

@@ -1,4 +1,4 @@
-"""Cloze: predicts the end of a text from its beginning, as in LAMBADA."""
+"""Cloze tasks, such as LAMBADA: the model predicts the end of a text from its beginning."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log
@@ -10,10 +10,11 @@ from specc.runtime.eval.tasks.task import HINT, Measure, Task, exponential, mean
 
 
 class Cloze(Task):
-    """Each line is {"context": text, "target": text, "delimiter": " " unless stated}.
+    """Texts whose end is predicted. Each line of the file is a JSON object {"context": text, "target": text,
+    "delimiter": text}. If a line has no "delimiter", the delimiter is a space.
 
-    `acc` is the share of lines whose target equals the result of greedy decoding. `perplexity` is exp(mean loss of a
-    whole target in nats). Both are as in lm-evaluation-harness.
+    The measure `acc` is the share of lines whose target equals the text that greedy decoding returns. `perplexity` is
+    exp(mean loss of a whole target in nats). lm-evaluation-harness defines both measures.
     """
 
     name = "cloze"

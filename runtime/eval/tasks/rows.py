@@ -1,4 +1,4 @@
-"""Rows of tokens, and the losses of their last tokens."""
+"""Encodes texts as rows of tokens, and computes the losses of the last tokens of each row."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +22,13 @@ LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of tokens. Only the last `scored` tokens are scored.
+    """A row of tokens, of which only the last `scored` tokens are scored.
 
     Attributes:
         tokens: the tokens. All tokens except the last are inputs of the model.
         scored: the number of scored tokens.
         size: the bytes of text that the scored tokens represent.
-        truncated: whether tokens were removed from the left to fit into the context of the model.
+        truncated: whether tokens were removed from the left, so that the row fits into the context of the model.
     """
 
     tokens: tuple[int, ...]
@@ -39,11 +39,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowScore:
-    """The result of a row.
+    """The scores of a row.
 
     Attributes:
-        nats: the sum of the losses of the scored tokens.
-        greedy: whether each scored token is the most probable token at its position. False if this was not computed.
+        nats: the sum of the losses of the scored tokens, in nats.
+        greedy: True if every scored token is the most probable token at its position. False also if this was not
+            computed.
     """
 
     nats: float
@@ -56,10 +57,10 @@ class Encoder:
 
     Attributes:
         tokenizer: the tokenizer of the model.
-        window: the largest number of inputs.
-        stride: the distance between windows of a longer text.
-        unscored: the number of positions at the start of a window that are not scored. With a prefix mask, these
-            positions attend to their own targets.
+        window: the maximum number of input tokens of a row.
+        stride: the distance in tokens between the windows into which a longer text is cut.
+        unscored: the number of positions at the start of a window that are not scored. If the model has a prefix mask,
+            these positions attend to their own targets.
     """
 
     tokenizer: Tokenizer
@@ -70,9 +71,10 @@ class Encoder:
     def continuation(self, context: str, text: str, where: str) -> Row:
         """Returns the row that scores `text` after `context`.
 
-        As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Context
-        and text are tokenized together. If the context alone has n tokens, all tokens after the first n belong to the
-        text. BOS precedes the context. If the row is longer than the window, its first tokens are removed.
+        White space at the end of the context is moved to the start of the text, as in lm-evaluation-harness. Context
+        and text are tokenized together. If the context alone has n tokens, all tokens of the row after the first n
+        belong to the text. BOS precedes the context. If the row is longer than the window, its first tokens are
+        removed.
 
         Raises DataError if the text cannot be scored. The message begins with `where`.
         """
@@ -116,7 +118,7 @@ def score_rows(
     fixed_length: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RowScore]:
-    """Scores rows in batches of similar length.
+    """Scores rows in batches of rows with similar lengths.
 
     Shorter rows are padded on the right. In a causal model, padding changes scores only by rounding.
 
@@ -125,13 +127,14 @@ def score_rows(
         rows: the rows.
         batch: the number of rows per batch.
         greedy: whether to compute `RowScore.greedy`.
-        share: the part of the work that this process does.
-        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
-        fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
-        progress: is called as `progress(scored, total)`, with the numbers of rows of this process.
+        share: determines which rows this process scores, and adds up the results of all processes.
+        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
+        fixed_length: whether all batches are padded to the same length, so that `score` is compiled only once.
+        progress: is called as `progress(scored, total)`, with the number of rows that this process has scored, and the
+            number that it must score.
 
     Returns:
-        One score per row, in order, over all processes.
+        One score for each of `rows`, in the order of `rows`, including the rows that other processes scored.
 
     Raises:
         RunFailure: a loss is not finite.
@@ -171,9 +174,9 @@ def score_rows(
 
 
 def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list[int]], batch: int) -> Iterator[int]:
-    """Yields the index of each row with a target that is not the most probable token.
+    """Yields the index of each row in which a scored token is not the most probable token at its position.
 
-    `unsure` maps the index of a row to the positions to check.
+    `unsure` maps the index of a row to the positions that must be checked.
     """
     by_length: dict[int, list[int]] = {}
     for i, places in unsure.items():
@@ -192,7 +195,9 @@ def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list
 
 
 def loads_of(opened: OpenedModel, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Maps each layer with experts to the shares of tokens that its experts receive, measured on the longest rows."""
+    """Returns the share of tokens that each expert receives, by the name of the layer with experts. The shares are
+    measured on the longest rows.
+    """
     if not any(parameter.dim() == 3 for parameter in opened.model.parameters()):
         return {}
     longest = sorted(rows, key=lambda row: -len(row.tokens))[:LOAD_ROWS]

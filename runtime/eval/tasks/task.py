@@ -1,4 +1,4 @@
-"""The base class of tasks, their files and their results."""
+"""The base class of tasks, the reader of task files, and the results of tasks."""
 
 import hashlib
 import math
@@ -27,7 +27,7 @@ HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A value and its standard error. The error is None if there are fewer than two examples."""
+    """The value of a measure and its standard error. The error is None if there are fewer than two examples."""
 
     value: float
     error: float | None
@@ -37,7 +37,7 @@ class Measure:
 
 
 def mean(values: Sequence[float]) -> Measure:
-    """Returns the mean and its standard error."""
+    """Returns the mean of the values and its standard error."""
     count = len(values)
     return Measure(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None)
 
@@ -52,7 +52,7 @@ def ratio(values: Sequence[float], units: Sequence[float]) -> Measure:
 
 
 def exponential(measure: Measure) -> Measure:
-    """Returns exp(value) of a measure, and its standard error to first order."""
+    """Returns the exponential of a measure, and the standard error of the exponential to first order."""
     value = math.exp(min(measure.value, 700.0))
     return Measure(value, None if measure.error is None else value * measure.error)
 
@@ -64,13 +64,13 @@ class TaskResult:
     Attributes:
         task: the kind of the task.
         file: the name of the file of examples.
-        digest: SHA-256 (hex) of the file.
-        examples: the number of examples.
+        digest: the SHA-256 (hex) of the file.
+        examples: the number of examples in the file.
         tokens: the number of scored tokens.
         size: the bytes of text that the scored tokens represent.
         truncated: the number of rows that were cut to the context of the model.
         measures: the measures by name.
-        loads: the share of tokens that each expert receives, by layer; empty without experts.
+        loads: the share of tokens that each expert receives, by layer; empty if the model has no experts.
     """
 
     task: str
@@ -111,18 +111,18 @@ class TaskResults:
 
 
 class Task(ABC):
-    """The examples of a file, all of one kind. Each kind is a subclass, in a file of this package.
+    """The examples of a task file, which are all of one kind. For each kind, a module of this package has a subclass.
 
     Args:
-        records: a pair (place, object) for each line.
+        records: for each line of the file, a pair of its place for messages and its JSON object.
 
     Attributes:
-        name: the kind.
-        key: a key of the JSON objects that only this kind has.
-        greedy: whether the measures need `RowScore.greedy`.
+        name: the name of the kind.
+        key: a key that only the JSON objects of this kind have.
+        greedy: whether the measures of the kind need `RowScore.greedy`.
 
     Raises:
-        DataError: an object is not an example of this kind.
+        DataError: a JSON object is not an example of this kind.
     """
 
     name: ClassVar[str]
@@ -134,18 +134,22 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self, encoder: Encoder) -> list[list[Row]]:
-        """Returns the rows of each example. Raises DataError, with the line, if an example cannot be scored."""
+        """Returns the rows to score for each example. Raises DataError, with the line, if an example cannot be
+        scored.
+        """
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Returns the measures of the task, from the scores of the rows of each example."""
+        """Computes the measures of the task by name. `rows` has the rows of each example, and `scores` has the score of
+        each row.
+        """
 
 
 def read_task(path: Path) -> Task:
     """Reads the examples of a file.
 
-    All lines of a .jsonl file must be of one kind. Their keys determine the kind. In other files of text, each document
-    is an example of the task `text`.
+    In a .jsonl file, the keys of the lines determine the kind of task, and all lines must be of one kind. In any other
+    text file, each document is an example of the task `text`.
 
     Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
     file is damaged.
@@ -196,14 +200,14 @@ def text_of(record: Mapping[str, Any], key: str, where: str, default: str | None
     Args:
         record: the JSON object of a line.
         key: the key of the string.
-        where: the file and line, as the start of messages.
-        default: the value of a missing key; None if the key is required.
+        where: the file and line, with which error messages begin.
+        default: the string to return if the record does not have the key. None makes the key required.
 
     Returns:
         The string.
 
     Raises:
-        DataError: the value is not a string, or the key is missing and has no default.
+        DataError: the value is not a string, or the key is missing and `default` is None.
     """
     value = record.get(key, default)
     if not isinstance(value, str):

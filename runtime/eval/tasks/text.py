@@ -1,4 +1,4 @@
-"""Perplexity of documents."""
+"""Tasks that measure the perplexity of documents."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +12,10 @@ from specc.runtime.eval.tasks.task import Measure, Task, exponential, ratio, tex
 
 
 class Text(Task):
-    """Each line is {"text": document}. In other files of text, each document is an example. Each document begins with
-    BOS and is cut into windows. `perplexity` is per token. `word_perplexity`, `byte_perplexity` and `bits_per_byte` are
-    as in lm-evaluation-harness. Standard errors are over documents, or over windows if there is only one document.
+    """Documents to score. Each line of a .jsonl file is a JSON object {"text": document}. In any other text file, each
+    document is an example. Each document begins with BOS and is cut into windows. The measure `perplexity` is per
+    token. lm-evaluation-harness defines the measures `word_perplexity`, `byte_perplexity` and `bits_per_byte`. The
+    standard errors are over documents, or over windows if there is only one document.
     """
 
     name = "text"
