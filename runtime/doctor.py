@@ -196,7 +196,7 @@ def cache_check(name: str, folder: Path, variable: str) -> Check:
 
     Args:
         name: the name of the check.
-        folder: the folder. It need not exist yet.
+        folder: the folder. The folder may not exist yet.
         variable: the environment variable that selects another folder.
 
     Returns:

@@ -223,8 +223,8 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights that scoring needs. Omits weights that only training uses, such as the weights of an
-    auxiliary loss.
+    """Returns the weights that the model needs for scoring on `target`. Omits weights that only training uses, such as
+    the weights of an auxiliary loss.
     """
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
@@ -264,7 +264,7 @@ def realize_stored(
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
     """Returns the weights of the newest valid checkpoint of a run, f32, by parameter name, and the step of the
-    checkpoint.
+    checkpoint. `say` is called with messages about damaged checkpoints.
 
     Raises RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with another
     spec.
@@ -289,8 +289,8 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     name, and the step of the checkpoint.
 
     The current phase is the phase of the newest valid checkpoint. This phase may be earlier than the last phase of the
-    spec. Raises RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with
-    another spec.
+    spec. `say` is called with messages about damaged checkpoints, and about a phase that is not the last. Raises
+    RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with another spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)

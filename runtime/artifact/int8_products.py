@@ -141,8 +141,8 @@ def _first_difference(scale: Array, leader: Array) -> str:
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the buffers with the same names of a generated module. Raises IntegrityError if the names,
-    shapes or dtypes of the tensors and the buffers differ.
+    """Copies each tensor into the buffer of the module that has the name of the tensor. Raises IntegrityError if the
+    names, shapes or dtypes of the tensors and the buffers differ.
     """
     buffers = dict(loaded.model.named_buffers())
     if unpaired := sorted(buffers.keys() ^ tensors.keys()):

@@ -27,7 +27,7 @@ cores can compress in parallel, and so that no section is large.
 
 The reader still accepts version 1, but the writer always writes version 2. Version 1 has no codec and no transforms. In
 version 1, the arrays of each kind are joined in layout order and cut every 512 KiB. Items of several bytes are stored
-as byte planes: first the low bytes of all items, then their next bytes.
+as byte planes: first the low bytes of all items, then the next bytes of all items, and so on.
 """
 
 import hashlib

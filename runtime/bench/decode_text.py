@@ -372,8 +372,8 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Measures the decoders, and yields one row for each. If a decoder cannot run, or returns wrong logits, adds the
-    reason to `missing` instead.
+    """Measures the decoders with the batch size and the text length of `cell`, and yields one row for each decoder. If
+    a decoder cannot run, or returns wrong logits, adds the reason to `missing` instead.
 
     Raises RunFailure if the decoders with a contiguous and with a paged cache return different logits.
     """

@@ -43,7 +43,8 @@ class DryRun:
             estimate.
         bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
-        full: whether the steps on the CPU used the model and the batch of the spec. Otherwise, they used smaller ones.
+        full: whether the steps on the CPU used the model and the batch of the spec. Otherwise, the steps used a smaller
+            model and one row.
         size: a description of the steps on the CPU.
         loss: the loss of the last step on the CPU.
         seconds: the seconds of the last step on the CPU.
@@ -82,7 +83,7 @@ def dry_run(
 
     Args:
         spec: the spec.
-        target: the target that the run would train on. This machine need not be able to run this target.
+        target: the target that the run would train on. This machine may be unable to run the target.
         data: the data of the run. The function opens the data, and tokenizes text. None skips the data.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.

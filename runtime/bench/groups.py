@@ -174,7 +174,8 @@ class Pass:
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares the results and gradients of a generated group with references, and returns the largest error.
+    """Compares the results and gradients of a generated group, `run`, with references, and returns the largest error.
+    `passes` has the timed implementations of the group.
 
     The function first checks the generated group in eager mode, while newly allocated memory is filled with NaN. It
     then checks the form of the group that is timed. The references are computed in float64, or in float32 if the memory

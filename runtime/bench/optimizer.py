@@ -74,7 +74,7 @@ class Updates:
         return row.update.ms / self.step.ms
 
     def over_fused(self, row: UpdateRow) -> float:
-        """Returns the time of an update divided by the time of an update by Torch's fused AdamW."""
+        """Returns the time of the update in `row`, divided by the time of an update by Torch's fused AdamW."""
         fused = next(row for row in self.rows if row.name in TORCH)
         return row.update.ms / fused.update.ms
 

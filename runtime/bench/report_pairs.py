@@ -12,7 +12,7 @@ COLUMNS = ("steps/s", "samples/s", "tokens/s")
 
 
 def table_lines(table: Table, steps: int) -> list[str]:
-    """Returns the training table as lines, 120 columns wide."""
+    """Returns the training table as lines of text, 120 columns wide. `steps` is the number of training steps."""
     groups = "".join(f"{name:>30}" for name in ("train", "validation", "overall"))
     heads = "".join(f"{head:>{width}}" for _ in range(3) for head, width in zip(COLUMNS, (9, 10, 11), strict=True))
     lines = [f"{'':<22}{groups}".rstrip(), f"{f'table, {steps} steps':<22}{heads}{'compile':>8}"]

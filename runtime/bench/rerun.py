@@ -90,7 +90,8 @@ class Rerun:
 
     def rows(self, going: int, now: int) -> int:
         """Returns the number of rows to compute in the next steps. `now` is the current number of rows, and `going` is
-        the number of rows that are unfinished. Decoders with a cache choose the number of rows by the same rule.
+        the number of rows that are unfinished. For equal arguments, the method `rows` of a decoder with a cache returns
+        an equal number.
         """
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)

@@ -97,8 +97,8 @@ class Report:
 
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
-    """Returns the names of the parts to run, in order. Raises RunFailure if a requested part does not apply to the
-    spec.
+    """Returns the names of the parts to run, in order. `built` is the result of compiling the spec. Raises RunFailure
+    if a requested part does not apply to the spec.
     """
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {

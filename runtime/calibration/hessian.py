@@ -34,7 +34,7 @@ class Hessians:
         features, features]. The rows must then be sorted by expert, and `ends` has the cumulative number of rows per
         expert.
 
-        Raises QuantizeError if the number of features differs from an earlier call with the same name.
+        Raises QuantizeError if the number of features differs from that of an earlier call with this `name`.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]

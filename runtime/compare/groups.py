@@ -79,7 +79,7 @@ class Group:
 
 
 def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
-    """Returns the groups of runs that the arguments of `specc compare` name.
+    """Returns the groups of runs that `words`, the arguments of `specc compare`, name.
 
     An argument is a list of entries, separated by commas. An entry is a run directory, the folder of a sweep, or a
     pattern such as `runs/a-*`. An argument may have the form `NAME=LIST`: all its runs then form one group NAME. All

@@ -226,7 +226,8 @@ def translator(
     beam: int | None = None,
     compiled: bool = False,
 ) -> Translator:
-    """Returns a decoder for a model. Each call of the decoder uses the weights that the model then has.
+    """Returns a decoder for a model. Each call of the decoder uses the weights that the model has at the time of the
+    call.
 
     Args:
         model: the generated model.

@@ -29,8 +29,8 @@ class _Writing:
         """Returns the random numbers for the next `steps` tokens of the text. `count` is the maximum number of tokens
         of the text.
 
-        The first `count` numbers of a text are those that `sample_tokens` uses for its seed. All later numbers are 0,
-        because later tokens are discarded.
+        The first `count` numbers of a text are the numbers that `sample_tokens` uses for the seed of the text. All
+        later numbers are 0, because later tokens are discarded.
         """
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)

@@ -265,8 +265,8 @@ def joined() -> Iterator[World]:
 
 
 def _leave(code: int) -> None:
-    """Ends the process with `os._exit`, because threads of gloo or of the heartbeat could abort a normal exit of
-    Python.
+    """Ends the process with the exit code `code` by `os._exit`. In a normal exit of Python, threads of gloo or of the
+    heartbeat could abort the process.
     """
     sys.stdout.flush()
     sys.stderr.flush()

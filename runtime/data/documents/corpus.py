@@ -101,8 +101,8 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
     for val.
 
     Raises:
-        DataError: the source does not exist, a line is invalid, or the split has no documents. The message names the
-            file and the line.
+        DataError: the source does not exist, a line is invalid, or the split has no documents. For an invalid line, the
+            message names the file and the line.
         DataIntegrityError: a compressed file is damaged.
     """
     return find_corpus(source, split).documents()

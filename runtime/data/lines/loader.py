@@ -2,8 +2,8 @@
 samples does not depend on the number of ranks.
 
 All ranks derive the same global order of samples. A training step uses the next samples of this order, and divides them
-into passes (micro-batches). Rank r gets the samples of a pass whose index k in the pass satisfies k % world == r. A
-step with the same total number of samples therefore trains on the same samples for any number of ranks.
+into passes (micro-batches). Rank r gets the samples of a pass whose index k in the pass satisfies k % world == r. If
+the number of samples per step is fixed, every step therefore trains on the same samples for any number of ranks.
 """
 
 import hashlib

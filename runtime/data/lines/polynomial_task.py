@@ -25,8 +25,8 @@ class Split:
     stream.
 
     `apart` is a function that returns an integer for each line. A line is excluded if a training line has the same
-    integer, or if an earlier line of the split is equal. If `apart` is None, no line is excluded, and the split has the
-    distribution of the training set.
+    integer, or if the line equals an earlier line of the split. If `apart` is None, no line is excluded, and the split
+    has the distribution of the training set.
     """
 
     name: str
@@ -51,9 +51,10 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     """Returns the first `count` lines of a held-out split.
 
     Splits:
-        same-law: all lines of a separate stream. About 35 % of them also occur in a training set of 800,000 lines.
-        duplicate-free: distinct lines that are not in `training`. structure-disjoint: distinct lines. No line of
-        `training` has the same coefficients, even with another variable.
+        same-law: all lines of a separate stream. About 35 % of these lines also occur in a training set of 800,000
+            lines.
+        duplicate-free: distinct lines that are not in `training`.
+        structure-disjoint: distinct lines whose coefficients differ from those of every line of `training`.
 
     Args:
         split: the name of the split.

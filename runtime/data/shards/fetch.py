@@ -53,8 +53,8 @@ def fetch(
 ) -> ShardRecord:
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a data set into the folder `out`.
 
-    The function checks that each file has the size and the digest that the hub states. It does not download a file
-    again that is already in `out` and passes this check. A second call therefore resumes an interrupted download, or
+    The function checks that each file has the size and the digest that the hub states. If a file in `out` passes this
+    check, the function does not download the file again. A second call therefore resumes an interrupted download, or
     adds shards. The shards of an earlier complete download can be used during the second call. The function writes the
     record of the folder, shards.json, last.
 

@@ -91,7 +91,9 @@ class ShardRecord(StrictModel):
         return {entry.name: entry for entry in self.splits[split].shards} if split in self.splits else {}
 
     def require(self, tokenizer: Tokenizer, folder: Path) -> None:
-        """Raises DataError unless `tokenizer` produced the tokens of these shards."""
+        """Raises DataError, with the path `folder`, unless `tokenizer` produced the tokens of the shards in this
+        record.
+        """
         if self.tokenizer_digest != tokenizer.digest():
             raise DataError(
                 f"{folder} has tokens of {self.tokenizer} ({self.vocab:,} ids), not of {tokenizer.name} "

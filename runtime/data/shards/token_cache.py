@@ -56,8 +56,8 @@ class CacheRecord(StrictModel):
 def open_cached(
     source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
-    """Opens the cached tokens of one split of a text source. If the cache has no entry for them, tokenizes the text and
-    adds the entry.
+    """Opens the cached tokens of one split of a text source. If the cache has no entry for the split, tokenizes the
+    text and adds the entry.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`).

@@ -40,8 +40,9 @@ class JsonTokenizer(Tokenizer):
 
     Args:
         path: the `tokenizer.json` file.
-        bos: the token that precedes each document. None selects the first of these tokens that exists: the token that
-            the post-processor of the file inserts first, the only special token, the first special token in SEPARATORS.
+        bos: the token that precedes each document. The default is the token that the post-processor of the file inserts
+            first. If the post-processor inserts no token, the default is the only special token, or the first special
+            token in SEPARATORS if the file has several.
 
     Attributes:
         inserted: the ids that the post-processor of the file adds to a text.
@@ -135,8 +136,9 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. Returns None if the
-    tokenizer does not decode by concatenating the bytes of the ids.
+    """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. `content` is the parsed
+    `tokenizer.json`, and `words` maps the tokens of its vocabulary to ids. Returns None if the tokenizer does not
+    decode by concatenating the bytes of the ids.
     """
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]

@@ -49,7 +49,7 @@ class Window:
     """A window of a token stream. The inputs are the `length` tokens from position `start` on. The targets are the
     tokens one position later.
 
-    Only its last `new` targets are scored.
+    Only the last `new` targets of the window are scored.
     """
 
     start: int

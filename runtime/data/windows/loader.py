@@ -5,9 +5,9 @@ The stream is divided into blocks of `length` tokens. A window is a block and th
 the inputs shifted by one token, so no target is lost between blocks.
 
 All ranks derive the same order of windows for each epoch. A step uses the next `batch * world` windows. Rank r gets the
-windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is the same for two numbers
-of ranks, every step trains on the same windows with both. The last batch of an epoch is completed with windows of the
-next epoch. With the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
+windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is fixed, every step trains
+on the same windows for any number of ranks. The last batch of an epoch is completed with windows of the next epoch.
+With the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
 
 A background thread reads batches ahead. The thread makes no CUDA calls, because a CUDA call could invalidate the
 capture of a CUDA graph. For a GPU, each call of `Loader.next` also starts to copy the following batch, on a separate
