@@ -1,4 +1,4 @@
-"""Errors of the runtime. Each has a message, a hint and an exit code."""
+"""Errors of the runtime. Each error has a message, a hint and an exit code."""
 
 from pathlib import Path
 

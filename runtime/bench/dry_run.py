@@ -84,7 +84,8 @@ def dry_run(
     Args:
         spec: the spec.
         target: the target that the run would train on. This machine may be unable to run the target.
-        data: the data of the run. The function opens the data, and tokenizes text. None skips the data.
+        data: the data of the run. The function opens the data, and tokenizes them if they are text. If this argument is
+            None, the data are not checked.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: is called with messages about the progress.

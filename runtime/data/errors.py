@@ -1,4 +1,4 @@
-"""Errors about data. Each has a message and a hint for the user."""
+"""Errors about data. Each error has a message and a hint for the user."""
 
 from specc.runtime.errors import RuntimeFailure
 

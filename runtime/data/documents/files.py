@@ -21,7 +21,7 @@ def open_file(path: Path) -> io.BufferedIOBase:
     """Opens a file that may be compressed.
 
     Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Later, reading from the returned
-    object raises one of READ_ERRORS if the file is damaged, or OSError if it cannot be read.
+    object raises one of READ_ERRORS if the file is damaged, or OSError if the file cannot be read.
     """
     if path.suffix == ".xz":
         return lzma.open(path)
