@@ -151,6 +151,8 @@ class Block(nn.Module):
             q_k_v = F.linear(h, q_k_v)
             q, k, v = FusedQKV.apply(q_k_v, cos, sin, self.attention.q_gain)
             y = attend(q, k, v)
+            out = self.attention_out_scaled()
+            down = self.mlp_down_scaled()
         else:
             v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
             k = rope_partial(
@@ -165,29 +167,44 @@ class Block(nn.Module):
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
             y = cached_attention(q * self.attention.q_gain, attention_k, attention_v, positions)
-        out = F.linear(exclusive(y, v).flatten(-2), self.attention.out)
-        if training:
-            out = counted_dropout(out, self.attention.dropped_draw, 0.2)
+        y = exclusive(y, v).flatten(-2)
+        if cache is None:
+            out = F.linear(y, out)
+            if training:
+                out = counted_dropout(out, self.attention.dropped_draw, 0.15)
+        else:
+            out = F.linear(y, self.attention.out)
         if not self.write:
-            x = x + self.attention.residual * out
+            x = x + out if cache is None else x + self.attention.residual * out
             h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
-            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).view_as(h)
+            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, down).view_as(h)
             if training:
-                down = counted_dropout(down, self.mlp.dropped_draw, 0.2)
+                down = counted_dropout(down, self.mlp.dropped_draw, 0.15)
+            x = x + out + down if self.write else x + down
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
             down = F.linear(act, self.mlp.down)
-        if self.write:
-            x = x + self.attention.residual * out + self.mlp.residual * down
-        else:
-            x = x + self.mlp.residual * down
+            if self.write:
+                x = x + self.attention.residual * out + self.mlp.residual * down
+            else:
+                x = x + self.mlp.residual * down
         return x
 
     @derived
     def attention_q_k_v_weight(self) -> Tensor:
         """bf16[1024, D]."""
         return torch.cat((self.attention.q, self.attention.k, self.attention.v))
+
+    @derived
+    def attention_out_scaled(self) -> Tensor:
+        """bf16[D, H * C]."""
+        return self.attention.residual.unsqueeze(1) * self.attention.out
+
+    @derived
+    def mlp_down_scaled(self) -> Tensor:
+        """bf16[D, E]."""
+        return self.mlp.residual.unsqueeze(1) * self.mlp.down
 
 
 class Skip(nn.Module):
