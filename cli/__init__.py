@@ -1,7 +1,7 @@
 """The command line. Each command has a module of the same name.
 
-`specc --help` imports no command. The module of a command imports only what its options need. It imports everything
-else, such as torch, when the command runs.
+`specc --help` imports no module of a command. The module of a command imports only what the options of the command
+need. All other modules, such as torch, are imported when the command runs.
 """
 
 # Folders and modules, lowest layer first. Each may import itself and the entries before it.

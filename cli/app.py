@@ -1,4 +1,4 @@
-"""The `specc` command. It imports the module of a subcommand when the subcommand runs, and turns errors into exit
+"""The `specc` command. It imports the module of a subcommand when the subcommand runs, and converts errors to exit
 codes.
 """
 
@@ -26,16 +26,17 @@ EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
 
 class LazyGroup(click.Group):
-    """A group of commands. Each subcommand is the object `command` of a module. The module is imported when the
-    subcommand runs.
+    """A group of commands. Each subcommand is the object `command` of a module, which is imported when the subcommand
+    runs.
 
-    A subcommand without an option `--format` gets one. This option selects the format of errors and findings.
+    The group adds an option `--format` to each subcommand that does not define this option. The option selects the
+    format of errors and findings.
 
     Args:
         name: the name of the group.
-        package: the package of the modules. Each module has the name of its subcommand.
-        entries: maps each subcommand to the first sentence of its help, or to a group. The help lists them in this
-            order.
+        package: the package that contains the modules. Each module has the name of its subcommand.
+        entries: the first sentence of the help of each subcommand, or a group, by name. The help lists the subcommands
+            in the order of `entries`.
         help: the help of the group.
     """
 
@@ -134,7 +135,10 @@ specc = click.option(
 
 
 def main() -> NoReturn:
-    """The entry point. Exits with the exit code of the command. A traceback is shown only for bugs of specc."""
+    """The entry point of the program. It exits with the exit code of the command.
+
+    The output contains a traceback only if the error is a bug of specc.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_going()
@@ -160,8 +164,8 @@ class Terminated(BaseException):
 def pre_emptible() -> Iterator[None]:
     """A context manager in which SIGTERM and SIGHUP raise Terminated.
 
-    A command then ends as pre-empted, even before it installs its own signal handlers. Ignored signals stay ignored,
-    for example under nohup.
+    The signal then ends a command with the exit code for preemption, even if the command has not installed its signal
+    handlers yet. Signals that the process already ignores, for example under nohup, stay ignored.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -195,7 +199,7 @@ def _not_written(error: OSError) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit code."""
+    """Runs the command with the command-line arguments `arguments`, and returns its exit code."""
     output, stream = Output(arguments), sys.stdout
     with output.results():
         code, shown = _run(arguments, output)
@@ -252,7 +256,7 @@ def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
 
 
 def failed(error: Exception, output: Output) -> int:
-    """Shows an error for the user, or reports a bug. Returns the exit code."""
+    """Shows an error that the user can fix, or reports a bug of specc. Returns the exit code."""
     if (problem := _problem(error)) is not None:
         output.fail(problem)
         return int(problem.exit_code)
@@ -269,7 +273,7 @@ def failed(error: Exception, output: Output) -> int:
 
 
 def _problem(error: Exception) -> Any:
-    """Returns `error` in a form that states what the user can do, or None if `error` is a bug of specc."""
+    """Returns an error with a message and a hint for the user, or None if `error` is a bug of specc."""
     from specc.compiler.errors import FULL, DiskProblem, MissingPackage
 
     if getattr(error, "exit_code", None) is not None:

@@ -1,7 +1,7 @@
 """Checks that committed generated code is up to date.
 
 Training, quantization and export generate the code again from the spec, and run the new code. If the committed code
-differs from the new code, reviewers read code that is never run.
+differs from the new code, reviewers would read code that is never run.
 """
 
 import json
@@ -16,8 +16,8 @@ from specc.cli.options import generated_beside
 def require_built(spec: Path, name: str, target: str) -> None:
     """Raises StaleCode if the folder generated/NAME beside a spec is outdated for a target.
 
-    If this folder does not exist, nothing is compared. Overrides are ignored, because the folder is built from the file
-    alone.
+    If the folder does not exist, the function does nothing. It ignores overrides, because the folder is built from the
+    spec without overrides.
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
@@ -31,9 +31,11 @@ def require_built(spec: Path, name: str, target: str) -> None:
 
 
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:
-    """Starts two background tasks before Torch is imported: nvcc on the committed CUDA C++ files, and the CUDA driver.
+    """Starts two background tasks before Torch is imported.
 
-    Does nothing if the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are possible.
+    One task compiles the committed CUDA C++ files with nvcc, and the other task initializes the CUDA driver. The
+    function does nothing if the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are
+    possible.
 
     Args:
         path: the file of the spec.
@@ -53,9 +55,9 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
 
 
 def require_built_run(directory: Path) -> None:
-    """Raises StaleCode if generated/NAME in the working directory is outdated for a run.
+    """Raises StaleCode if the folder generated/NAME in the working directory is outdated for a run.
 
-    The folder is only compared if it was built from the same spec and lock as the run.
+    The function checks the folder only if it was built from the spec and the lock of the run.
     """
     from specc.compiler.build import canonical, compiled
     from specc.compiler.generated_folder import digest, require_current

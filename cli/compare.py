@@ -50,8 +50,8 @@ def command(
 ) -> None:
     """Compare groups of runs: means over seeds, Welch's test, curves and texts.
 
-    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or a comma-separated list of these. NAME=RUNS
-    makes all these runs one group. Without a name, runs that differ only in the seed are one group.
+    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or several of them separated by commas. By
+    default, runs that differ only in the seed form a group. NAME=RUNS puts all runs of RUNS into one group.
 
     For each pair of groups, the output shows Welch's t-test (t, degrees of freedom, two-sided p), and the settings that
     differ. The command fails if runs were scored on different data. Recorded results of `specc eval` are shown as

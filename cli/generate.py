@@ -66,7 +66,7 @@ def _write_many(
         max_tokens: the maximum number of tokens per text.
         sampling: the sampling settings.
         seed: the seed of the first text. The next texts have the seeds `seed` + 1, `seed` + 2, ...
-        batch: the maximum number of texts at once.
+        batch: the maximum number of texts that the model generates at the same time.
         compiled: whether to compile decoding steps with torch.compile.
 
     Raises:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HelpContext(click.Context):
-    """A context whose help and usage are those of rich_click."""
+    """A context that prints help and usage with rich_click."""
 
     def get_help(self) -> str:
         self.color = True  # rich has decided whether the text has colors

@@ -42,8 +42,8 @@ def command(
 ) -> None:
     """Turn a folder of Hugging Face Transformers into a spec and a run with its weights.
 
-    The folder contains config.json, safetensors and tokenizer files. None of its code is run, and nothing is
-    downloaded.
+    The folder contains config.json, safetensors and tokenizer files. The command runs no code of the folder, and
+    downloads nothing.
     """
     from specc.runtime.hugging_face.importing import ImportOptions, import_folder
 

@@ -76,8 +76,8 @@ def command(
 
     Ranks are computed from the singular values of each matrix. Types of attention heads, dead units of MLPs and the
     growth of the residual stream are measured on the validation split. The load of each expert is measured on each kind
-    of document. The sensitivity of a matrix is the increase in bits per byte when only this matrix is quantized. The
-    estimate from bit allocation is shown beside it.
+    of document. The sensitivity of a matrix is the increase in bits per byte if only this matrix is quantized. The
+    output also shows the increase that bit allocation estimates.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure

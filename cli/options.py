@@ -32,9 +32,7 @@ def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 class Compiling(click.Command):
-    """A command that compiles and exits. Garbage collection is disabled, because it would take a quarter of the run
-    time.
-    """
+    """A command that compiles and exits. It disables garbage collection, which would take a quarter of the run time."""
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -78,7 +76,7 @@ tokenizers_option = click.option(
 
 
 def number_option(*names: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Callable[[F], F]:
-    """Returns an option of a whole number from `least` to `most`. Its help shows the default, if it has one."""
+    """Returns an option whose value is a whole number from `least` to `most`. The help shows the default value."""
     shown = "default" in settings
     return click.option(*names, type=click.IntRange(least, most), show_default=shown, help=help, **settings)
 
@@ -92,7 +90,7 @@ def picture_option(text: str) -> Callable[[F], F]:
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
     """Returns the arguments of `open_tokenizer`: the tokenizer that `--tokenizer` names, and the folders to search.
 
-    If the option names a spec, the spec's tokenizer is used, and the folder of the spec is searched too.
+    If the option names a spec, the tokenizer is that of the spec, and the folders include the folder of the spec.
     """
     from specc.compiler.errors import SpeccError
     from specc.compiler.spec.check import load
@@ -107,7 +105,7 @@ def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, 
 
 
 def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
-    """Returns the folders to search for tokenizer files: the given folders, and the data folder if there is one."""
+    """Returns the folders to search for tokenizer files: the folders in `extra`, and the folder that `data` names."""
     return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra
 
 
@@ -129,7 +127,7 @@ def generated_beside(spec: Path) -> Path:
 
 
 def only_spec() -> Path:
-    """Returns the only spec in specs/. Raises UsageError, with the choices, if there are several."""
+    """Returns the only spec in specs/. If there are several specs, raises UsageError with their names."""
     specs = all_specs()
     if len(specs) > 1:
         raise click.UsageError(f"name a spec: {', '.join(map(str, specs))}")
@@ -137,8 +135,9 @@ def only_spec() -> Path:
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
-    """Returns the targets that an option selects; empty for all. Raises UsageError if the spec does not list the
-    target.
+    """Returns the target that the option `--target` selects as a tuple; an empty tuple if the option is missing.
+
+    Raises UsageError if the spec does not list the target.
     """
     if target is None:
         return ()

@@ -1,5 +1,6 @@
-"""The output of commands. Results go to stdout. Notes and progress go to stderr. `--format` determines how errors
-appear.
+"""The output of commands.
+
+Commands print results on stdout, and notes and progress on stderr. The option `--format` selects the format of errors.
 """
 
 import codecs
@@ -62,11 +63,11 @@ class _Stream(io.FileIO):
 
 
 def keep_going() -> None:
-    """Makes this process continue if nobody reads its output. The exit code then still states the result of the
-    command.
+    """Makes this process continue after the reader of its output has ended, so that the exit code states the result.
 
-    Standard output ignores a closed pipe. Standard error ignores all write errors. On ranks other than 0, each line of
-    standard error begins with the rank. In an ASCII locale, both streams use UTF-8.
+    Standard output then ignores a closed pipe, and standard error ignores all write errors. With several processes,
+    each line on standard error of a process other than rank 0 begins with the rank. In an ASCII locale, both streams
+    use UTF-8.
     """
     if sys.stdout is not None:
         results = _Stream(sys.stdout.fileno(), BrokenPipeError)
@@ -95,13 +96,14 @@ def stream(text: str) -> None:
 class Output:
     """The errors and findings of one command.
 
-    A finding is a problem that the command was asked to look for. In the text format, errors go to stderr and findings
-    go to stdout. As GitHub annotations, both go to stdout. With a format in DOCUMENTS, stdout is one document with all
-    errors and findings, and other results go to stderr. With `--json`, stdout is the JSON result, which includes the
-    findings. If a command with `--json` fails, stdout is a JSON document with the errors.
+    A finding is a problem that a command searches for, such as a failed check. In the text format, errors go to stderr
+    and findings go to stdout. As GitHub annotations, errors and findings go to stdout. With a format in DOCUMENTS,
+    stdout contains one document with all errors and findings, and all other output goes to stderr. With `--json`,
+    stdout contains the JSON result, which includes the findings. If a command with `--json` fails, stdout contains a
+    JSON document with the errors.
 
     Args:
-        arguments: the command line. It may be invalid.
+        arguments: the arguments of the command line, which may be invalid.
     """
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
@@ -123,8 +125,10 @@ class Output:
             yield
 
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
-        """Shows or collects a finding. `text` is the line to print in the text format. `text` is None if the result of
-        the command already shows the finding.
+        """Prints a finding, or collects it for the document at the end of the command.
+
+        `text` is the line to print in the text format. It is None if the result of the command already shows the
+        finding.
         """
         if self.form == "text":
             if text is not None:
@@ -154,7 +158,7 @@ class Output:
 
 
 def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
-    """Returns whether a file or folder is larger than its budget. If it is, also reports a finding."""
+    """Returns whether `total`, the size of a file or folder, exceeds its budget. If so, also reports a finding."""
     over = budget is not None and total > budget
     if over:
         from specc.compiler.errors import Diagnostic
@@ -185,13 +189,15 @@ def tell(note: str) -> None:
 
 
 def say(line: str) -> None:
-    """Prints a line of progress on stderr. Results go to stdout."""
+    """Prints a line of progress on stderr."""
     click.echo(line, err=True)
 
 
 class Stages:
-    """Shows the progress of a long task. A terminal shows a percentage. Other outputs get a line for each stage, and
-    another line every `every` seconds.
+    """Shows the progress of a long task.
+
+    On a terminal, the progress is a percentage. Otherwise, the output has a line for each stage, and a further line
+    every `every` seconds.
     """
 
     def __init__(self, every: float = 30.0) -> None:

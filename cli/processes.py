@@ -11,8 +11,9 @@ from specc.cli.output import say
 
 
 class Repeatable(click.Command):
-    """A command that stores its arguments, so that other processes can be started with them. The options after
-    `--` are for torchrun.
+    """A command that stores its arguments, so that it can start other processes with the same arguments.
+
+    The options after `--` are options of torchrun.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -29,21 +30,21 @@ def given_arguments() -> list[str]:
 
 
 def torchrun_options() -> list[str]:
-    """Returns the words after `--` in the running command. The class of the command must be Repeatable."""
+    """Returns the arguments after `--` of the running command. The class of the command must be Repeatable."""
     return list(get_current_context().meta["torchrun"])
 
 
 def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None) -> int | None:
-    """Runs this command in `gpus` processes, if several are requested.
+    """Runs the current command in `gpus` processes, if the user requests several processes.
 
     Args:
-        gpus: the number of processes, or None.
+        gpus: the number of processes; None if the user did not state a number.
         spec: the spec to run. The spec determines the devices.
-        target: the target to run, or None for the default.
-        world: the processes that already run this command, or None.
+        target: the target to run; None for the default target.
+        world: the processes that already run the command; None for this process alone.
 
     Returns:
-        The exit code of the processes. None if this process must run the command.
+        The exit code of the processes. None if the function started no processes, and the caller must run the command.
 
     Raises:
         UsageError: if `world` does not have `gpus` processes, or if there are torchrun options without `gpus`.
@@ -65,7 +66,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
 
 def end_with_parent() -> None:
-    """Makes this process end if the sweep that started it is killed. Does nothing outside of a sweep."""
+    """Makes this process end if the sweep that started it is killed. Does nothing if no sweep started the process."""
     if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:
         from specc.runtime.distributed.launch import end_with_launcher
 

@@ -85,7 +85,7 @@ def command(
 ) -> int:
     """Train the model of a spec.
 
-    If generated code is committed beside the spec, it must be up to date.
+    The command fails if the folder generated/NAME beside the spec contains outdated code.
 
     To train on several machines, start this command on each machine, with options of torchrun after `--`, such as
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
@@ -182,8 +182,8 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
     Args:
         directory: the run directory. None for the newest run of the spec.
         spec: the spec. None for the only spec in specs/.
-        overrides: the `--set` texts.
-        data: the value of `--data`.
+        overrides: the values of `--set`.
+        data: the value of `--data`; None for the data of the run.
 
     Raises:
         RunDirectoryError: if `directory` is not a run, and `spec` is None.
@@ -201,9 +201,9 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override of `train.data` for the kind of data in `--data`.
+    """Returns an override of `train.data` that selects the kind of data which `--data` names.
 
-    Returns no override if the spec already has this kind. Only generated data can be selected in this way.
+    The result is empty if the spec already has this kind of data, or if `--data` does not name generated data.
     """
     from specc.compiler.spec.train import generated_data
     from specc.compiler.text.overrides import apply_overrides

@@ -34,8 +34,8 @@ def command(
     """Search for the fastest kernel and tile size of each node, at the sizes of the spec.
 
     After each node, the results are written to the lock file NAME.lock.json next to the spec. `specc build` reads this
-    file. An interrupted search resumes where it stopped. Rejected candidates are listed with the reason: they do not
-    compile, spill registers, or are less accurate than plain Torch.
+    file. An interrupted search resumes where it stopped. The output lists each rejected candidate with the reason. For
+    example, a candidate does not compile, spills registers, or is less accurate than plain Torch.
 
     With --set, the results are added to the same lock file. They apply only to nodes of the same kind and sizes.
 

@@ -41,8 +41,8 @@ from specc.cli.output import say
 def command(**given: Any) -> None:
     """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
 
-    Only the training split of the text is read. A .tiktoken file contains neither the pattern nor the special tokens:
-    state them in `train.data` of the spec.
+    Only the training split of the text is read. A .tiktoken file contains neither the pattern nor the special tokens,
+    so `train.data` of the spec must state them.
     """
     from specc.runtime.data.tokenizers.open import open_tokenizer
     from specc.runtime.data.tokenizers.training import TrainingText, train_tokenizer

@@ -20,8 +20,8 @@ class ExportRequest:
         out: the output file or folder; None for the default in the run directory.
         force: whether to replace an existing output.
         search: additional folders to search for the tokenizer.
-        say: is called with messages for the user.
-        options: the values of further options, by name.
+        say: the function that receives messages for the user.
+        options: the values of the options that only some formats read, by name.
     """
 
     run: Path
@@ -32,7 +32,7 @@ class ExportRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def file(self, run: Run, suffix: str) -> Path:
-        """Returns the path of the output file. The default is the name of the spec plus `suffix`, in the run directory.
+        """Returns `out`, or a file in the directory of `run` that has the name of the spec plus `suffix`.
 
         Raises ExportError if the file exists and `force` is False, if the path is a folder, or if the parent folder
         does not exist.
@@ -47,7 +47,11 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The files of an export. If the format has a budget, `total` and `budget` are set, in bytes."""
+    """The files that an export wrote.
+
+    If the format limits the size of the files, `total` is their size and `budget` is the limit, in bytes. Otherwise,
+    `total` is 0 and `budget` is None.
+    """
 
     paths: tuple[Path, ...]
     total: int = 0
@@ -57,17 +61,18 @@ class Exported:
 class ExportFormat(ABC):
     """A format of `specc export`.
 
-    Each format is a subclass in its own file of `runtime/export/formats`. The file has the name of the format.
+    Each format is a subclass in a separate file of `runtime/export/formats`. The name of the file is the name of the
+    format.
 
     Attributes:
-        options: the names of the options that the format reads.
+        options: the names of the entries of `ExportRequest.options` that the format reads.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def write(self, request: ExportRequest) -> Exported:
-        """Writes the output under a temporary name, verifies it, and then renames it.
+        """Writes the output under a temporary name, verifies the output, and then renames it.
 
         After an error, the output path is unchanged.
         """

@@ -57,14 +57,15 @@ class ProgramExport:
     Attributes:
         spec: the spec of the model.
         name: the name of the program.
-        inputs: the names of the inputs of the program, i64 [batch, tokens] each.
+        inputs: the names of the inputs of the program. Each input is a tensor i64 [batch, tokens].
         graph: the exported program, with ATen operations only. Its input sizes are dynamic.
         least: the smallest number of tokens that the graph accepts.
-        most: the largest number of tokens: the context of the model.
-        reference: the same program of the generated code without fusion.
-        score: the program `score` with fused kernels, as `specc eval` runs it on the CPU.
-        tolerance: the largest allowed difference of outputs, and of bits per token.
-        about: facts for the metadata of a file: strings by name.
+        most: the largest number of tokens that the graph accepts, which is the context of the model.
+        reference: runs the program as generated Torch code without fused kernels. The outputs of the exported file
+            are compared with the outputs of this code.
+        score: runs the program `score` with fused kernels on the CPU, as `specc eval` does.
+        tolerance: the largest allowed difference between outputs, and between mean losses in bits per token.
+        about: the metadata of the exported file, by name.
     """
 
     spec: Spec
@@ -84,9 +85,10 @@ class Agreement:
     """The differences between the outputs of an exported file and the outputs of the model.
 
     Attributes:
-        batches: the number of compared batches. They have random ids and various sizes.
+        batches: the number of compared batches. The batches have random ids and various sizes.
         largest: the largest difference between outputs.
-        bits: the difference of the mean loss in bits per token. The difference in bits per byte is at most as large.
+        bits: the difference between the mean losses in bits per token. In bits per byte, the difference is at most as
+            large.
     """
 
     batches: int
@@ -142,14 +144,16 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
 def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
     """Compares an exported file with the model of the run, on batches of various sizes.
 
-    Outputs are compared with the generated code without fusion, and the loss with the code that `specc eval` runs.
+    The outputs of the file are compared with the outputs of `export.reference`. The loss of the file is compared with
+    the loss of `export.score`.
 
     Args:
         export: the program.
-        call: runs the file.
-        say: is called with the result as a message.
+        call: runs the program in the exported file.
+        say: the function that receives the result as a message.
 
-    Raises IntegrityError if outputs or losses differ by more than `export.tolerance`, or if the file cannot be run.
+    Raises:
+        IntegrityError: outputs or losses differ by more than `export.tolerance`, or the file cannot be run.
     """
     nats, expected, tokens = 0.0, 0.0, 0
     differences: list[Tensor] = []
@@ -187,7 +191,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
 
 
 def describe(export: ProgramExport) -> str:
-    """Returns a line about the inputs and the output of a program."""
+    """Returns a line for the user that states the inputs and the output of a program."""
     inputs = ", ".join(f"{name} i64[batch, tokens]" for name in export.inputs)
     output = "f32[batch, tokens, vocabulary]" if export.name == "logits" else "nats f32[batch, tokens]"
     return f"program {export.name}: {inputs} -> {output}; {export.least} to {export.most:,} tokens, any batch"
@@ -220,7 +224,7 @@ def _module(files: Mapping[str, str], weights: Mapping[str, Tensor]) -> nn.Modul
 
 
 class _Program(nn.Module):
-    """A module whose method `forward` is a program of a model."""
+    """A module whose `forward` runs one program of a model, for torch.export."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -235,7 +239,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
     """Exports a program with dynamic sizes. Returns the graph, and the smallest number of tokens that the graph
     accepts.
 
-    Raises ExportError with the reason that torch.export gives.
+    Raises ExportError if torch.export fails for all lower bounds. The message states the reason of torch.export.
     """
     most = programs.context or spec.model.window
     graph = programs.program(program.name)
@@ -297,7 +301,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context manager that hides deprecation warnings from within torch, and notes about optional packages."""
+    """A context manager that hides deprecation warnings of torch, and its notes about missing optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

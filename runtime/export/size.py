@@ -14,16 +14,18 @@ from specc.runtime.storage.quantized_run import artifact_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """A group of parameters: the parameters with the same name in all blocks, such as `blocks.*.mlp.up`, or a single
-    parameter.
+    """The size of a group of parameters.
+
+    A group contains the parameters whose names differ only in the block index, such as `blocks.*.mlp.up`. A parameter
+    outside of blocks is a separate group.
 
     Attributes:
         name: the name of the group, with `*` for the block index.
         tensors: the number of tensors.
         parameters: the number of values in all tensors.
         scheme: the labels of the storage schemes, most bits first.
-        stored: the bytes before compression. Several parameters are compressed together, so compressed bytes per
-            parameter are unknown.
+        stored: the number of bytes before compression. The compressed size of a group is unknown because the artifact
+            compresses several parameters together.
     """
 
     name: str
@@ -41,9 +43,9 @@ class SizeResult:
         path: the artifact.
         total: the size of the file: `header` plus the compressed bytes of `sections`.
         header: the size of the header.
-        sections: the sizes by kind of section.
-        groups: the sizes by group of parameters.
-        budget: the limit; None without a budget.
+        sections: the size of each section of the file.
+        groups: the size of each group of parameters.
+        budget: the limit of the size of the file; None without a limit.
     """
 
     path: Path
@@ -59,12 +61,12 @@ class SizeResult:
 
 
 def size(path: Path, budget: int | None = None, say: Say = lambda _: None, by_layer: bool = False) -> SizeResult:
-    """Returns the size of the artifact at `path`, or of the artifact of the run at `path`.
+    """Returns the size of an artifact, for `specc size`.
 
     Args:
-        path: the artifact or the run.
+        path: an artifact, or the directory of a run whose artifact is measured.
         budget: a limit in bytes; None for `quant.budget_bytes` of the spec.
-        say: is called with a message if the weights of the run have changed since quantization.
+        say: the function that receives a message if the weights of the run have changed since quantization.
         by_layer: whether each parameter is a separate group.
 
     Raises:

@@ -29,7 +29,7 @@ def activation(config: Config, key: str, default: str, gated: bool) -> str:
 
     Args:
         config: the config.
-        key: the field.
+        key: the name of the field.
         default: the name of the activation if the field is missing.
         gated: whether the layer has a gate.
 
@@ -43,7 +43,10 @@ def activation(config: Config, key: str, default: str, gated: bool) -> str:
 
 
 def name_of(expression: str, gated: bool) -> str | None:
-    """Returns the name of an activation in config.json; None if config.json has no name for this activation."""
+    """Returns the name that config.json files use for an activation; None if they have no name for it.
+
+    `gated` states whether `expression` includes the product with the gate.
+    """
     try:
         parsed = parse(expression, OPERANDS)
     except ExprError:

@@ -8,10 +8,10 @@ LONGEST = 500  # the most characters of a condition
 
 
 def where(layers: Iterable[int], count: int) -> str:
-    """Returns the shortest expression that is true exactly for `layers`.
+    """Returns a short expression that is true exactly for `layers`, such as `layer % 2 == 0`.
 
     Args:
-        layers: indices of layers; at least one.
+        layers: the indices of the layers; at least one index.
         count: the number of layers of the model.
 
     Raises:

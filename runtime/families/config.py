@@ -43,15 +43,15 @@ def shown(value: Any) -> str:
 
 
 class Config:
-    """The fields of a config.json, or of a section of it.
+    """The fields of a config.json, or of one section of a config.json.
 
     Args:
-        fields: the fields.
+        fields: the values of the fields, by name.
         place: the path of the file, for messages.
         section: the path of the section in the file, such as `rope_parameters`; empty for the whole file.
 
     Attributes:
-        read: the fields that were read.
+        read: the names of the fields that the program has read.
     """
 
     def __init__(self, fields: Mapping[str, Any], place: str = "config.json", section: str = "") -> None:
@@ -72,7 +72,10 @@ class Config:
         return default if value is None else value
 
     def absent(self, key: str, default: T | None) -> T | None:
-        """Returns `default` if a field is absent, otherwise None. A field with the value null is present."""
+        """Returns `default` if the config has no field `key`, otherwise None. A field with the value null is present.
+
+        The result is a default for methods such as `whole` that would also replace the value null by a default.
+        """
         self.read.add(key)
         return None if key in self.fields else default
 
@@ -80,19 +83,16 @@ class Config:
         return self.value(key) is not None
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Returns an integer in a range.
+        """Returns the value of an integer field.
 
         Args:
-            key: the field.
+            key: the name of the field.
             default: the value of a field that is absent or null; None if the field is required.
             least: the smallest allowed value.
             most: the largest allowed value.
 
-        Returns:
-            The integer.
-
         Raises:
-            ConfigError: the field is missing, or is not an integer in the range.
+            ConfigError: the field is missing, or is not an integer from `least` to `most`.
         """
         value = self._value_or(key, default)
         if value is None:
@@ -102,7 +102,10 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """Returns a finite number above `least`. `default` replaces a field that is absent or null."""
+        """Returns the value of a numeric field, which must be finite and greater than `least`.
+
+        `default` replaces a field that is absent or null.
+        """
         value = self._value_or(key, default)
         if value is None:
             raise self.error(key, "the field is missing", f"state a number above {least:g}")
@@ -112,23 +115,20 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns a boolean field. `default` replaces a field that is absent or null."""
+        """Returns the value of a boolean field. `default` replaces a field that is absent or null."""
         value = self._value_or(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "is neither true nor false", "use true or false")
         return value
 
     def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
-        """Returns the entry of `choices` that a field names.
+        """Returns the entry of `choices` whose name is the value of a field.
 
         Args:
-            key: the field.
-            default: the name if the field is absent or null.
+            key: the name of the field.
+            default: the value of a field that is absent or null.
             choices: the entries by name.
-            needed: the hint of the error for a name that is not in `choices`.
-
-        Returns:
-            The entry of `choices`.
+            needed: the hint of the error for a value that is not in `choices`.
 
         Raises:
             ConfigError: the value of the field is not in `choices`.
@@ -139,7 +139,10 @@ class Config:
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
-        """Raises ConfigError if a field is present and is none of `values`. `needed` is the hint of the error."""
+        """Raises ConfigError if the field `key` is present and its value is not in `values`.
+
+        `needed` is the hint of the error.
+        """
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
             raise self.error(key, "is not supported", needed)
@@ -156,22 +159,25 @@ class Config:
         return sorted(key for key in self.fields if key not in self.read)
 
     def finish(self, needed: str) -> None:
-        """Raises ConfigError if a field of a section was not read. `needed` is the hint of the error."""
+        """Raises ConfigError if the program has not read a field whose value is not null.
+
+        `needed` is the hint of the error.
+        """
         for key in self.unread():
             if self.fields[key] is not None:
                 raise self.error(key, "is not a known field here", needed)
 
 
 def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Returns the fields that a family did not read and that do not change what the model computes.
+    """Returns the names of the fields that a family did not read because they do not change what the model computes.
 
     Args:
-        config: the config, after the family read it.
-        family: the name of the family.
-        ignored: fields that the user wants to ignore.
+        config: the config, after the family has read its fields.
+        family: the name of the family, for messages.
+        ignored: the names of unknown fields that the user allows.
 
     Raises:
-        ConfigError: if an unknown field has a value other than null, false or an empty value.
+        ConfigError: if an unknown field that is not in `ignored` has a value other than null, false or an empty value.
     """
     for key in config.unread():
         value = config.fields[key]

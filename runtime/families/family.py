@@ -12,10 +12,11 @@ Data = dict[str, Any]
 
 
 class NotOfFamily(Exception):
-    """Raised if a spec lacks a part that every model of the family has.
+    """Raised if a spec lacks a part that every model of a family has.
 
     Attributes:
-        distance: the number of fields in which the model differs from the family.
+        distance: an estimate of the number of fields in which the model differs from the family. The error for the
+            user names the family with the smallest distance.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:
@@ -28,14 +29,15 @@ class Family:
     """One family of decoders.
 
     Attributes:
-        name: `model_type` in config.json.
-        title: the name in messages and pages.
-        architecture: the class name in Transformers.
-        model: converts a config to the section `model` of a spec, without defaults.
-        config: converts a model to the fields of a config. May raise NotOfFamily. The caller converts the fields back
-            with `model` to check them.
+        name: the value of `model_type` in config.json.
+        title: the name of the family in messages and in the documentation.
+        architecture: the name of the model class in Transformers.
+        model: converts a config to the section `model` of a spec. The section omits default values.
+        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the fields by
+            converting them back with `model`.
         table: returns the mappings of all tensors that a model with a given config can have.
-        buffers: patterns of tensor names to ignore. Files of older versions contain such tensors.
+        buffers: patterns of tensor names to ignore. Files from older versions of Transformers contain tensors with
+            these names.
         prefix: a prefix of tensor names. Files without the output head omit this prefix.
     """
 

@@ -15,7 +15,7 @@ L = TypeVar("L")
 
 
 def window_of(mask: Any) -> int | None:
-    """Returns the window length of a mask from `sections.window`; None for any other mask."""
+    """Returns the window length of a mask that `sections.window` wrote; None for any other mask."""
     start = "j <= i and i - j < "
     digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
     return int(digits) if digits.isdecimal() else None
@@ -46,13 +46,13 @@ def sizes(model: Decoder) -> Data:
 
 
 def softcap_of(model: Decoder) -> float | None:
-    """Returns the softcap of the logits; None if this softcap is not a number."""
+    """Returns the softcap of the logits; None if the model has no softcap or the softcap is not a constant."""
     cap = model.head.softcap
     return cap if isinstance(cap, float) else None
 
 
 def heads(model: Decoder) -> Data:
-    """Returns the fields of a config for the first attention layer: heads and rotary positions."""
+    """Returns the fields of a config that state the heads and the rotary positions of the first attention layer."""
     layer = layer_of(model, Attention)
     return {
         "num_attention_heads": layer.heads,
@@ -63,19 +63,16 @@ def heads(model: Decoder) -> Data:
 
 
 def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of a config for the first layer of a kind: its width and its activation.
+    """Returns the fields of a config that state the width and the activation of the first layer of class `kind`.
 
     Args:
         model: the model.
-        kind: the kind of the layer.
-        key: the field that names the activation.
+        kind: the class of the layer.
+        key: the name of the config field for the activation.
         gated: whether the layers of the family have a gate.
 
-    Returns:
-        The fields of a config.
-
     Raises:
-        NotOfFamily: the model has no layer of this kind, or its activation has no name in config.json.
+        NotOfFamily: the model has no layer of class `kind`, or config.json has no name for the activation.
     """
     layer = first_of(model, kind)
     name = name_of(layer.expression, gated)

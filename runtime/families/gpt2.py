@@ -61,9 +61,11 @@ def config(model: Decoder) -> Data:
 
 
 def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[TensorMapping, ...]:
-    """Returns the tensor mappings for LayerNorms.
+    """Returns the tensor mappings for the weights and biases of LayerNorms.
 
-    `names` has pairs: the layer that follows the norm, and the name of the norm in the file.
+    Args:
+        block: the prefix of the names of the tensors of a block in the file.
+        names: pairs of the layer that reads the norm and the name of the norm in the file.
     """
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")

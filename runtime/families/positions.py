@@ -1,6 +1,6 @@
 """Rotary positions: converts between the field `rope` of a spec and the fields of a config.
 
-A config has the field `rope_parameters`. Older configs have `rope_theta` and `rope_scaling`.
+A config has the field `rope_parameters`. Older configs have the fields `rope_theta` and `rope_scaling` instead.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ NEEDED = "specc has the rope_type default, linear, llama3 and yarn"
 
 
 def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_theta", **more: Any) -> Data:
-    """Returns the section `rope` of attention.
+    """Returns the section `rope` of an attention layer, as data of a spec.
 
     Args:
         config: the config.
-        base: the default base of the family.
-        key: the entry of `rope_parameters` for a kind of layer; empty if the family has only one kind.
-        old: the field with the base in older configs.
+        base: the default base of the frequencies in the family.
+        key: the entry of `rope_parameters` for the kind of the layer. If the family has only one kind, `key` is empty.
+        old: the name of the field that contains the base in older configs.
         more: other fields of the section.
     """
     parameters, scaling = config.inner("rope_parameters"), config.inner("rope_scaling")

@@ -39,7 +39,16 @@ def _windowed(config: Config, count: int) -> list[int]:
 
 
 def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str] | None:
-    """Returns the kind of each layer; None if the config does not list the kinds."""
+    """Returns the kind of each layer; None if the config does not list the kinds.
+
+    Args:
+        config: the config.
+        count: the number of layers of the model.
+        kinds: the kinds of layers that the family supports.
+
+    Raises:
+        ConfigError: the list in the config has another length than `count`, or a kind that is not in `kinds`.
+    """
     listed = config.value("layer_types")
     if listed is None:
         return None

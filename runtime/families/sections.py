@@ -22,15 +22,15 @@ def qk_norm(eps: float, **more: Any) -> Data:
 def attention(
     config: Config, rope: Data, head_dim: int | None = None, kv_heads: int | None = None, **more: Any
 ) -> Data:
-    """Returns a layer of attention with grouped queries.
+    """Returns a layer of attention with grouped queries, as data of a spec.
 
     Args:
         config: the config.
-        rope: the rotary positions.
-        head_dim: the default number of channels per head. None selects the number of features divided by the
-            number of heads.
-        kv_heads: the default number of key heads. None selects the number of query heads.
-        more: other fields of the layer, placed before the rotary positions.
+        rope: the section `rope` of the layer.
+        head_dim: the default number of channels per head. If it is None, the default is the number of features
+            divided by the number of heads.
+        kv_heads: the default number of key heads. If it is None, the default is the number of query heads.
+        more: other fields of the layer. They precede `rope` in the spec.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     groups = config.whole("num_key_value_heads", config.absent("num_key_value_heads", kv_heads) or heads)
@@ -46,7 +46,7 @@ def attention(
 def require_divisor(config: Config) -> None:
     """Raises ConfigError if the number of heads does not divide the number of features.
 
-    For some families, Transformers requires this even with an explicit `head_dim`.
+    For some families, Transformers has this requirement even if the config contains `head_dim`.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
@@ -54,17 +54,14 @@ def require_divisor(config: Config) -> None:
 
 
 def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:
-    """Returns a dense feed-forward layer.
+    """Returns a dense feed-forward layer, as data of a spec.
 
     Args:
         config: the config.
         act: the default activation of the family.
-        key: the field that names the activation.
+        key: the name of the config field for the activation.
         gated: whether the layer has a gate.
         more: other fields of the layer.
-
-    Returns:
-        The layer as data of a spec.
 
     Raises:
         ConfigError: a field is not valid, or the activation is unknown.
@@ -74,19 +71,19 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
 
 def bias(config: Config, key: str, default: bool = False) -> Data:
-    """Returns `bias: true` for a spec if the field `key` of the config is true; otherwise an empty section."""
+    """Returns `bias: true` for a spec if the field `key` of the config is true; otherwise an empty mapping."""
     return {"bias": True} if config.flag(key, default) else {}
 
 
 def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **blocks: Any) -> Data:
-    """Returns a section `model` whose final norm equals the norms of the blocks.
+    """Returns a section `model` in which `norm` is both the norm of the blocks and the final norm.
 
     Args:
         config: the config.
-        norm: the norm of the blocks.
-        layers: the layers of a block.
-        tied: whether the head is tied by default.
-        blocks: other fields of the blocks.
+        norm: the norm, as data of a spec.
+        layers: the layers of a block, as data of a spec.
+        tied: whether the output head shares the weights of the token embedding by default.
+        blocks: other fields of the section `blocks`.
     """
     last = {key: value for key, value in norm.items() if key not in ("places", "shared")}
     before = {key: value for key, value in blocks.items() if key != "changes"}
@@ -105,16 +102,17 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 
 
 def window(config: Config, usual: int | None = None) -> Data:
-    """Returns the mask for sliding-window attention; empty if the field `sliding_window` is null.
+    """Returns the field `mask` for sliding-window attention; an empty mapping if the config has no window.
 
-    `usual` is the default of the field.
+    `usual` is the window length if the config has no field `sliding_window`. If the field is null, the model has no
+    window.
     """
     size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)
     return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
 
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
-    """Returns a layer with routed experts, named `mlp`.
+    """Returns a layer with routed experts, as data of a spec. The layer has the name `mlp`.
 
     Args:
         config: the config.
@@ -122,9 +120,6 @@ def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) ->
         hidden: the number of inner features per expert.
         router: the fields of the router.
         more: other fields of the layer.
-
-    Returns:
-        The layer as data of a spec.
 
     Raises:
         ConfigError: a field is not valid, or the router would have no gradient.

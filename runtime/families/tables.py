@@ -32,8 +32,12 @@ ROTARY_BUFFERS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 
 def routed_experts(place: str, names: Sequence[str]) -> tuple[TensorMapping, ...]:
-    """Returns the mappings of a router and its experts, which are tensors below `place`. `names` are the names of the
-    tensors `gate`, `up` and `down` of an expert."""
+    """Returns the mappings of a router and its experts.
+
+    Args:
+        place: the prefix of the names of the tensors in the file.
+        names: the names in the file of the matrices `gate`, `up` and `down` of an expert.
+    """
     ours = (f"{BLOCK}.mlp.{name}" for name in ("gate", "up", "down"))
     theirs = (f"{place}.experts.{{e}}.{name}.weight" for name in names)
     return same(f"{BLOCK}.mlp.router", f"{place}.gate.weight"), *map(experts, ours, theirs)

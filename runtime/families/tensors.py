@@ -20,7 +20,8 @@ class TensorMapping:
         tensors: the names of the tensors. `{i}` is the index of a block, and `{e}` is the index of an expert.
         split: computes the parameters from the tensors.
         join: computes the tensors from the parameters.
-        dims: the number of dimensions that the first parameter must have. None for any number.
+        dims: the number of dimensions of the first parameter. The mapping does not apply to a parameter with another
+            number of dimensions. None for any number.
     """
 
     parameters: tuple[str, ...]
@@ -42,12 +43,15 @@ def _unchanged(tensors: Tensors) -> Tensors:
 
 
 def same(parameter: str, tensor: str, dims: int | None = None) -> TensorMapping:
-    """Returns the mapping for a parameter that equals a tensor."""
+    """Returns the mapping for a parameter that the file stores unchanged.
+
+    The mapping applies only to parameters with `dims` dimensions; None for any number.
+    """
     return TensorMapping((parameter,), (tensor,), _unchanged, _unchanged, dims)
 
 
 def transposed(parameter: str, tensor: str) -> TensorMapping:
-    """Returns the mapping for a matrix that the file stores as [inputs, outputs]."""
+    """Returns the mapping for a matrix that the file stores transposed, as [inputs, outputs]."""
 
     def turn(tensors: Tensors) -> Tensors:
         return [tensors[0].T]
@@ -56,8 +60,9 @@ def transposed(parameter: str, tensor: str) -> TensorMapping:
 
 
 def joint_columns(parameters: Sequence[str], tensor: str) -> TensorMapping:
-    """Returns the mapping for matrices of equal shape, or for their biases. The file joins them into one tensor
-    [inputs, all outputs] or [all outputs].
+    """Returns the mapping for matrices of equal shape that the file joins into one tensor [inputs, all outputs].
+
+    The mapping also applies to biases of equal length that the file joins into one tensor [all outputs].
     """
 
     def split(tensors: Tensors) -> Tensors:
@@ -85,14 +90,12 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
     """Returns the mapping for matrices or biases that the file joins head by head.
 
     Args:
-        parameters: the names of the matrices.
-        tensor: the name of the joint tensor. For each head, the tensor has `sizes[i]` rows of matrix `i`, in the order
-            of `i`.
+        parameters: the names of the matrices or biases.
+        tensor: the name of the joint tensor. It contains the rows of the first head, then those of the second head,
+            and so on. The rows of a head begin with `sizes[0]` rows of the first matrix, then `sizes[1]` rows of the
+            second matrix.
         heads: the number of heads.
         sizes: the number of rows per head, for each matrix.
-
-    Returns:
-        The mapping.
     """
 
     def split(tensors: Tensors) -> Tensors:
@@ -107,9 +110,9 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
 
 def experts(parameter: str, tensor: str) -> TensorMapping:
-    """Returns the mapping for a parameter [E, outputs, inputs] that has the matrices of all experts.
+    """Returns the mapping for a parameter [experts, outputs, inputs] that the file stores as one tensor per expert.
 
-    The file has one tensor per expert.
+    `tensor` contains `{e}` in place of the index of the expert.
     """
 
     def split(tensors: Tensors) -> Tensors:
@@ -122,7 +125,7 @@ def experts(parameter: str, tensor: str) -> TensorMapping:
 
 
 def with_biases(rows: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
-    """Returns the mappings of weight matrices, plus the mappings of their biases. Biases are never transposed."""
+    """Returns the mappings `rows` of weight matrices, followed by the mappings of the biases of these matrices."""
 
     def bias(row: TensorMapping) -> TensorMapping:
         parameters = tuple(f"{name}_bias" for name in row.parameters)
@@ -135,10 +138,10 @@ def with_biases(rows: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
 
 
 def expanded(table: Sequence[TensorMapping], shapes: Shapes, blocks: int) -> list[TensorMapping]:
-    """Returns the mappings of a model. Their names contain the indices of blocks and experts.
+    """Returns the mappings of a model. In the names, indices replace `{i}` and `{e}`.
 
     Args:
-        table: the mappings of the family. Mappings for parameters that the model lacks are omitted.
+        table: the mappings of the family. The result omits mappings for parameters that the model lacks.
         shapes: the shapes of the parameters of the model.
         blocks: the number of blocks.
 

@@ -1,1 +1,1 @@
-"""Imports folders of Hugging Face Transformers as runs, and exports runs as such folders."""
+"""Imports model folders of Hugging Face Transformers as runs, and exports runs as model folders of Transformers."""

@@ -38,7 +38,7 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ExportFolderError(RuntimeFailure):
-    """Raised if the output folder exists and must not be replaced (exit code 2)."""
+    """Raised if the output folder exists and the export may not replace it (exit code 2)."""
 
     code = "U012"
     exit_code = 2
@@ -50,10 +50,11 @@ class ExportOptions:
 
     Attributes:
         out: the output folder; None for `NAME-hf` in the run directory.
-        dtype: `f32`, `bf16` or `f16`; None for the original dtypes of an imported run, and f32 for other runs.
-        shard: the maximum size of a weight file in bytes. A larger tensor gets a separate file.
+        dtype: the dtype of the written weights: `f32`, `bf16` or `f16`. None selects the original dtypes if the run
+            was imported, and f32 otherwise.
+        shard: the maximum size of a weight file in bytes. A tensor that exceeds this size gets a separate file.
         search: folders to search for the tokenizer.
-        force: whether to replace a folder that an export wrote.
+        force: whether to replace an output folder that an earlier export wrote.
     """
 
     out: Path | None = None
@@ -71,15 +72,15 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     Args:
         path: the run directory.
         options: the output folder, the dtype and the maximum size of files.
-        say: is called with messages for the user.
+        say: the function that receives messages for the user.
 
     Raises:
-        NoFamily: Transformers has no such model (exit code 2).
-        ExportFolderError: the output folder exists and must not be replaced (2).
+        NoFamily: no supported family of Transformers has this model (exit code 2).
+        ExportFolderError: the output folder exists and the export may not replace it (2).
         RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).
-        IntegrityError: the run is damaged, or the written data differ when they are read back (5).
+        IntegrityError: the run is damaged, or the written files do not contain the weights of the run (5).
     """
     run, weights, _ = as_trained(Run.open(path), say)
     out = options.out or run.directory / f"{run.spec.name}-hf"
@@ -124,16 +125,16 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
 
 
 def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor], dtype: str) -> None:
-    """Writes only config.json and the weights of a model.
+    """Writes config.json and the weights of a model, but no tokenizer and no model card.
 
     Args:
         folder: an existing folder.
         model: the model of a spec.
-        weights: the parameters, f32 by name.
-        dtype: the dtype of all tensors: `f32`, `bf16` or `f16`.
+        weights: the parameters in f32, by name.
+        dtype: the dtype of the written tensors: `f32`, `bf16` or `f16`.
 
     Raises:
-        NoFamily: Transformers has no such model (exit code 2).
+        NoFamily: no supported family of Transformers has this model (exit code 2).
     """
     match = recognized(model)
     assert isinstance(model, Decoder)
@@ -190,7 +191,8 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
     """Returns the tokenizer files and the generation settings, by file name.
 
-    Imported files are copied. If there are none, files are written for the tokenizer of the spec.
+    If the run was imported with tokenizer files, these files are returned unchanged. Otherwise, the tokenizer of the
+    spec is converted.
     """
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):

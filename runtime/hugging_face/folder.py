@@ -1,6 +1,6 @@
-"""Reads a folder of Transformers: config.json, and tensors from safetensors files, one at a time.
+"""Reads a folder of Transformers: config.json, and the tensors of safetensors files, one tensor at a time.
 
-Nothing in a folder is executed. The header of a file is checked before data is read.
+The module executes no code of the folder. It checks the header of a safetensors file before it reads tensors.
 """
 
 import json
@@ -45,14 +45,14 @@ CONVERT = (
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file.
+    """The location of a tensor in a safetensors file.
 
     Attributes:
-        file: the file.
-        dtype: the dtype as the header spells it, such as `BF16`.
+        file: the path of the file.
+        dtype: the dtype in the spelling of safetensors, such as `BF16`.
         shape: the shape of the tensor.
-        start: the offset of the first byte in the file.
-        size: the number of bytes.
+        start: the offset in the file of the first byte of the tensor.
+        size: the number of bytes of the tensor.
     """
 
     file: Path
@@ -62,7 +62,7 @@ class Stored:
     size: int
 
     def read(self) -> Tensor:
-        """Reads the tensor. Raises IntegrityError if the file is shorter than its header states."""
+        """Reads the tensor from the file. Raises IntegrityError if the file is shorter than its header states."""
         buffer = bytearray(self.size)
         with open(self.file, "rb") as file:
             file.seek(self.start)
@@ -92,10 +92,10 @@ class Folder:
 
 
 def open_folder(path: Path) -> Folder:
-    """Reads config.json and the headers of the weights.
+    """Reads config.json and the headers of the weight files.
 
     Raises:
-        ConfigError: `path` is not a folder of Transformers, or its weights are pickled.
+        ConfigError: `path` is not a folder of Transformers, or the folder has only pickled weights.
         IntegrityError: a file is damaged.
     """
     if not path.is_dir():
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parses JSON. Raises ValueError for duplicate keys and NaN, because JSON readers treat them differently."""
+    """Parses JSON. Raises ValueError for duplicate keys and NaN, because JSON parsers disagree about their meaning."""
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
 
 

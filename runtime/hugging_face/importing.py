@@ -1,4 +1,4 @@
-"""Converts a folder of Transformers to a spec, and to a run that starts from its weights."""
+"""Converts a folder of Transformers to a spec, and to a run that starts from the weights in the folder."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -42,11 +42,12 @@ class ImportOptions:
 
     Attributes:
         name: the name of the spec; None for the name of the folder.
-        spec: the file of the spec; None for `specs/NAME.yaml`.
+        spec: the path of the written spec; None for `specs/NAME.yaml`.
         run: the run directory; None for the next free `runs/NAME-NNN`.
-        data: the data of the run, as for `specc train --data`; None for the default data.
-        overrides: texts `path=value`. They replace values in the spec of the run, but not in the file of the spec.
-        ignored: fields of config.json to ignore.
+        data: the data of the run, in the format of `specc train --data`; None for the default data.
+        overrides: texts `path=value`. Each text replaces a value in the spec of the run, but not in the written spec
+            file.
+        ignored: the names of unknown fields of config.json that the user allows.
     """
 
     name: str | None = None
@@ -64,9 +65,10 @@ class Imported:
     Attributes:
         family: the family of the model.
         spec: the spec in the run.
-        path: the file of the spec.
+        path: the path of the written spec file.
         run: the run directory.
-        ignored: the fields of config.json that do not change what the model computes.
+        ignored: the names of the fields of config.json that the import ignored, because they do not change what the
+            model computes.
         parameters: the number of parameters.
     """
 
@@ -79,14 +81,14 @@ class Imported:
 
 
 def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
-    """Writes a spec, and a run that has the weights as the checkpoint of step 0.
+    """Writes a spec, and a run whose checkpoint of step 0 contains the weights of the folder.
 
     Tensors are read one at a time and written immediately, so the whole model is never in memory.
 
     Args:
-        path: a folder with config.json and safetensors.
-        options: the names and paths.
-        say: is called with messages for the user.
+        path: a folder with config.json and safetensors files.
+        options: the names and paths of the written files.
+        say: the function that receives messages for the user.
 
     Raises:
         ConfigError: the folder has no model, or specc lacks a feature of the model (exit code 2).
@@ -153,17 +155,19 @@ def _require_writable(place: Path, text: str) -> None:
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
 ) -> list[TensorMapping]:
-    """Returns the tensor mappings of all parameters, and checks that the folder has the tensors.
+    """Returns the tensor mappings of all parameters, and checks that the folder has exactly the mapped tensors.
 
     Args:
-        family: the family.
-        config: the config.
-        shapes: the shapes of the parameters.
-        blocks: the number of blocks.
-        folder: the folder.
+        family: the family of the model.
+        config: the config of the model.
+        shapes: the shapes of the parameters, by name.
+        blocks: the number of blocks of the model.
+        folder: the folder with the tensors.
 
     Raises:
-        IntegrityError: if tensors are missing or superfluous, or have a wrong shape or dtype.
+        IntegrityError: the folder lacks a tensor, has a tensor that belongs to no parameter, or has a tensor of a
+            wrong shape.
+        ConfigError: a tensor has a dtype that specc cannot read.
     """
     rows = expanded(family.table(config), shapes, blocks)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)
@@ -199,15 +203,17 @@ def _is_tied(folder: Folder, name: str, rows: Sequence[TensorMapping]) -> bool:
 
 
 class FittedWeights:
-    """The weights of a folder, converted to the f32 parameters of a model. A tensor is read when a parameter needs it.
+    """The weights of a folder, converted to the f32 parameters of a model.
+
+    A tensor is read from its file when `read` returns a parameter that the tensor contains.
 
     Attributes:
-        family: the family.
-        section: the section `model` of a spec.
-        model: the model.
+        family: the family of the model.
+        section: the section `model` of a spec, converted from config.json.
+        model: the model that `section` describes.
         shapes: the shapes of the parameters, by name.
         rows: the tensor mappings of the parameters.
-        ignored: the fields of config.json that do not change what the model computes.
+        ignored: the names of the fields of config.json that do not change what the model computes.
     """
 
     kind: Literal["hugging_face"] = "hugging_face"
@@ -230,9 +236,11 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter. Other parameters from the same tensors are cached until they are read.
+        """Returns a parameter.
 
-        Raises IntegrityError if a tensor is damaged, or not finite.
+        If a tensor contains several parameters, the other parameters are cached until `read` returns them.
+
+        Raises IntegrityError if a tensor is damaged, or contains NaN or infinity.
         """
         if name not in self._ready:
             row = self._row[name]
@@ -255,14 +263,14 @@ def fitted_weights(
     """Returns the weights of a folder, converted to the parameters of the model in config.json.
 
     Args:
-        folder: the folder.
+        folder: the folder with config.json and the weights.
         name: the name of the spec.
         tokenizer: the tokenizer of the spec.
-        ignored: fields of config.json to ignore.
+        ignored: the names of unknown fields of config.json that the user allows.
 
     Raises:
         ConfigError: specc lacks a feature of the model.
-        IntegrityError: the weights do not fit the config.
+        IntegrityError: the weights do not fit config.json.
     """
     config = Config(folder.config, str(folder.path / CONFIG))
     family = family_of(config)

@@ -1,4 +1,4 @@
-"""Records, in an imported run, the dtypes of the original tensors."""
+"""Records the dtypes of the original tensors of an imported run, so that an export can write the same dtypes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,10 @@ ORIGIN = "origin.json"
 
 
 class _Record(StrictModel):
-    """The content of the file. `others` has the dtypes of the tensors whose dtype is not `dtype`, by tensor name."""
+    """The content of the file `origin.json` of an imported run.
+
+    `dtype` is the most frequent dtype. `others` contains the dtypes of the tensors with other dtypes, by tensor name.
+    """
 
     format: Literal[1]
     dtype: str
@@ -43,9 +46,9 @@ class Origin:
 
     @classmethod
     def of(cls, run: Run) -> "Origin":
-        """Returns the `Origin` of a run. If the run was not imported, all dtypes are f32.
+        """Reads the `Origin` of a run from the run directory. If the run was not imported, all dtypes are f32.
 
-        Raises IntegrityError if the file is damaged.
+        Raises IntegrityError if the file `origin.json` is damaged.
         """
         path = run.files / ORIGIN
         if not path.is_file():

@@ -12,11 +12,11 @@ _RESERVED = re.compile(r"(?i)true|false|null|yes|no|on|off|~|[-+.0-9_e]+|0x[0-9a
 
 
 def page(data: Mapping[str, Any], comment: str = "") -> str:
-    """Returns the text of a spec. Blank lines separate sections with several lines.
+    """Returns the text of a spec. Blank lines separate the sections that have several lines.
 
     Args:
         data: the spec as data.
-        comment: lines of text above the spec.
+        comment: the comment above the spec; empty for no comment.
     """
     text = [f"# {line}" for line in comment.splitlines()]
     long = False

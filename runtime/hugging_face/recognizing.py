@@ -1,6 +1,6 @@
-"""Finds the family and the config for the model of a spec.
+"""Finds a family of Transformers that can represent the model of a spec, and the config of the model in this family.
 
-If no family fits, the error states the first difference from the closest family.
+If no family can represent the model, the error states the first difference from the closest family.
 """
 
 import json
@@ -25,7 +25,7 @@ OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change wh
 
 
 class NoFamily(RuntimeFailure):
-    """Raised if none of the supported families of Transformers has this model (exit code 2)."""
+    """Raised if none of the supported families of Transformers can represent a model (exit code 2)."""
 
     code = "U013"
     exit_code = 2
@@ -33,23 +33,24 @@ class NoFamily(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """The family of a model, and the fields of the config that describe the model."""
+    """The family of a model, and the fields of config.json that describe the model in this family."""
 
     family: Family
     config: Data
 
 
 def recognized(model: Architecture, first: str = "") -> Recognized:
-    """Returns the family of a model, and its config.
+    """Returns a family that fits a model, and the config of the model in this family.
 
-    A family fits if `specc import` would convert the returned config to a model that computes the same functions.
+    A family fits if `specc import` would convert the returned config to a model that computes the same functions as
+    `model`.
 
     Args:
         model: the model of a spec.
-        first: the name of the family to prefer, if it fits.
+        first: the name of the family to return if several families fit; empty for no preference.
 
     Raises:
-        NoFamily: if no family fits. The message states the first difference to the closest family.
+        NoFamily: if no family fits. The message states the first difference from the closest family.
     """
     if not isinstance(model, Decoder):
         raise NoFamily(
@@ -81,7 +82,7 @@ def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
 
 
 def decoder_of(family: Family, config: Mapping[str, Any]) -> Decoder:
-    """Returns the model that config.json describes. Raises ConfigError if config.json is not valid."""
+    """Returns the model that the fields of a config.json describe. Raises ConfigError if the fields are not valid."""
     return Decoder.model_validate_json(json.dumps(family.model(Config(config))))
 
 
@@ -111,8 +112,9 @@ def _facts(programs: Programs) -> object:
 
 
 def differences(model: Decoder, other: Decoder) -> list[str]:
-    """Returns the fields in which two models differ, such as `blocks.0.mlp.act is relu(x), but gelu(x) in the
-    family`.
+    """Returns a text for each field in which a model differs from the model `other` of a family.
+
+    An example is `blocks.0.mlp.act is relu(x), but gelu(x) in the family`.
     """
     here, there = dict(_fields(model)), dict(_fields(other))
     paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
@@ -124,7 +126,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields (path, value) for the fields of a model, including defaults that depend on other fields."""
+    """Yields (path, value) for each field of a model. Fields that the spec omits have their default values."""
     for name in ("vocab", "dim", "context", "prefix"):
         yield name, getattr(model, name)
     yield "embed", [_dump(step) for step in model.embed]

@@ -20,21 +20,21 @@ TARGETS = (("sm90", "cpu"), ("cpu",))
 
 
 def checked_model(name: str, model: Data, tokenizer: str) -> Decoder:
-    """Returns the model for a section `model`. Raises ConfigError if the section is not valid."""
+    """Validates a section `model`, and returns the model. Raises ConfigError if the section is not valid."""
     spec = _checked(_unquantized(name, model, tokenizer))
     assert isinstance(spec.model, Decoder)
     return spec.model
 
 
 def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment: str) -> str:
-    """Returns the text of a spec.
+    """Returns the text of the spec for an imported model.
 
     Args:
         name: the name of the spec.
         model: the section `model`.
         shapes: the shapes of the parameters.
         tokenizer: the tokenizer of the data.
-        comment: lines of text above the spec.
+        comment: the comment above the spec.
 
     Raises:
         ConfigError: if specc cannot build the model. The message states the first reason.
@@ -107,7 +107,10 @@ def fusion_points(model: Data) -> Iterator[Data]:
 
 
 def quantization(shapes: Shapes) -> Data:
-    """Returns the section `quant`: 4 bits, and more bits for embedding tables, routers, norms and biases."""
+    """Returns the section `quant` of a spec.
+
+    Matrices have 4 bits per value. Embedding tables, routers, norms and biases have more bits.
+    """
     tables = [name for name in ("embed.token", "embed.positions") if name in shapes]
     rules: list[Data] = [{"match": name, "scheme": "round", "bits": 8} for name in tables]
     if any(name.endswith(".router") for name in shapes):
@@ -119,7 +122,7 @@ def quantization(shapes: Shapes) -> Data:
 
 
 def training(model: Data, tokenizer: str) -> Data:
-    """Returns the section `train`: settings for continuing the training of a published model."""
+    """Returns the section `train` of a spec, with settings that continue the training of a published model."""
     shorter = model["context"] > CONTEXT and model["context"] % CONTEXT == 0
     tokens = model["context"] * max(1, 32768 // model["context"])
     return {

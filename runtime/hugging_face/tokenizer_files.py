@@ -21,10 +21,16 @@ TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokeni
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
     """Returns the files of the tokenizer of a spec, by name.
 
-    With these files, the tokenizer places the document separator before a text, as `specc generate` does. A
-    SentencePiece model is copied unchanged. The result is empty if tokenizer.json cannot represent the tokenizer.
+    With these files, Transformers places the document separator before a text, as `specc generate` does. The file of a
+    SentencePiece model is copied unchanged. The result is empty if the format tokenizer.json cannot represent the
+    tokenizer.
 
-    Raises DataError if a file is not found, or is not valid.
+    Args:
+        spec: the spec.
+        search: folders to search for the tokenizer of the spec.
+
+    Raises:
+        DataError: the file of the tokenizer is not found, or is not valid.
     """
     data = spec.train.data
     assert isinstance(data, TextData)
@@ -49,14 +55,17 @@ def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
 
 
 def byte_level() -> bytes:
-    """Returns the tokenizer `bytes` as a tokenizer.json: one id per byte, and one id that separates documents."""
+    """Returns the content of a tokenizer.json that represents the tokenizer `bytes`.
+
+    This tokenizer has one id per byte, and one id that separates documents.
+    """
     content = json.loads(tokenizer_json([bytes([value]) for value in range(256)], "gpt2", [SEPARATOR]))
     content["pre_tokenizer"] = content["decoder"]
     return _json(_separated(content, SEPARATOR, ByteTokenizer.bos))
 
 
 def is_byte_level(path: Path) -> bool:
-    """Returns whether a tokenizer.json represents the tokenizer `bytes`."""
+    """Returns whether a file is the tokenizer.json that specc writes for the tokenizer `bytes`."""
     return path.read_bytes() == byte_level()
 
 

@@ -1,3 +1,3 @@
-"""The parts of `specc inspect`: ranks, attention heads, inner features, norms, experts, and sensitivity to
-quantization.
+"""The measurements of `specc inspect`: the ranks of matrices, attention heads, inner features, norms of the residual
+stream, loads of experts, and the sensitivity to quantization.
 """

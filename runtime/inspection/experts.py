@@ -1,4 +1,7 @@
-"""The load of each expert on each kind of document. Differences between kinds show that experts specialize."""
+"""The load of each expert on each kind of document.
+
+If the loads differ between kinds of documents, the experts specialize.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ class ExpertLoad:
         kind: the kind of the documents.
         loads: the share of tokens that each expert receives. The shares sum to 1.
         largest: the largest load divided by the mean load.
-        differs: the total variation distance of `loads` from the mean over all kinds, 0 to 1. None if there is only one
-            kind.
+        differs: the total variation distance, from 0 to 1, between `loads` and the mean loads over all kinds of
+            documents. None if there is only one kind.
     """
 
     layer: str
@@ -30,7 +33,8 @@ def expert_loads_by_kind(measured: Mapping[str, Sequence[Mapping[str, Sequence[f
     """Yields the load of the experts for each layer and each kind of document.
 
     Args:
-        measured: for each kind, results of `expert_loads` on batches of equal size.
+        measured: for each kind of document, one mapping per batch from the path of a layer to the loads of its
+            experts. All batches have the same size.
     """
     layers = dict.fromkeys(layer for batches in measured.values() for loads in batches for layer in loads)
     for layer in layers:

@@ -1,7 +1,7 @@
 """Classifies attention heads by the tokens to which they attend.
 
-The reference implementation of the attention op computes the attention probabilities, so this module needs no code for
-specific architectures.
+The attention probabilities come from the reference implementation of the attention op. This module therefore contains
+no code for specific architectures.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,11 @@ class Head:
         previous: the mean attention to the token before the query.
         first: the mean attention to the first token of the window.
         induction: the score "prefix matching" of Olsson et al. (2022, "In-context Learning and Induction Heads").
-            Random tokens are repeated once. The score is the mean attention to the token after the first occurrence of
-            the query token. None if not measured.
-        content: the mean total variation distance between the attention in two texts at equal positions. It is 0 if the
-            attention depends only on positions.
+            The input is a random sequence of tokens, followed by its repetition. The score is the mean attention from
+            a token of the repetition to the token after the first occurrence of the query token. None if the score was
+            not measured.
+        content: the mean total variation distance between the attention of equal positions in two texts. The distance
+            is 0 if the attention depends only on positions. None if only one text was measured.
     """
 
     layer: str
@@ -43,9 +44,10 @@ class Head:
 
     @property
     def type(self) -> str:
-        """The pattern with the largest score: `previous`, `first` or `induction`, if the score is at least `THRESHOLD`.
+        """The pattern to which the head attends.
 
-        If no score reaches `THRESHOLD`: `content` if the attention depends mainly on the text, else `mixed`.
+        If the largest of the scores `previous`, `first` and `induction` is at least `THRESHOLD`, the result is its
+        pattern. Otherwise, the result is `CONTENT` if `content` is at least `THRESHOLD`, and `MIXED` if not.
         """
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])
@@ -56,7 +58,7 @@ class Head:
 
 @dataclass(slots=True)
 class _Sums:
-    """Accumulates the scores of one attention node over batches. Each score has a sum, f64 [heads], and a count."""
+    """Accumulates the scores of one attention node over batches. Each score has a sum f64 [heads] and a count."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -71,13 +73,16 @@ class _Sums:
 
 
 class HeadPatterns:
-    """Accumulates the attention of all heads. `observe` and `observe_repeated` are observers of `reference.run`.
+    """Accumulates the attention scores of all heads of a program.
+
+    `reference.run`, which runs the program node by node, calls the method `observe` or `observe_repeated` after each
+    node.
 
     Args:
-        graph: the flattened program.
+        graph: the program, with all functions inlined.
 
     Attributes:
-        refused: the reason for each attention node that is not classified.
+        refused: for each attention node that cannot be classified, the reason.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -93,7 +98,7 @@ class HeadPatterns:
                 self.refused[node.name] = f"it is {node.op.name}, which has no scores of pairs of tokens"
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the attention of a node over rows of text."""
+        """Adds the attention scores of a node, if the rows of the input are texts."""
         weights = self._weights(node, inputs)
         if weights is None or weights.shape[2] <= FROM:
             return
@@ -105,7 +110,7 @@ class HeadPatterns:
             sums.add("content", (even - odd).abs().sum(-1) / 2)
 
     def observe_repeated(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the attention of a node over rows that are a random sequence and its repetition."""
+        """Adds the induction score of a node, if each row of the input is a random sequence and its repetition."""
         weights = self._weights(node, inputs)
         if weights is not None:
             length = weights.shape[2] // 2
@@ -137,17 +142,16 @@ class HeadPatterns:
 
 
 def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """Returns random tokens that are repeated once, i64 [rows, 2 * length]. The tokens before the repetition are
-    distinct if the vocabulary is large enough. The last id is not used, because it often separates documents.
+    """Returns rows of random tokens i64 [rows, 2 * length]. The second half of each row equals the first half.
+
+    The tokens in the first half are distinct if the vocabulary is large enough. The last id of the vocabulary does not
+    occur, because it often separates documents.
 
     Args:
         rows: the number of rows.
-        length: the number of random tokens per row, before the repetition.
+        length: the number of tokens in half a row.
         vocabulary: the number of ids.
         seed: the seed of the random numbers.
-
-    Returns:
-        The tokens. The second half of each row equals the first half.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(vocabulary - 1, 1)

@@ -1,4 +1,7 @@
-"""`specc inspect`: measures parts of a trained run. Some parts apply only to some kinds of model."""
+"""`specc inspect`: measures the weights and activations of a trained run.
+
+A part of the inspection, such as `experts`, may apply only to some kinds of model.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -45,17 +48,18 @@ class InspectOptions:
     """The options of an inspection.
 
     Attributes:
-        parts: the parts to measure: entries of `PARTS`.
-        bits: the numbers of bits for the sensitivity; empty for the bits in the spec.
-        top: the number of largest singular values to sum for the reported energy. None for a tenth of all.
+        parts: the parts of the inspection to measure, which are entries of `PARTS`.
+        bits: the numbers of bits at which the sensitivity to quantization is measured; empty for the bits in the spec.
+        top: how many of the largest singular values the reported energy includes. None for a tenth of all values.
         sequences: the number of rows of text on which heads, units and norms are measured.
         window: the length of each row of text in tokens, at most the context.
-        max_tokens: the number of tokens of the validation split on which sensitivity is measured.
-        data: the data; None for the data of the run.
+        max_tokens: the number of tokens of the validation split on which the sensitivity is measured.
+        data: the data, in the format of `specc train --data`; None for the data of the run.
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
-        cache: the folder of tokenized text.
-        kinds: the data for each kind of document, for the load of experts. If empty, `data` is the only kind.
+        cache: the folder for tokenized text; None for the default folder.
+        kinds: the data of each kind of document on which the load of experts is measured, by the name of the kind. If
+            the mapping is empty, `data` is the only kind.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -73,14 +77,14 @@ class InspectOptions:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The results of an inspection. A part that was not measured is empty.
+    """The results of an inspection. The attribute of a part that was not measured is empty.
 
     Attributes:
         name: the name of the spec.
         step: the step of the checkpoint.
-        rows: the number of rows of text for heads, units and norms, and their length in tokens.
-        scored: tokens, bytes and bits per byte of the text for sensitivities, without quantization.
-        notes: the reasons for missing results. A key is a part, or a location in the model.
+        rows: the number and the length in tokens of the rows of text on which heads, units and norms were measured.
+        scored: the tokens, the bytes and the bits per byte of the unquantized model on the text for the sensitivity.
+        notes: the reasons for missing results. A key is a part of the inspection, or a layer or parameter of the model.
     """
 
     name: str
@@ -108,9 +112,9 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
 
     Args:
         path: the run directory.
-        options: the parts, the sizes and the data.
-        say: is called with messages for the user.
-        progress: is called as `progress(stage, done, total)`.
+        options: the parts to measure, and the data.
+        say: the function that receives messages for the user.
+        progress: a function called as `progress(stage, done, total)` during the inspection.
 
     Returns:
         The results of the requested parts.
@@ -138,7 +142,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
 
 @dataclass
 class _Work:
-    """The inspection of one run, with the reasons for missing results."""
+    """Measures the parts of one inspection, and collects the reasons for missing results."""
 
     run: Run
     weights: Mapping[str, Tensor]
@@ -174,9 +178,9 @@ class _Work:
         return tuple(uses)
 
     def activations(self, result: Inspection) -> Inspection:
-        """Returns the result with heads, units and norms added.
+        """Returns `result` with heads, units and norms added.
 
-        Runs the model on rows of text. For heads, also runs the model on repeated random tokens.
+        Runs the model on rows of text. For heads, the method also runs the model on repeated random tokens.
         """
         graph = flatten(self.programs, self.programs.program("score"))
         heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
@@ -265,7 +269,7 @@ class _Work:
             self.progress("repetition", min(i + 2, self.options.sequences), self.options.sequences)
 
     def sensitivity(self, result: Inspection) -> Inspection:
-        """Returns the result with `sensitivity` added."""
+        """Returns `result` with the sensitivity of each matrix to quantization added."""
         spec, opened = self.run.spec, self.opened
         if not self.is_text:
             self.notes["sensitivity"] = "not measured: the model is not scored in bits per byte"

@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-All nodes whose names begin with the same index, such as `blocks.3`, are a block if one of them is a matrix product with
-weights. Some values of a block have the width of the model, and are inputs of nodes outside of the block. The last of
-these values is the stream after the block.
+Nodes of the program whose names begin with the same index, such as `blocks.3`, form a block if one of these nodes is a
+matrix product with weights. The stream after a block is the last value of the block that has the width of the model
+and that a node outside of the block reads.
 """
 
 import re
@@ -19,13 +19,15 @@ _BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block 
 
 @dataclass(frozen=True, slots=True)
 class BlockNorm:
-    """The residual stream at a block.
+    """The size of the residual stream before and after a block.
 
     Attributes:
         block: the name of the block.
-        before: the root mean square of the stream before the block; None if the block changes the shape of the stream.
+        before: the root mean square of the stream before the block. None if the block reads no stream of the shape
+            that it returns.
         after: the root mean square of the stream after the block.
-        change: |after - before| / |before|, the relative change; None if `before` is None.
+        change: the norm of the difference between the streams after and before the block, divided by the norm of the
+            stream before the block. None if `before` is None.
     """
 
     block: str
@@ -35,18 +37,20 @@ class BlockNorm:
 
     @property
     def growth(self) -> float | None:
-        """The factor by which the block changes the size of the stream; None without `before`."""
+        """The factor by which the block changes the size of the stream; None if `before` is None."""
         return self.after / self.before if self.before else None
 
 
 class ResidualNorms:
-    """Accumulates the sizes of the residual stream. `observe` is an observer of `reference.run`.
+    """Accumulates the size of the residual stream at each block of a program.
+
+    `reference.run`, which runs the program node by node, calls the method `observe` after each node.
 
     Args:
-        graph: the flattened program.
+        graph: the program, with all functions inlined.
 
     Attributes:
-        refused: the reason for each block that is not measured.
+        refused: for each block that cannot be measured, the reason.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -93,7 +97,7 @@ class ResidualNorms:
         self._inputs = frozenset(self._before.values())
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the stream after a block."""
+        """Adds the size of the stream, if the node computes the stream after a block."""
         value = outputs[0].detach()
         if node.name in self._inputs:
             self._values[node.name] = value
@@ -125,9 +129,9 @@ def _block(name: str) -> str:
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width of the model: the most frequent width of values that pass from block to block.
+    """Returns the width of the model, which is the most frequent width of the values that pass from block to block.
 
-    Returns None if there are no such values.
+    Returns None if no value passes from block to block.
     """
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:

@@ -1,6 +1,7 @@
 """Draws an inspection: one PNG per part. Needs matplotlib.
 
-All pictures can be read without color. Lines differ in dashes and marks. Maps show values as shades of one color.
+All pictures can be read without color. Lines differ in dashes and markers. Heat maps show values as shades of one
+color.
 """
 
 import re
@@ -32,11 +33,11 @@ def require() -> None:
 
 
 def draw(result: Inspection, folder: Path) -> Iterator[Path]:
-    """Draws the parts that were measured, and yields the path of each picture.
+    """Draws a picture of each part that was measured, and yields the path of each picture.
 
     Args:
-        result: the results.
-        folder: the folder to write to. The folder is created if it does not exist.
+        result: the results of the inspection.
+        folder: the output folder. It is created if it does not exist.
 
     Raises:
         EnvironmentFailure: matplotlib is missing, or a file cannot be written.

@@ -13,12 +13,14 @@ class RankUse:
     """The distribution of the energy of a matrix over its singular values s_1 >= s_2 >= ...
 
     Attributes:
-        name: the parameter. For an expert, the index follows, as in `blocks.0.moe.up[3]`.
+        name: the name of the parameter. The name of the matrix of one expert ends with the index of the expert, as in
+            `blocks.0.moe.up[3]`.
         shape: the numbers of rows and columns.
         largest: s_1, the spectral norm.
-        stable_rank: sum s_i^2 / s_1^2, the squared ratio of Frobenius norm and spectral norm; 0 for a zero matrix.
+        stable_rank: sum s_i^2 / s_1^2, the squared ratio of the Frobenius norm to the spectral norm; 0 for a zero
+            matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
-        top: the number of largest singular values that `energy` includes.
+        top: how many of the largest singular values `energy` includes.
         energy: the sum of the squares of the `top` largest singular values, divided by sum s_i^2.
         spectrum: the singular values, in descending order.
     """
@@ -38,17 +40,18 @@ class RankUse:
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Returns whether a parameter of this shape consists of matrices with several rows and columns."""
+    """Returns whether a parameter of shape `shape` consists of one or more matrices with several rows and columns."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 
 def rank_uses(name: str, weight: Tensor, top: int | None = None) -> Iterator[RankUse]:
-    """Yields the result for a matrix [rows, columns], or for each expert in [experts, rows, columns].
+    """Yields the rank of a matrix [rows, columns], or of the matrix of each expert in [experts, rows, columns].
 
     Args:
         name: the name of the parameter.
         weight: the values of the parameter. Singular values are computed on its device, in f64.
-        top: the number of largest singular values to sum for `energy`. None for a tenth of all, at least one.
+        top: how many of the largest singular values `energy` includes. None for a tenth of all values, but at least
+            one value.
     """
     matrices = weight.detach().double()
     names = [name] if weight.dim() == 2 else [f"{name}[{i}]" for i in range(len(weight))]

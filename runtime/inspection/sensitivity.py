@@ -22,12 +22,12 @@ class Sensitivity:
     """The effect of quantizing one matrix on the loss of the validation text.
 
     Attributes:
-        name: the parameter.
+        name: the name of the parameter.
         scheme: the label of the quantization scheme.
         bits: the number of bits per value.
         mse: the mean squared error of the quantized values.
         rise: the measured increase in bits per byte.
-        estimate: the increase in bits per byte that bit allocation estimates (`added_nats`).
+        estimate: the increase in bits per byte that the bit allocation of `specc quantize` estimates.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Sensitivity:
 def schemes_at(
     base: Mapping[str, Scheme], names: Sequence[str], bits: Sequence[int], weights: Mapping[str, Tensor]
 ) -> tuple[list[tuple[str, Scheme]], dict[str, str]]:
-    """Returns the pairs (parameter, scheme) to measure, and the reason for each parameter without a pair.
+    """Returns the pairs (parameter, scheme) to measure, and the reason for each parameter that no scheme can quantize.
 
     Args:
-        base: the scheme of each parameter according to the spec.
-        names: the parameters.
+        base: the scheme that the spec gives each parameter.
+        names: the names of the parameters.
         bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. A parameter that the
             spec does not quantize is measured with GPTQ, by default in 4 bits.
-        weights: the parameters.
+        weights: the values of the parameters, by name.
     """
     pairs, refused = [], {}
     for name in names:
@@ -81,11 +81,11 @@ def sensitivities(
     """Yields the sensitivity for each pair. The parameters of `model` are restored before each result is yielded.
 
     Args:
-        model: the model. `measure` scores it.
-        quantizer: quantizes the parameters of `model`. It has the statistics of a calibration.
-        pairs: the parameters and schemes.
+        model: the model that `measure` scores.
+        quantizer: quantizes the parameters of `model`. It contains the statistics of a calibration.
+        pairs: pairs of a parameter name and a scheme.
         measure: scores the model on the validation text.
-        refused: receives the reason for each parameter that its scheme cannot quantize.
+        refused: the function adds the reason for each parameter that its scheme cannot quantize.
     """
     parameters = dict(model.named_parameters())
     before = measure()

@@ -10,7 +10,7 @@ SHOWN = 16  # the most experts of a layer in a table
 
 
 def tables(result: Inspection) -> Iterator[str]:
-    """Yields a text table for each measured part, then the notes."""
+    """Yields a text table for each measured part of the inspection, then the notes about missing results."""
     if result.ranks:
         yield "ranks        of each matrix, from its singular values"
         head = ("matrix", "shape", "largest", "stable rank", "effective rank", "of", "energy in the top")

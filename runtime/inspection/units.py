@@ -1,8 +1,7 @@
 """Dead units: inner features that are zero, or nearly zero, at every token.
 
-The features of a pointwise node are units if the inputs of the node are outputs of matrix products, and if the output
-of the node is multiplied by a weight. Examples are the activation of an MLP, with or without a gate, and the activation
-of experts.
+The output features of a nonlinear pointwise node are units if the node reads the outputs of matrix products, and if a
+matrix product with weights reads its output. Examples are the activations of an MLP and of experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +24,13 @@ class Units:
     """The units of a layer, or of one expert.
 
     Attributes:
-        layer: the node of the activation. For an expert, the index follows, as in `blocks.0.moe.act[3]`.
+        layer: the name of the activation node. The name for one expert ends with the index of the expert, as in
+            `blocks.0.moe.act[3]`.
         units: the number of units.
         tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose largest magnitude is at most 1 % of the median of the largest magnitudes of all
-            units. This number includes the dead units.
+        weak: the number of units whose largest magnitude over all tokens is at most 1 % of the median over all units.
+            The number includes the dead units.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -43,10 +43,12 @@ class Units:
 
 
 class UnitActivity:
-    """Accumulates the activity of units. `observe` is an observer of `reference.run`.
+    """Accumulates the activity of the units of a program.
+
+    `reference.run`, which runs the program node by node, calls the method `observe` after each node.
 
     Args:
-        graph: the flattened program.
+        graph: the program, with all functions inlined.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -65,7 +67,7 @@ class UnitActivity:
         self._tokens: dict[str, Tensor] = {}
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the values of the units. The node is the matrix product that reads these values."""
+        """Adds the values of the units, if the node is the matrix product that reads the values of a layer of units."""
         layer = self._read_by.get(node.name)
         if layer is None:
             return
@@ -83,7 +85,7 @@ class UnitActivity:
         self._tokens[layer] += tokens
 
     def layers(self) -> Iterator[Units]:
-        """Yields the units of each layer, or of each of its experts, in the order of the program."""
+        """Yields the units of each layer in the order of the program. Each expert of a layer is a separate result."""
         for layer, all_largest in self._largest.items():
             several = len(all_largest) > 1
             rows = zip(all_largest, self._nonzero[layer], self._tokens[layer].tolist(), strict=True)

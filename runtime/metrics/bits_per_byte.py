@@ -1,8 +1,8 @@
 """Bits per byte: the loss of a model on a text, in a unit that does not depend on the tokenizer.
 
-`bpb` divides by the bytes of the documents, or by stored byte counts of the tokens. `bpb_pieces` divides by the bytes
-that the scored tokens represent (see `PieceBytes`). For a lossless tokenizer, both byte counts must be
-equal.
+The measurement `bpb` divides the loss by the number of bytes of the documents, or by byte counts that are stored with
+the tokens. The measurement `bpb_pieces` divides the loss by the number of bytes that the scored tokens represent (see
+`PieceBytes`). For a lossless tokenizer, the two numbers of bytes are equal.
 """
 
 import math
@@ -32,9 +32,10 @@ class BitsPerByte:
         nats: the sum of the loss over the scored tokens, in nats.
         tokens: the number of scored tokens, including document separators.
         document_bytes: the number of bytes of the documents; None if unknown.
-        piece_bytes: the bytes that the scored tokens represent.
-        bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
-        bpb_pieces: bits per piece byte.
+        piece_bytes: the number of bytes that the scored tokens represent.
+        bpb: the loss in bits, divided by the bytes of the documents. None if the number of these bytes is unknown and
+            the tokenizer is lossy.
+        bpb_pieces: the loss in bits, divided by `piece_bytes`.
         lossless: whether the tokenizer is lossless.
         held_out: True if the text is the validation split of the training data, False if it is the training split, None
             if unknown.
@@ -50,7 +51,7 @@ class BitsPerByte:
     held_out: bool | None = None
 
     def record(self) -> dict[str, float | None]:
-        """Returns fields for the log of a run. `nats` is the mean per token."""
+        """Returns the result as fields for the log of a run. The field `nats` is the mean loss per token."""
         sizes = {"document_bytes": self.document_bytes, "piece_bytes": self.piece_bytes}
         nats = self.nats / self.tokens
         return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces, **sizes}
@@ -132,13 +133,13 @@ class Account:
 
     Args:
         text: the text to score.
-        plan: the windows.
-        chunk: the approximate number of targets per chunk. The model may change between chunks. None for one chunk.
+        plan: the plan that divides the text into windows.
+        chunk: the approximate number of targets per chunk. A caller may adapt the model between two chunks. None for
+            a single chunk.
 
     Attributes:
         windows: all windows of the text.
-        chunks: ranges of batch indices. The batches of a range have about `chunk` targets. There is only one range if
-            `chunk` is None.
+        chunks: the chunks, as ranges of batch indices.
 
     Raises:
         DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
@@ -161,7 +162,10 @@ class Account:
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """Returns (after, end) for consecutive batches, which score the targets at positions `after` + 1 .. `end`."""
+        """Returns (after, end) for consecutive batches.
+
+        The batches score the targets at the positions `after` + 1 to `end` of the text.
+        """
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 
@@ -172,9 +176,14 @@ class Account:
         return self._stream.read(start, count).astype(np.int64)
 
     def add(self, batch: Batch, scores: "Tensor") -> None:
-        """Adds the losses of a batch in nats, f32 or f64 [B, T]. Only targets in `batch.new` count.
+        """Adds the losses of a batch.
 
-        Raises ValueError if `scores` and targets have different shapes.
+        Args:
+            batch: the batch. The method ignores targets that are not in the mask `batch.new`.
+            scores: the loss of each target in nats, f32 or f64 [B, T].
+
+        Raises:
+            ValueError: `scores` and the targets have different shapes.
         """
         if tuple(scores.shape) != batch.ids.shape:
             raise ValueError(
@@ -236,13 +245,13 @@ def evaluate_bits(
     """Computes the bits per byte of a text.
 
     Args:
-        score: maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or f64 [B, T]. Runs
-            without autograd. B is `plan.batch`. T is `plan.length`, or less for a short text.
+        score: maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or f64 [B, T]. The
+            function runs without autograd. B is `plan.batch`. T is `plan.length`, or less for a short text.
         text: the text.
-        plan: the windows.
+        plan: the plan that divides the text into windows.
         device: the device of ids and targets.
         share: the part of the targets that this process scores.
-        progress: is called as `progress(scored, total)`, with the numbers of targets of this process.
+        progress: a function called as `progress(scored, total)` with numbers of targets of this process.
 
     Returns:
         The result over all processes.

@@ -17,11 +17,11 @@ from specc.runtime.metrics.validation import Score, Scorer
 
 @dataclass(frozen=True, slots=True)
 class ExactMatch:
-    """The score of a set of pairs.
+    """The score of a set of pairs of a source line and a target line.
 
     Attributes:
-        nats: the sum of the teacher-forced loss over all target tokens without padding.
-        tokens: the number of target tokens, including stop tokens, without padding.
+        nats: the sum of the teacher-forced loss in nats over all target tokens except padding.
+        tokens: the number of target tokens, including stop tokens but not padding.
         lines: the number of scored pairs.
         exact: the number of pairs whose decoded line equals the target.
         matching: the number of target tokens that equal the decoded token at the same position.
@@ -63,18 +63,19 @@ def exact_match(
     progress: Callable[[int, int], None] | None = None,
     hopeless: int | None = None,
 ) -> ExactMatch:
-    """Scores pairs by decoding their sources and comparing the results with their targets.
+    """Translates the source line of each pair, and compares the translation with the target line.
 
     Args:
-        score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width], 0 at
-            padding. B is always `batch`.
-        translates: the decoder.
+        score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width]. The
+            loss of padding is 0. B is always `batch`.
+        translates: translates source lines with the model.
         pairs: the pairs to score.
-        tokenizer: the characters of the pairs.
+        tokenizer: the tokenizer of the pairs, with one id per character.
         batch: the number of pairs per batch.
         device: the device of source and target.
-        progress: is called with the number of scored lines, and the total.
-        hopeless: scoring stops if none of the first `hopeless` pairs is an exact match. None for no such limit.
+        progress: a function called as `progress(scored, total)` with numbers of pairs.
+        hopeless: scoring stops early if none of the first `hopeless` pairs is an exact match. If it is None, all pairs
+            are scored.
 
     Returns:
         The score of the pairs that were decoded.
@@ -106,7 +107,7 @@ def exact_match(
 
 @dataclass(frozen=True, slots=True)
 class PairValidation:
-    """Validation pairs for scoring during training, with the settings in `eval` of the spec."""
+    """The validation pairs that are scored during training, with the settings of the section `eval` of the spec."""
 
     pairs: Pairs
     tokenizer: CharTokenizer

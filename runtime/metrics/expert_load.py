@@ -11,10 +11,10 @@ PRODUCTS = "::grouped_products"  # the op of templates/torch/ops/grouped_linear.
 
 
 class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the rows of each expert in grouped matrix products that run inside this context.
+    """A context manager that counts the rows (tokens) that each expert receives in grouped matrix products.
 
     Attributes:
-        rows: the number of rows of each expert, f64 [experts]. Keys are the names of the expert matrices.
+        rows: the number of rows of each expert, f64 [experts], by the name of the parameter with the expert matrices.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,8 +45,8 @@ def expert_loads(
         targets: the targets, i64 [B, T].
 
     Returns:
-        The shares of each layer, in the order of the layers. Keys are paths such as `blocks.1.moe`. The result is empty
-            if the model has no experts.
+        The shares of each layer, by the path of the layer, such as `blocks.1.moe`. The result is empty if the model
+            has no experts.
     """
     loads: dict[str, list[float]] = {}
     with torch.no_grad(), _Loads(model) as counted:
@@ -57,5 +57,8 @@ def expert_loads(
 
 
 def imbalance(loads: Mapping[str, Sequence[float]]) -> float:
-    """Returns the largest load of an expert in any layer, divided by the mean load. It is 1 if all loads are equal."""
+    """Returns the largest load of an expert in any layer, divided by the mean load.
+
+    The result is 1 if all loads are equal. `loads` contains the loads of each layer, by the path of the layer.
+    """
     return max(len(load) * max(load) for load in loads.values())

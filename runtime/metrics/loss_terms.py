@@ -11,16 +11,17 @@ from specc.compiler.losses.term import LossTerm
 def loss_terms(
     model: nn.Module, program: Callable[..., Tensor], terms: Sequence[LossTerm], inputs: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Returns the mean of each term over a batch, without the weight of the term. Keys are the titles of the terms.
+    """Returns the mean of each loss term over a batch, by the title of the term. The means are not weighted.
 
-    To measure a term that has a value per token, the program runs with the weight 1 for this term and 0 for all other
-    terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight of this term.
+    To measure a term that has a value per token, the function runs the program with the weight 1 for this term and 0
+    for all other terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight
+    of this auxiliary loss.
 
     Args:
-        model: the model. Its buffers are restored afterwards, and Torch's random numbers do not change.
-        program: the training program of `model`. It must not be compiled. It returns the loss, f32 [].
-        terms: the terms, in the order of their weights in the arguments of the program.
-        inputs: the arguments before the weights, such as ids and targets, i64 [B, T].
+        model: the model. The function restores its buffers, and the state of the random number generator of Torch.
+        program: the training program of `model`, which returns the loss f32 []. The program must not be compiled.
+        terms: the loss terms, in the order in which the program expects their weights.
+        inputs: the arguments of the program before the weights, such as ids and targets, i64 [B, T].
     """
     weighted = [term for term in terms if term.input]
     saved = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -1,4 +1,4 @@
-"""The metrics of specs by name: how to read them from logs, how to show them, and whether lower is better."""
+"""The metrics of specs by name: how to read a metric from a log, how to show it, and whether lower is better."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ class Metric:
     """A metric of model quality, with its unit.
 
     Attributes:
-        name: the field of the metric in a log, such as `bpb`.
+        name: the name of the log field that contains the metric, such as `bpb`.
         label: the name of the metric with the unit, for tables and axes.
-        better: `lower` or `higher`.
+        better: `lower` if a lower value is better, otherwise `higher`.
         digits: the number of decimals that are shown.
     """
 
@@ -26,10 +26,10 @@ class Metric:
         return None if value is None else float(value)
 
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
-        """Returns the metric from the `facts` of a score.
+        """Returns the value of the metric from the fields of a score, as `specc eval` writes them.
 
-        The `nats` of a text are a sum, and are divided by the number of tokens. For lines, `facts` has one entry per
-        set of lines, and the first entry is used.
+        The field `nats` of a text is a sum, so the method divides it by the number of tokens. For a model of lines,
+        `facts` has one entry per set of lines, and the method reads the first entry.
         """
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])
@@ -47,15 +47,15 @@ _OF_SPECS: Mapping[str, Sequence[Metric]] = {"bits_per_byte": (BITS, PIECE_BITS)
 
 
 def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> Metric:
-    """Returns the metric that the validations of several runs have in common.
+    """Returns a metric that the validations of several runs have in common.
 
     Args:
-        spec_metric: `eval.metric` of the spec.
+        spec_metric: the value of `eval.metric` in the spec: `bits_per_byte` or `exact_match`.
         scores: the validation of each run; None for a run without a validation.
 
     Returns:
-        The first metric for `spec_metric` that all validations have; `NATS` if there is none. For text, `BITS` comes
-            before `PIECE_BITS`.
+        For `bits_per_byte`, the result is `BITS` if all validations contain this metric, else `PIECE_BITS`. For
+            `exact_match`, the result is `EXACT`. If a validation does not contain the metric, the result is `NATS`.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

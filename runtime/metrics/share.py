@@ -11,7 +11,7 @@ Sums = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one process in a measurement by `size` processes.
+    """The part of a measurement that one of `size` processes performs.
 
     Raises ValueError if `rank` is out of range, or if `reduce` is None and `size` is greater than 1.
 

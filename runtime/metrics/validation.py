@@ -17,7 +17,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(Protocol):
-    """The result of a validation. `nats` is the sum of the loss over `tokens` targets."""
+    """The result of a validation. The field `nats` is the sum of the losses of `tokens` targets."""
 
     @property
     def nats(self) -> float: ...
@@ -31,12 +31,12 @@ class Measured(Protocol):
         """Returns the result as one human-readable line."""
 
     def summary(self) -> str:
-        """Returns only the metric, with its unit."""
+        """Returns the value of the metric with its unit, without the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model to measure.
+    """A model to measure, with the settings of the measurement.
 
     Attributes:
         model: the model.
@@ -44,8 +44,8 @@ class Scorer:
         window: the length of a row in tokens.
         device: the device of the model.
         share: the part of the data that this process scores.
-        progress: is called between batches with the number of scored items, and the total.
-        compiled: whether `score` is compiled. If so, other functions of the measurement are compiled, too.
+        progress: a function that is called between batches as `progress(scored, total)`.
+        compiled: whether `score` is compiled. The measurement then compiles the other functions that it runs, too.
     """
 
     model: nn.Module
@@ -64,14 +64,17 @@ class Validates(Protocol):
     def vocabulary(self) -> int: ...
 
     def measure(self, scorer: Scorer) -> Measured:
-        """Returns the result over all processes. Raises DataError if the data cannot be read or scored."""
+        """Scores the data, and returns the result over all processes.
+
+        Raises DataError if the data cannot be read or scored.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Measures the loss on the first `max_tokens` targets of a text stream. If `max_tokens` is None, all targets count.
+    """Measures the loss on the first `max_tokens` targets of a text stream, or on all targets if `max_tokens` is None.
 
-    A batch has `batch` windows. The first `unscored` targets of a window are not scored.
+    A batch has `batch` windows. In every window, the first `unscored` targets only serve as context.
     """
 
     stream: TokenStream

@@ -1,7 +1,7 @@
 """The cache of generated and compiled code: private folders of files that are loaded as code.
 
-The default folder of torch has a predictable name in /tmp, so another user could create it first. The name of an entry
-is a digest of its source. Runs and processes can therefore share entries, and never read an outdated entry.
+The default cache folder of Torch has a predictable name in /tmp, so another user could create this folder first. The
+name of a cache entry is a digest of the source code. Runs can therefore share entries, and never read outdated code.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ IN_USE = 24 * 3600  # in seconds; entries that were used within this time are ne
 
 
 def use_private_caches() -> None:
-    """Sets the environment variables in `CACHES` for this process and its child processes.
+    """Makes this process and its child processes store compiled code in private folders.
 
-    Variables that the user has set do not change. Raises IntegrityError if a folder is a link, belongs to another user,
-    or is writable by others.
+    The function sets the environment variables in `CACHES`, except the variables that the user has set. Raises
+    IntegrityError if a cache folder is a link, belongs to another user, or is writable by other users.
     """
     shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder when it is imported
     for variable, name in CACHES.items():
@@ -60,8 +60,8 @@ def content_digest(directory: Path) -> str:
 def cached_code(directory: Path) -> Path:
     """Copies the code of a generated folder into the cache, and returns the folder of the copy.
 
-    The copy remains after the run, so that later runs reuse bytecode and libraries. Raises IntegrityError if the folder
-    is a link, belongs to another user, or is writable by others.
+    The copy remains after the run, so that later runs reuse its bytecode and compiled libraries. Raises IntegrityError
+    if the cache folder is a link, belongs to another user, or is writable by other users.
     """
     copy = private_folder(cache_folder("generated") / content_digest(directory)[:32])
     with FileLock(copy.with_suffix(".lock"), mode=0o600):
@@ -74,10 +74,10 @@ def cached_code(directory: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the cache. It is removed as a whole.
+    """An entry of the cache. An entry is the smallest unit that `trim` removes.
 
     Attributes:
-        path: a file or a folder.
+        path: the file or folder of the entry.
         size: the size in bytes.
         used: the time of the last use, in seconds since 1970.
     """
@@ -88,7 +88,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache. Folders that the user has set by environment variables are not included."""
+    """Yields the entries of the cache, without entries in folders that the user has set by environment variables."""
     for name in FOLDERS:
         folder = cache_root() / name
         # Inductor's folders are named by two letters of a key. The files in them are independent of each other.
@@ -102,7 +102,10 @@ def entries() -> Iterator[Entry]:
 
 
 def size_limit() -> float:
-    """Returns the maximum size of the cache in bytes: SPECC_CACHE_GB, or `LIMIT`."""
+    """Returns the maximum size of the cache in bytes.
+
+    The environment variable SPECC_CACHE_GB states the size in gigabytes. The default is `LIMIT`.
+    """
     try:
         return float(os.environ.get("SPECC_CACHE_GB") or LIMIT) * 1e9
     except ValueError:
@@ -110,9 +113,9 @@ def size_limit() -> float:
 
 
 def trim() -> None:
-    """Removes the least recently used entries until the cache is within its limit.
+    """Removes the least recently used entries until the size of the cache is at most `size_limit()`.
 
-    Entries of the last day remain, because a run may still read them.
+    Entries that were used in the last day remain, because a run may still read them.
     """
     oldest_first = sorted(entries(), key=lambda entry: entry.used)
     excess = sum(entry.size for entry in oldest_first) - size_limit()

@@ -1,4 +1,7 @@
-"""CUDA graphs of functions, such as a micro-batch or a decoding step. A GPU replays them without the host."""
+"""CUDA graphs of functions, such as a micro-batch or a decoding step.
+
+A GPU replays all kernels of a graph after a single launch from the host.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +21,9 @@ def captured(
 
     Args:
         work: the function to capture.
-        pool: the memory pool of the graph; a new pool if None. Graphs may share a pool if only one runs at a time, and
-            if the tensors of a graph are not read after another graph runs.
-        warm_up: the number of uncaptured calls before the capture.
+        pool: the memory pool of the graph; None for a new pool. Graphs may share a pool if they never run at the same
+            time, and if the caller reads the results of one graph before another graph runs.
+        warm_up: the number of calls of `work` before the capture.
 
     Returns:
         The graph, and the result of `work`. Each replay overwrites the tensors of the result.
@@ -42,11 +45,10 @@ def captured(
 
 
 class Captured:
-    """Runs `work(*tensors)` on a GPU: the first two calls directly, later calls as a CUDA graph.
+    """Runs `work(*tensors)` on a GPU. The first two calls run the function directly. Later calls replay a CUDA graph.
 
-    Each call runs `work` exactly once, so `work` may have effects such as an optimizer update. All calls must have
-    tensors of the same shapes. All calls of `work` must write to the same addresses, and execute the same Python
-    operations.
+    Each call runs `work` exactly once, so `work` may have effects such as an optimizer update. All calls must pass
+    tensors of equal shapes. `work` must always write to the same addresses and launch the same kernels.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
@@ -55,7 +57,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the work once. Raises ValueError if the shapes differ from the shapes during the capture."""
+        """Runs `work` once. Raises ValueError if the tensors have other shapes than during the capture."""
         if self._calls < WARM_UP:
             self._calls += 1
             self._work(*tensors)

@@ -1,7 +1,7 @@
 """Checks the inputs of a loaded model against its vocabulary and context.
 
-Without these checks, an invalid id could cause a read outside of the embedding table, or a CUDA error that ends the
-process.
+Without these checks, a program could read outside of the embedding table for an invalid id, or end the process with a
+CUDA error.
 """
 
 import weakref
@@ -20,9 +20,9 @@ STATE_PREFIXES = ("state.", "cache.")  # prefixes of the names of inputs that pe
 
 
 def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError, with the first invalid element, unless all `ids` are in 0 .. `vocabulary` - 1.
+    """Raises ValueError if an element of `ids` is not in 0 .. `vocabulary` - 1. The message states the first such id.
 
-    Synchronizes with the device.
+    `name` is the name of the input in the message. The check synchronizes with the device of `ids`.
     """
     wrong = ((ids < 0) | (ids >= vocabulary)).nonzero()
     if len(wrong):
@@ -33,12 +33,12 @@ def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least: int = 1) -> None:
     """Adds input checks to every program of `model`, except training programs.
 
-    A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
-    Checking ids synchronizes with a GPU once per call. On a GPU, programs for a single token do not check ids, because
-    they run at every decoding step.
+    A checked program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id. The
+    check of ids synchronizes with the GPU once per call. On a GPU, programs for a single token do not check ids,
+    because these programs run at every decoding step.
 
     Args:
-        model: the module. Its methods are wrapped in place.
+        model: the module. The function replaces its methods by methods with checks.
         programs: the programs, with the types of their inputs.
         vocabulary: the number of ids.
         least: the minimum length of a new sequence, in tokens.
@@ -53,8 +53,9 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least:
 def _checked(
     model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None, least: int
 ) -> Callable[..., Any]:
-    """Returns the method `program` of `model`, wrapped with checks. The wrapper has only a weak reference to the model,
-    so it does not keep the model alive.
+    """Returns a function that checks its inputs and then calls the method `program` of `model`.
+
+    The function has only a weak reference to the model, so it does not keep the model alive.
     """
     model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
@@ -98,13 +99,14 @@ def _require(
     """Raises ValueError unless `value` is an i64 tensor of the shape in `expected`, on `device`.
 
     Args:
-        name: name of the input, for messages.
+        name: the name of the input, for messages.
         value: the value to check.
-        expected: the expected type. Its dims are integers or names.
-        sizes: sizes of the named dims that are known so far. New dims of this input are added.
+        expected: the expected type. A dim of its shape is an integer or a name.
+        sizes: the sizes of named dims that other inputs of the call have. The function adds the sizes of named dims
+            that only this input has.
         context: the maximum length of a sequence, in tokens; None for no limit. A scalar input is a position, which
             must be less than `context`.
-        device: the expected device; None accepts any.
+        device: the expected device; None accepts any device.
 
     Raises:
         ValueError: type, dtype, shape or device differ, a dim is 0, or a sequence is longer than `context`.

@@ -1,4 +1,4 @@
-"""Creates a module from a spec: generates code with the installed compiler, imports the code, and fills parameters."""
+"""Creates a module from a spec: generates the code, imports the code, and fills the parameters with initial values."""
 
 import importlib.util
 import linecache
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TargetError(RuntimeFailure):
-    """Raised if the spec does not list the target, or if no target can run on the device."""
+    """Raised if the spec does not list the requested target, or if a device is not a CPU or an NVIDIA GPU."""
 
     code = "U004"
     exit_code = 2
@@ -39,8 +39,8 @@ class TargetError(RuntimeFailure):
 class Loaded:
     """A generated module, with its spec, target and programs.
 
-    `directory` contains the code. `stored` are the quantized arrays, by parameter and suffix; None for a model that is
-    not quantized.
+    `directory` contains the generated code. `stored` contains the quantized arrays of each parameter, by parameter and
+    array name. It is None if the model is not quantized.
     """
 
     spec: Spec
@@ -63,17 +63,19 @@ def instantiate(
 
     Args:
         spec: the spec.
-        target: the target to generate for.
+        target: the target for which the code is generated.
         directory: the folder to which the code is written.
-        fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
-        lock: the kernels that were fastest in measurements.
-        deployed: whether to generate the module with int8 products for artifacts. The spec must have int8 products.
+        fuse: whether to generate fused kernels for the fusion points of the spec. The unfused code computes the same
+            function.
+        lock: the kernels that `specc tune` measured as the fastest.
+        deployed: whether to generate the module that computes matrix products from the int8 codes of an artifact. The
+            spec must have int8 products.
 
     Returns:
         The module with its spec, target, programs and code folder.
 
     Raises:
-        IntegrityError: for a GPU target, if others can write to the cache of generated and compiled code.
+        IntegrityError: the target is a GPU target, and other users can write to the cache of generated code.
     """
     if TARGETS[target].arch:  # code for the CPU is not compiled, so it is not cached
         use_private_caches()
@@ -94,11 +96,11 @@ def instantiate(
 
 
 def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Module":
-    """Creates a module for other programs of a loaded model. The two modules share their parameters.
+    """Creates a module for additional programs of a loaded model. The two modules share their parameters.
 
     Args:
         loaded: the model.
-        files: the generated files of the other programs.
+        files: the generated code of the additional programs, by file name.
         directory: the folder to which the files are written.
 
     Returns:
@@ -124,8 +126,9 @@ def import_model(directory: Path) -> ModuleType:
 def import_file(directory: Path, name: str) -> ModuleType:
     """Imports a Python file of a generated folder.
 
-    The names of the package and of its custom ops contain a digest of the folder's content. Cache keys of torch.compile
-    contain these names, so runs with equal code share cache entries. Raises RunFailure if the file does not exist.
+    The names of the imported package and of its custom ops contain a digest of the content of the folder. The cache
+    keys of torch.compile contain these names, so runs with equal code share cache entries. Raises RunFailure if the
+    file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
@@ -170,9 +173,9 @@ def initialize(loaded: Loaded, seed: int) -> None:
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """Returns the initial distribution of each parameter as a pair: the name of the distribution, and a number.
+    """Returns the initial distribution of each parameter, by the name of the parameter.
 
-    The number is, for example, the standard deviation.
+    A distribution is a pair of its name and its parameter, such as the standard deviation of a normal distribution.
     """
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
@@ -187,9 +190,10 @@ class Targeted(Protocol):
 
 
 def choose_target(spec: Targeted, target: str | None) -> str:
-    """Returns `target`, or the best target of the spec that this machine can run if `target` is None.
+    """Returns `target`. If `target` is None, returns the best target of the spec that this machine can run.
 
-    Raises TargetError if the spec does not list `target`, and RunFailure if this machine can run none of its targets.
+    Raises TargetError if the spec does not list `target`. Raises RunFailure if this machine can run none of the targets
+    of the spec.
     """
     if target is not None:
         if target not in spec.targets:
@@ -205,7 +209,10 @@ def choose_target(spec: Targeted, target: str | None) -> str:
 
 
 def unavailable(target: Target) -> str | None:
-    """Returns why this machine cannot run code for a target, such as "needs a GPU of ..."; None if it can."""
+    """Returns the reason why this machine cannot run code for a target, such as "needs a GPU of ...".
+
+    Returns None if the machine can run the code.
+    """
     import torch
 
     if not target.arch:
@@ -217,10 +224,10 @@ def unavailable(target: Target) -> str | None:
 
 
 def runs_on(target: Target, capability: int) -> bool:
-    """Returns whether a GPU of this compute capability, such as 90, runs code for a target.
+    """Returns whether a GPU with the compute capability `capability`, such as 90, can run code for a target.
 
-    Code for a target such as sm80 also runs on later GPUs. Code with wgmma or tcgen05 instructions runs only on GPUs of
-    exactly one capability.
+    Code for a target such as sm80 also runs on later GPUs. Code with wgmma or tcgen05 instructions runs only on GPUs
+    with one particular compute capability.
     """
     return target.arch == capability or (
         "wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability
@@ -235,8 +242,8 @@ def device_of(target: Target) -> str:
 def device_asked_for(target: Target, name: str | None) -> "torch.device":
     """Returns the device `name`, or the device of the target if `name` is None.
 
-    Raises TargetError if the device is neither a CPU nor an NVIDIA GPU, and EnvironmentFailure if the GPU does not
-    exist.
+    Raises TargetError if the device is neither a CPU nor an NVIDIA GPU. Raises EnvironmentFailure if this machine has
+    no such GPU.
     """
     import torch
 
@@ -257,7 +264,7 @@ def device_asked_for(target: Target, name: str | None) -> "torch.device":
 
 
 def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
-    """Returns the generated function of a fused group. Its arguments are the inputs of the group, in order."""
+    """Returns the generated function of a fused group of nodes. The function takes the inputs of the group in order."""
     name = group_functions(programs)[group.name]
     if name in vars(module):
         function: Callable[..., Any] = vars(module)[name]

@@ -22,9 +22,14 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
 
 
 def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
-    """Fills every parameter with random f32 values, from its entry (distribution, number) in `initial`.
+    """Fills every parameter with random f32 values.
 
     The random numbers of a parameter depend only on `seed` and the name of the parameter.
+
+    Args:
+        model: the model.
+        initial: the initial distribution of each parameter, as a result of `initial_values`.
+        seed: the seed of the random numbers.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,7 +60,10 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def place(model: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-    """Converts parameters to their `dtypes`, moves parameters and buffers to `device`, and sets eval mode."""
+    """Prepares a model for a device: converts each parameter to its dtype, moves all tensors, and sets eval mode.
+
+    `dtypes` contains the dtype of each parameter, by name.
+    """
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device, dtypes[name])
     for buffer in model.buffers():

@@ -1,5 +1,7 @@
-"""Types of generated models. The methods of a generated module depend on its spec, and mypy cannot see them. The
-functions here cast a module to its type.
+"""Types of generated models.
+
+The methods of a generated module depend on its spec, so mypy does not know them. The functions of this file cast a
+module to one of the types.
 """
 
 from typing import Any, Protocol, cast
@@ -11,20 +13,23 @@ State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors 
 
 
 class GeneratedText(Protocol):
-    """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary].
+    """A generated text model. Ids and targets are i64 [B, T]. Logits are f32 [B, vocabulary].
 
-    The methods `features` and `nats` are the two parts of `score`. These two methods exist only if the spec has
-    `eval.adapt`.
+    The methods `features` and `nats` together compute `score`. A module has these two methods only if its spec has the
+    field `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of each target in nats, f32 [B, T]."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` to a cache of `start` (i64 []) tokens. Returns the logits after the last id."""
+        """Appends `ids` to a cache that contains `start` (i64 []) tokens. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends one token per row, i64 [B, 1], to a cache of `start` tokens. Returns the logits after this token."""
+        """Appends one token per row, i64 [B, 1], to a cache that contains `start` tokens.
+
+        Returns the logits after the appended tokens.
+        """
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
@@ -37,15 +42,15 @@ class GeneratedText(Protocol):
 
 
 class GeneratedPages(Protocol):
-    """A generated text model with a paged cache. Row r of `table`, i64 [R, N], lists the pages of text r."""
+    """A generated text model with a paged cache. Each text has a list of cache pages."""
 
     def step(self, ids: Tensor, starts: Tensor, table: Tensor, cache: Cache) -> Tensor:
         """Appends tokens to texts.
 
         Args:
-            ids: the tokens, i64 [R, K].
+            ids: K new tokens for each of R texts, i64 [R, K].
             starts: the number of tokens in the cache of each text, i64 [R].
-            table: the pages of each text, i64 [R, N].
+            table: the indices of the pages of each text, i64 [R, N].
             cache: the pages, which are updated in place.
 
         Returns:
@@ -53,7 +58,7 @@ class GeneratedPages(Protocol):
         """
 
     def new_cache(self, pages: int) -> Cache:
-        """Returns empty pages."""
+        """Returns a cache of `pages` empty pages."""
 
 
 class GeneratedLines(Protocol):
@@ -63,7 +68,7 @@ class GeneratedLines(Protocol):
         """Returns the loss of each target token in nats, f32 [B, T]; 0 at padding."""
 
     def encode(self, source: Tensor) -> State:
-        """Returns the decoder state before the first token."""
+        """Returns the state of the decoder before the first target token."""
 
     def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
         """Appends `ids` (i64 [B, 1]) at position `start` (i64 []). Returns the logits, f32 [B, vocabulary].
@@ -83,5 +88,5 @@ def paged_model(module: Any) -> GeneratedPages:
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module to GeneratedLines. Its spec must have the architecture `encoder_decoder`."""
+    """Casts a module to GeneratedLines. The spec of the module must have the architecture `encoder_decoder`."""
     return cast(GeneratedLines, module)

@@ -1,10 +1,11 @@
 """Compiles programs with torch.compile and stores the results. Later runs load the results, without tracing again.
 
-torch.compile caches graphs and kernels. However, it must trace a program before it can use the cache. A stored program
-contains the traced code with its guards, and the compiled graphs.
+torch.compile caches graphs and kernels. However, torch.compile must trace a program before it can use its cache. A
+stored program contains the traced code with its guards, and the compiled graphs.
 
-This is the only module that uses `torch._dynamo.package`. Torch also has a cache for such programs
-(`caching_precompile`). Its key is only a method and a line number, so two models could share an entry.
+This is the only module that uses `torch._dynamo.package`. Torch also has a cache for traced programs
+(`caching_precompile`). The key of a program in the cache of Torch is only a method name and a line number, so programs
+of two models could have the same key.
 """
 
 import hashlib
@@ -40,17 +41,17 @@ class StoredPrograms:
     """Compiles programs of generated models, and stores them in the cache.
 
     Args:
-        facts: facts about the run, such as batch sizes. These facts become part of the cache key, so runs with
-            different sizes have different entries.
+        facts: properties of the run, such as batch sizes. They are part of the cache key, so runs with different sizes
+            have different entries.
     """
 
     def __init__(self, facts: Sequence[object] = ()) -> None:
         self._facts = tuple(facts)
 
     def compile(self, program: Program | nn.Module, *, fullgraph: bool, dynamic: bool | None = None) -> Program:
-        """Returns the compiled program. The arguments are those of `torch.compile`.
+        """Returns the compiled program. The arguments have the meaning that they have in `torch.compile`.
 
-        Only programs of generated code are stored, and only if they consist of one graph.
+        A program is stored only if it is a method of a generated model and `fullgraph` is true.
         """
         function: Any = program.forward if isinstance(program, nn.Module) else program
         if not (fullgraph and function.__module__.startswith(GENERATED)):
@@ -63,9 +64,9 @@ class StoredProgram:
     """A compiled program. The first call reads the program from the cache, or compiles and stores it.
 
     Args:
-        function: the program: a method of a generated model.
+        function: the program, which is a method of a generated model.
         dynamic: whether sizes are variables, as in `torch.compile`.
-        facts: facts about the run that become part of the cache key.
+        facts: properties of the run that are part of the cache key.
     """
 
     def __init__(self, function: Any, dynamic: bool | None, facts: Sequence[object]) -> None:
@@ -120,7 +121,7 @@ class StoredProgram:
     def _entry(self, arguments: Sequence[Tensor]) -> str:
         """Returns the name of the cache entry.
 
-        The name is a digest of all facts that affect the compiled program, except the facts that guards check.
+        The name is a digest of everything that affects the compiled program, except the conditions that guards check.
         """
         import torch._functorch.config
         import torch._inductor.config

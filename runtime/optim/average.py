@@ -12,8 +12,9 @@ from specc.runtime.optim.schedule import Moment
 class Average:
     """An f32 mean of the master weights, by name. It starts as a copy of the master weights.
 
-    `ema` is an exponential moving average with the factor `decay` (Polyak and Juditsky, 1992). `swa` is the arithmetic
-    mean of the weights at every `every`-th step, once `Moment.warm_down` is less than `below` (Izmailov et al., 2018).
+    The kind `ema` is an exponential moving average with the factor `decay` (Polyak and Juditsky, 1992). The kind `swa`
+    is an arithmetic mean of weights (Izmailov et al., 2018). It adds the weights as a sample after every `every` steps
+    in which `Moment.warm_down` is less than `below`.
     """
 
     def __init__(self, spec: AverageSpec, weights: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -23,8 +24,9 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The current mean, without a copy. Before the first sample of an `swa`, these are the current master
-        weights.
+        """The current mean of each weight, by name. The tensors are not copies.
+
+        Before the first sample of an `swa`, the tensors are the current master weights.
         """
         if not self.begun:
             self._move(1.0)
@@ -32,13 +34,13 @@ class Average:
 
     @property
     def begun(self) -> bool:
-        """Whether the mean has a sample. An `ema` always has one."""
+        """Whether the mean has a sample. An `ema` always has a sample."""
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean after step number `step`, if an update is due.
+        """Updates the mean after step `step`, if the settings of the average require an update after this step.
 
-        `moment` is the progress of the run at this step.
+        `moment` is the progress of the run at the step.
         """
         if isinstance(self._spec, EmaSpec):
             self._move(1 - self._spec.decay)
@@ -52,9 +54,9 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint: the number of samples of an `swa`. The state of an `ema` is empty.
+        """Returns the state for a checkpoint, without copies of tensors.
 
-        The tensor is not a copy.
+        The state of an `swa` contains the number of samples. The state of an `ema` is empty.
         """
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
@@ -62,8 +64,8 @@ class Average:
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Sets the mean to `weights`, and the number of samples from `state`.
 
-        `weights` must have the names and shapes of the mean. `state` is a result of the method `state`, and may have
-        other entries.
+        `weights` must have the names and shapes of the mean. `state` must contain the entries that the method `state`
+        returns. Further entries are ignored.
         """
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])

@@ -9,17 +9,19 @@ from specc.runtime.distributed.world import Waiting, World
 
 
 class Bank:
-    """All matrices of one shape. Each process has an equal part of the matrices, with their summed gradients and their
-    optimizer state. Zero matrices fill up the last parts.
+    """All matrices of one shape. Each process updates an equal part of the matrices.
+
+    A process has the summed gradients and the optimizer state of its part. The last parts contain matrices of zeros if
+    the number of processes does not divide the number of matrices.
 
     Args:
-        params: f32 [rows, columns] each.
-        world: the processes.
+        params: the matrices, f32 [rows, columns] each.
+        world: the processes that train together.
 
     Attributes:
-        local: the part of this process, as a slice of [all matrices, ...].
-        gradient: the gradient summed over all processes, f32 [local matrices, rows, columns]. It is valid after
-            `add_up().wait()`. Its address never changes, because a CUDA graph reads it.
+        local: the part of this process, as a slice of tensors [all matrices, ...].
+        gradient: the sum of the gradients of the part over all processes, f32 [local matrices, rows, columns]. The
+            sum is valid after `add_up().wait()`. The address never changes, because a CUDA graph reads the tensor.
     """
 
     def __init__(self, params: Sequence[Tensor], world: World) -> None:
@@ -32,16 +34,17 @@ class Bank:
         self._states: list[Tensor] = []
 
     def new_state(self, *shape: int) -> Tensor:
-        """Returns new optimizer state of zeros, f32 [all matrices, *shape].
+        """Returns a new state tensor of zeros, f32 [all matrices, *shape].
 
-        Each process updates only its own part. `gather` copies the other parts.
+        Each process updates only its part of the tensor. `gather` copies the other parts from the other processes.
         """
         self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
         return self._states[-1]
 
     def add_up(self) -> Waiting:
-        """Starts to sum the gradients over all processes into `gradient`. Raises ValueError if a parameter has no
-        gradient.
+        """Starts to sum the gradients over all processes into `gradient`, and returns a handle to wait for.
+
+        Raises ValueError if a parameter has no gradient.
         """
         gradients = [param.grad for param in self.params if param.grad is not None]
         if len(gradients) < len(self.params):
@@ -54,9 +57,9 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Starts an all-gather of `part`.
+        """Starts an all-gather of the tensors `part` of all processes.
 
-        Returns a handle to wait for, and the tensor that receives the result, [all matrices, rows, columns].
+        Returns a handle to wait for, and the tensor [all matrices, rows, columns] that receives the result.
         """
         if self._world.size == 1:
             return Waiting(), part
@@ -64,14 +67,14 @@ class Bank:
         return self._world.join_parts(part.contiguous(), whole), whole
 
     def gather(self) -> None:
-        """Copies the parts of all processes to every process. All processes must call this method."""
+        """Copies the state tensors of all parts to every process. All processes must call this method."""
         if self._world.size > 1:
             for state in self._states:
                 self._world.join_parts(state[self.local].clone(), state).wait()
 
 
 def banks_of(params: Sequence[Tensor], world: World) -> list[Bank]:
-    """Groups the parameters into one bank per shape, largest total size first."""
+    """Groups the parameters into one bank per shape. Banks with the largest total size come first."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for param in params:
         by_shape.setdefault(param.shape, []).append(param)

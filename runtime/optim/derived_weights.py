@@ -10,8 +10,10 @@ from specc.runtime.dtypes import DTYPES
 
 
 class DerivedWeights:
-    """The derived weights of a model, as leaf tensors of autograd. Backward passes accumulate gradients in the leaves.
-    Once per step, `add_gradients` applies the chain rule to the sums. This is exact, because the chain rule is linear
+    """The derived weights of a model, as leaf tensors of autograd.
+
+    Backward passes accumulate gradients in the leaves. Once per step, `add_gradients` computes the gradients of the
+    parameters from the accumulated gradients by the chain rule. The result is exact, because the chain rule is linear
     in the gradient.
 
     Args:
@@ -19,7 +21,7 @@ class DerivedWeights:
         weights: the derived weights of the model.
 
     Attributes:
-        leaves: the matrices, in their compute dtypes.
+        leaves: the derived matrices, in their compute dtypes.
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[DerivedWeight]) -> None:
@@ -34,7 +36,7 @@ class DerivedWeights:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Computes the matrices from the parameters in `values`, by name.
+        """Computes the derived matrices, and writes them to `leaves`. `values` contains the parameters, by name.
 
         Each matrix is computed in f32 and rounded once. Only one f32 matrix exists at a time, to save memory.
         """
@@ -47,9 +49,9 @@ class DerivedWeights:
         """Adds the gradients that reach the parameters through the derived weights.
 
         Args:
-            totals: the gradient of each matrix, f32, in the order of `leaves`.
+            totals: the accumulated gradient of each matrix, f32, in the order of `leaves`.
             values: the argument of the last call of `write`.
-            gradients: the gradients of parameters by name, f32. They are updated in place.
+            gradients: the gradients of the parameters, f32, by name. The method updates them in place.
         """
         for (weight, matrix), total in zip(self._weights, totals, strict=True):
             with torch.enable_grad():
@@ -60,7 +62,7 @@ class DerivedWeights:
 
 
 class _Matrix(nn.Module):
-    """A derived weight in a block of the model."""
+    """Computes one derived weight of one block from the parameters of the model."""
 
     def __init__(self, block: nn.Module, method: str) -> None:
         super().__init__()

@@ -14,13 +14,13 @@ class FakeQuantized:
     Args:
         masters: the f32 master weights, by name.
         parameters: the parameters of the model, by name.
-        schemes: the storage scheme of each parameter, by name. Parameters that are stored as floats are not changed.
-        input_shares: factors of the input features, f32 [K] for a weight [N, K], by name. The weight is multiplied by
-            these factors before rounding, and divided by the same factors after rounding.
+        schemes: the storage scheme of each parameter, by name. Parameters that are stored as floats are not rounded.
+        input_shares: factors of the input features, f32 [K] for a weight [N, K], by the name of the weight. The weight
+            is multiplied by its factors before rounding, and divided by the factors after rounding.
 
     Attributes:
-        schemes: the given schemes.
-        names: the parameters that are rounded.
+        schemes: the argument `schemes`.
+        names: the names of the parameters that are rounded.
 
     Raises:
         ValueError: if a parameter to be rounded is the same tensor as its master.

@@ -1,4 +1,4 @@
-"""Lion: every element moves by the learning rate. The direction is against a weighted mean of momentum and gradient."""
+"""Lion: every element moves by the learning rate, against the sign of a weighted mean of momentum and gradient."""
 
 from collections.abc import Mapping, Sequence
 

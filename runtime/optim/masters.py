@@ -22,26 +22,27 @@ ALIGNMENT = 64  # the alignment, in elements, of each gradient in a flat buffer,
 class Masters:
     """The f32 master weights of a model by name, with f32 gradients in `.grad`.
 
-    An f32 parameter of the model is the master itself. A parameter in another dtype is a copy of its master. The copy
-    is refreshed once per step, and its gradients are summed in f32.
+    A parameter that the model uses in f32 is also its own master. A parameter in another dtype is a copy of its master.
+    The copy is refreshed once per step, and the gradients of the copy are summed in f32.
 
-    With `in_bf16`, the bf16 parameters of the model are the masters. Their entries in `tensors` have values only inside
-    the context `in_f32`, and are NaN outside. At the end of the context, the values are rounded stochastically to bf16
-    (Zamirai et al., 2020, arXiv 2010.06192).
+    With `in_bf16`, the bf16 parameters of the model are the masters. The entries of these parameters in `tensors` have
+    values only inside the context `in_f32`, and are NaN outside. At the end of the context, the values are rounded
+    stochastically to bf16 (Zamirai et al., 2020, arXiv 2010.06192).
 
     Args:
         model: the model, on its final device. Its parameters are f32 and have exactly the names in `dtypes`.
         dtypes: the compute dtype of each parameter, by name.
-        sharded: the parameters in banks. Each process sums only a part of their gradients.
-        copied: the f32 parameters that nevertheless have a separate master.
-        unclipped: the parameters whose gradients are neither clipped nor part of the norm. These parameters must not be
-            in `sharded`.
+        sharded: the names of the parameters in banks. Each process sums only a part of the gradients of these
+            parameters.
+        copied: the names of f32 parameters whose master is a separate tensor.
+        unclipped: the names of the parameters whose gradients are neither clipped nor part of the norm. These
+            parameters must not be in `sharded`.
         in_bf16: whether the bf16 parameters of the model are the masters. These parameters must not be in `copied`.
-        derived: the matrices that the model computes from parameters.
+        derived: the matrices that the model computes only from parameters.
 
     Attributes:
-        tensors: the masters.
-        model_parameters: the parameters of the model.
+        tensors: the masters, by name.
+        model_parameters: the parameters of the model, by name.
         gradients: the f32 gradients, in the order of `tensors`. They are views of `sums`.
         quantized: the fake quantization. None if the model computes with unquantized weights.
         loss: the sum of the losses, f32 []. It is the last element of `sums`.
@@ -85,7 +86,7 @@ class Masters:
         self._lay_out(dtypes, sharded, unclipped, {name for weight in derived for name in weight.params})
 
     def release(self) -> None:
-        """Releases the f32 values of bf16 masters. Create the optimizer state before this call."""
+        """Frees the memory of the f32 values of bf16 masters. Create the optimizer state before this call."""
         for name, nan in self._released.items():
             self.tensors[name].data = nan
 
@@ -111,7 +112,7 @@ class Masters:
         self.release()
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the f32 values of all masters by name. The values of bf16 masters are copies."""
+        """Returns the f32 values of all masters, by name. The values of bf16 masters are copies."""
         return {
             name: self.model_parameters[name].detach().float() if name in self._released else master
             for name, master in self.tensors.items()
@@ -121,13 +122,15 @@ class Masters:
     def fake_quantize(
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Switches the model to quantized weights. They are quantized without calibration data, at every later
-        `refresh`. The gradients of quantized weights are applied to the masters (the straight-through estimator, Bengio
-        et al. 2013). A call with the current schemes does nothing.
+        """Makes the model compute with quantized weights.
+
+        From now on, `refresh` quantizes the masters without calibration data. The optimizer applies the gradients of
+        the quantized weights to the masters (the straight-through estimator, Bengio et al. 2013). A call with the
+        current schemes does nothing.
 
         Args:
-            schemes: the scheme of each parameter, by name. None switches back to the masters.
-            input_shares: as in `FakeQuantized`.
+            schemes: the scheme of each parameter, by name. With None, the model computes with unquantized weights.
+            input_shares: factors of the input features of each weight, as in `FakeQuantized`.
 
         Returns:
             Whether `refresh` now launches different kernels than before.
@@ -157,11 +160,18 @@ class Masters:
         unclipped: Collection[str],
         read_once: Collection[str],
     ) -> None:
-        """Allocates one f32 buffer for all gradients and the loss. The buffer has three parts: sharded gradients, then
-        other gradients, then unclipped gradients.
+        """Allocates one f32 buffer `sums` for all gradients and the loss, and creates views of each gradient.
 
-        Within each part, gradients of one compute dtype are adjacent. The parameters `read_once` are read only by
-        derived weights. Their gradients are computed once per step, and form separate groups.
+        The buffer begins with the gradients of `sharded`. The gradients of parameters in neither `sharded` nor
+        `unclipped` follow, then the gradients of `unclipped`, and finally the loss. Within each of the three parts,
+        gradients of the same compute dtype are adjacent.
+
+        Args:
+            dtypes: the compute dtype of each parameter, by name.
+            sharded: the names of the parameters in banks.
+            unclipped: the names of the parameters whose gradients are not clipped.
+            read_once: the names of the parameters that only derived weights read. Their gradients are computed once
+                per step instead of once per micro-batch, so they are adjacent and summed separately.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
@@ -218,14 +228,14 @@ class Masters:
 
         Args:
             micro_batches: the number of micro-batches of one process.
-            clip_norm: the largest 2-norm over all gradients. None for no limit.
-            banks: the banks of the sharded parameters. Each receives the mean gradients of its local matrices.
-            world: the processes.
+            clip_norm: the limit for the 2-norm of all gradients together. None for no limit.
+            banks: the banks of the sharded parameters. Each bank receives the mean gradients of its local matrices.
+            world: the processes that train together.
             scale: the loss scale, f32 []. The gradients are divided by this value. None if the loss was not scaled.
 
         Returns:
-            The 2-norm of all gradients except the gradients of `unclipped`, before clipping, f32 []. It is bitwise
-                equal on all ranks.
+            The 2-norm before clipping of all gradients except the gradients of `unclipped`, f32 []. The norm is
+                bitwise equal on all processes.
         """
         self.attach()
         totals = {id(leaf): total for group in self._derived_groups for leaf, total in group.pairs()}
@@ -259,7 +269,7 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Writes the masters to the parameters of the model, cast or quantized."""
+        """Writes the masters to the parameters of the model, converted to the compute dtypes or quantized."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
         if self.quantized is not None:
@@ -295,26 +305,26 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter whose value has NaN or infinity. If all values are finite, returns the first
-        parameter whose gradient has NaN or infinity. Returns None if all gradients are finite, too.
+        """Returns the name of the first parameter whose value contains NaN or infinity.
 
-        In the step after a failure, all gradients may be non-finite. The values still show which parameter failed
-        first.
+        If all values are finite, returns the name of the first parameter whose gradient contains NaN or infinity.
+        Returns None if all gradients are finite, too. Values are checked first, because one non-finite value makes all
+        gradients of the next step non-finite.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
         pairs = (*self.weights().items(), *gradients)
         return next((name for name, tensor in pairs if not bool(torch.isfinite(tensor).all())), None)
 
     def digests(self) -> dict[str, int]:
-        """Returns a checksum of each master by name. Equal weights have equal checksums on any device."""
+        """Returns a checksum of each master, by name. Equal weights have equal checksums on any device."""
         sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.weights().values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 
 
 class _Group:
-    """The parameters of one compute dtype, and their part of the buffer of gradients.
+    """Parameters of one compute dtype, and the part of the buffer `Masters.sums` for their gradients.
 
-    `totals` are f32 views of the buffer, one per parameter.
+    `totals` has one f32 view of the buffer per parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
@@ -351,9 +361,9 @@ class _Group:
 def _round_stochastically(values: Tensor) -> None:
     """Rounds f32 values stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    A bf16 number is the upper 16 bits of an f32 number. Adding a uniform random integer to the lower 16 bits sometimes
-    carries into the upper 16. The probability of a carry is proportional to the distance from the bf16 value toward
-    zero.
+    A bf16 number consists of the upper 16 bits of an f32 number. The function adds a uniform random integer to the
+    lower 16 bits, and then clears them. The addition carries into the upper bits, and thus rounds away from zero, with
+    a probability that is proportional to the value of the lower bits.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

@@ -1,4 +1,4 @@
-"""The base class of update rules for matrices. The work is divided among processes."""
+"""The base class of update rules for matrices. The processes of a run divide the updates among themselves."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from specc.runtime.optim.update_rule import S, UpdateRule
 class MatrixRule(UpdateRule[S]):
     """Updates all matrices of one shape together. A parameter [experts, rows, columns] has one matrix per expert.
 
-    Each process sums the gradients, stores the state and computes the updates of a part of the matrices. Then the
+    Each process sums the gradients, stores the state and computes the updates for its part of the matrices. Then the
     processes exchange their updates.
     """
 
@@ -35,7 +35,10 @@ class MatrixRule(UpdateRule[S]):
         return {name: matrix for bank, tensor in pairs for name, matrix in self.matrices(bank, tensor).items()}
 
     def matrices(self, bank: Bank, tensor: Tensor) -> dict[str, Tensor]:
-        """Splits a state tensor of a bank, [all matrices, ...]. Returns one part per parameter, by parameter name."""
+        """Splits a state tensor [all matrices, ...] of a bank into the parts of the parameters.
+
+        Returns the parts by parameter name.
+        """
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         # padding belongs to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}
@@ -57,12 +60,12 @@ class MatrixRule(UpdateRule[S]):
 
         Args:
             index: the index of the bank.
-            gradient: f32 [local matrices, ..., rows, columns].
-            work: the kind of update, as for `update`.
-            numbers: the values of `scheduled`, as tensors of shape [].
+            gradient: the gradient of the local matrices, f32 [local matrices, ..., rows, columns].
+            work: the kind of update, as in the method `update`.
+            numbers: the values of the settings in `scheduled`, as tensors of shape [].
 
         Returns:
-            f32 [local matrices, ..., rows, columns].
+            The directions, f32 [local matrices, ..., rows, columns].
         """
 
     def factor(self, rows: int, columns: int) -> float:

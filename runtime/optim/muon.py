@@ -20,9 +20,9 @@ class Muon(MatrixRule[MuonSpec]):
     """Muon. First, `buf = momentum * buf + g`. Then, `u = g + momentum * buf` (Nesterov) or `u = buf`. Finally,
     `p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(u)`.
 
-    Before orthogonalization, `equalize_rows` divides each row of `u` by its 2-norm (MuonEq-R). `second_moment`
-    normalizes each row of the orthogonalized update by its running mean square (NorMuon). The norm of the whole update
-    does not change.
+    The setting `equalize_rows` divides each row of `u` by its 2-norm before the orthogonalization (MuonEq-R). The
+    setting `second_moment` normalizes each row of the orthogonalized update by the running mean square of the row
+    (NorMuon), without changing the norm of the whole update.
     """
 
     name = "muon"

@@ -19,13 +19,13 @@ Work = tuple[str, ...]  # the kind of work of each optimizer in a step
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
-    """Returns the update rule whose name is the kind of the spec."""
+    """Returns the update rule for the kind of an optimizer, such as `adamw`."""
     rules: Mapping[str, type[UpdateRule[Any]]] = classes(optim, UpdateRule)
     return rules[spec.kind]
 
 
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`.
+    """Returns the names of the parameters whose gradients `train.clip_norm` neither measures nor clips.
 
     Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
     """
@@ -33,7 +33,7 @@ def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters that are divided among the processes.
+    """Returns the names of the parameters whose updates are divided among the processes.
 
     Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
     """
@@ -43,9 +43,9 @@ def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[Op
 class Optimizers:
     """The optimizers of one model.
 
-    `set` writes the scheduled numbers of a step, such as learning rates, to the device. `update` launches the same
-    kernels for the same `work`. `update` can therefore be captured in one CUDA graph per `work`, unless `waits`
-    returns True.
+    The method `set` writes the scheduled numbers of a step, such as learning rates, to the device. The method `update`
+    always launches the same kernels for equal values of `work`. A CUDA graph per value of `work` can therefore capture
+    `update`, unless `waits` returns True.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
@@ -97,7 +97,9 @@ class Optimizers:
             bank.gather()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the complete state, without copying it. Keys are `kind.slot/parameter`, e.g.
+        """Returns the state of all optimizers, without copies of tensors.
+
+        A key names the kind of the optimizer, the kind of state and the parameter, such as
         `adamw.exp_avg/blocks.0.mlp.up`."""
         return {
             f"{rule.name}.{slot}/{name}": tensor
@@ -107,7 +109,7 @@ class Optimizers:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copies `state` into the current state. `state` must have the names and shapes of `state()`."""
+        """Copies `state`, which must have the keys and shapes of the current state, into the current state."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(state[name])

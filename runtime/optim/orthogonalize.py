@@ -1,4 +1,4 @@
-"""Approximate orthogonalization of matrices, by quintic iterations. They need only batched matrix products.
+"""Approximate orthogonalization of matrices by quintic iterations, which need only batched matrix products.
 
 An iteration is `X <- a X + (b A + c A^2) X` with `A = X X^T`. It maps each singular value `s` to `a s + b s^3 + c s^5`.
 """
@@ -19,9 +19,9 @@ class Method:
 
     Attributes:
         name: the name in a spec.
-        quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
-        prepare: maps matrices [N, m, n], m <= n, to the first X, with singular values of at most 1, and to A = X X^T.
-            The given matrices have the Frobenius norm 1 or 0.
+        quintics: the coefficients (a, b, c) of each iteration. Further iterations repeat the last coefficients.
+        prepare: maps matrices [N, m, n] with m <= n and the Frobenius norm 1 or 0 to the pair (X, A). X is the input
+            of the first iteration, and has singular values of at most 1. A is X X^T.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 
@@ -36,9 +36,9 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes the rows of X almost orthogonal, as in Prach and Lampert (2022). Returns the new X and A.
+    """Makes the rows of X almost orthogonal, as in Prach and Lampert (2022). Returns the new X and A = X X^T.
 
-    Row i is divided by the square root of the sum of |A| over row i.
+    Row i of X is divided by the square root of the sum of |A| over row i, where A is X X^T for the given X.
     """
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
@@ -73,16 +73,17 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """For each matrix, returns an approximation of the nearest semi-orthogonal matrix. Its singular values are roughly
-    0.7 .. 1.2. Products are in bf16 on a GPU and in f32 on the CPU.
+    """Returns an approximation of the nearest semi-orthogonal matrix for each matrix.
+
+    The singular values of the result are roughly 0.7 to 1.2. Products are in bf16 on a GPU and in f32 on the CPU.
 
     Args:
-        matrices: f32, or f64 on the CPU, [..., rows, columns].
+        matrices: the matrices [..., rows, columns] in f32, or in f64 on the CPU.
         steps: the number of iterations.
-        method: the method.
+        method: the orthogonalization method.
 
     Returns:
-        [..., rows, columns], in the dtype of `matrices`. A matrix of zeros stays zero.
+        The results [..., rows, columns], in the dtype of `matrices`. The result for a matrix of zeros is zero.
     """
     # The result of `turbo` does not depend on this scale. Without it, products of small gradients would underflow.
     x: Tensor = matrices.reshape(-1, *matrices.shape[-2:])

@@ -1,7 +1,7 @@
 """Scheduled numbers, such as the learning-rate multiplier, as functions of steps and seconds.
 
-`step` is the number of updates so far, so the first update has step 0. compiler/changing_values.py defines the
-schedules and formulas of a spec.
+In this module, `step` is the number of previous updates, so the first update has step 0. compiler/changing_values.py
+defines the schedules and formulas of a spec.
 """
 
 import math
@@ -16,10 +16,11 @@ class Moment:
     """The progress of a run before an update.
 
     Attributes:
-        multiplier: the factor of learning rates.
-        warm_down: the multiplier without the warm-up. Some settings begin when this value falls below a limit.
+        multiplier: the factor by which all learning rates are multiplied.
+        warm_down: the value that `multiplier` would have without a warm-up. Some settings, such as weight averages,
+            begin when this value falls below a limit.
         done: the completed share of the run, 0 to 1.
-        step: the number of updates so far.
+        step: the number of previous updates.
     """
 
     multiplier: float = 1.0
@@ -32,11 +33,12 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     """Returns the progress of a run after `step` updates and `seconds` of training.
 
     The multiplier rises linearly to 1 during the warm-up, and falls to `floor` during the warm-down. The warm-down ends
-    after the last update, or with the budget of a run with `budget_seconds`.
+    with the last update. If the spec has `budget_seconds`, the warm-down ends when this time is over.
 
-    For such a run, let `T` be the budget in seconds, and `s` the mean seconds per step so far. A warm-down of `W` steps
-    takes `W * s` seconds. A warm-down with the fraction `f` takes `f * T` seconds. A warm-up with the fraction `f` has
-    `f * T / s` steps. Before the first update, `s` is unknown. The multiplier is then 0 if the warm-up is a fraction.
+    For a run with `budget_seconds`, let `T` be the budget in seconds, and let `s` be the mean number of seconds per
+    step so far. A warm-down of `W` steps takes `W * s` seconds. A warm-down that is a fraction `f` of the run takes
+    `f * T` seconds. A warm-up that is a fraction `f` of the run has `f * T / s` steps. Before the first update, `s` is
+    unknown, so the multiplier is 0 if the warm-up is a fraction.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:
@@ -59,5 +61,5 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
 
 
 def value_at(rate: float | str | Schedule, now: Moment) -> float:
-    """Returns a number, or the value of a formula or a schedule, for the update at `now`."""
+    """Returns the value of a setting in the update at `now`. The setting is a number, a formula or a schedule."""
     return rate_at(rate, now.done, now.step)

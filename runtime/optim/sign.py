@@ -10,7 +10,7 @@ from specc.runtime.optim.update_rule import UpdateRule
 
 
 class Sign(UpdateRule[SignSpec]):
-    """signSGD (Bernstein et al. 2018)."""
+    """signSGD (Bernstein et al. 2018): `p -= lr * sign(g)`."""
 
     name = "sign"
 

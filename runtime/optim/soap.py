@@ -20,12 +20,13 @@ BEGIN, REFRESH = "begin", "refresh"
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The preconditioner for one side of a bank's matrices: their rows or their columns.
+    """The preconditioner for the rows, or for the columns, of all matrices in a bank.
 
     Attributes:
-        rows: whether this is the preconditioner of the rows.
-        gram: the running mean of `g g^T`, or of `g^T g` for columns, [all matrices, ..., n, n].
-        basis: the eigenvectors of the preconditioner as columns, largest eigenvalue first, [all matrices, ..., n, n].
+        rows: True for the preconditioner of the rows, False for the preconditioner of the columns.
+        gram: the preconditioner [all matrices, ..., n, n], which is the running mean of `g g^T` for rows, or of
+            `g^T g` for columns.
+        basis: the eigenvectors of `gram` as columns [all matrices, ..., n, n], in descending order of the eigenvalues.
     """
 
     rows: bool
@@ -58,9 +59,10 @@ class _Side:
         self.basis.copy_(vectors.flip(-1))
 
     def refresh(self, square: Tensor) -> None:
-        """Performs one orthogonal iteration.
+        """Updates `basis` by one step of orthogonal iteration.
 
-        `square` is the second moment in the basis. Its entries are sorted in the same way as the eigenvectors.
+        The step first sorts the eigenvectors by their eigenvalues. `square` is the second moment of the gradients in
+        the basis. Its rows or columns are sorted in place in the same way.
         """
         gram = self.gram.nan_to_num()
         values = (self.basis * (gram @ self.basis)).sum(-2)
@@ -77,8 +79,8 @@ class Soap(MatrixRule[SoapSpec]):
     `L = b2 L + (1 - b2) g g^T`, and `R = b2 R + (1 - b2) g^T g`. `U` and `V` are the eigenvectors of `L` and `R`. Adam
     runs on the rotated gradient `U^T g V`, and its update is rotated back.
 
-    As in the authors' code, the first update only computes `U` and `V`. To refresh `U` later, its columns
-    are sorted by eigenvalue. Then `U` is replaced by the orthogonal factor of `L U`. `V` is refreshed in the same way.
+    As in the authors' code, the first update only computes `U` and `V`. A later refresh sorts the columns of `U` by
+    eigenvalue, and then replaces `U` by the orthogonal factor of `L U`. `V` is refreshed from `R` in the same way.
     """
 
     name = "soap"

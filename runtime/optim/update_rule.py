@@ -19,22 +19,22 @@ UPDATE, SUM = "update", "sum"  # the kinds of work in a step: an update, or addi
 class UpdateRule(ABC, Generic[S]):
     """The update rule of one entry of `train.optimizers`, with the parameters that it updates.
 
-    Each subclass is one kind of optimizer, in a file of this package. The settings are in
-    `specc.compiler.spec.optimizers`. This class implements weight decay, and sums gradients between updates. CUDA
-    graphs can contain updates. Numbers that change from step to step are therefore read from the device, and equal
-    `work` launches equal kernels.
+    Each subclass implements one kind of optimizer, in a separate file of this package. The settings of the kinds are in
+    `specc.compiler.spec.optimizers`. This class implements weight decay, and the summation of gradients over the steps
+    between two updates. CUDA graphs can contain updates. An update therefore reads numbers that change from step to
+    step from the device, and always launches the same kernels for equal values of `work`.
 
     Args:
-        spec: the entry.
+        spec: the entry of `train.optimizers`.
         parameters: the f32 master weights, by name, with gradients in `.grad`.
         world: the processes that train together.
 
     Attributes:
         name: the `kind` of the entry.
-        sharded: whether each process sums and updates only a part of the parameters, in `banks`.
-        scheduled: the settings, other than `lr` and `weight_decay`, that may change from step to step.
-        banks: groups of parameters that are summed and updated together.
-        tensors: the parameters in order.
+        sharded: whether each process sums the gradients and computes the updates of only a part of the parameters.
+        scheduled: the names of the settings that may change from step to step, except `lr` and `weight_decay`.
+        banks: the banks of a sharded update rule. A bank contains all matrices of one shape.
+        tensors: the parameters, in the order of `parameters`.
     """
 
     name: ClassVar[str]
@@ -51,7 +51,10 @@ class UpdateRule(ABC, Generic[S]):
         return [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the part of the state tensors that this process updates, with the shapes of `gradients`."""
+        """Returns the part of the state tensors `slot` that this process updates.
+
+        The returned tensors have the shapes of the tensors that the method `gradients` returns.
+        """
         return list(slot)
 
     def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -64,23 +67,32 @@ class UpdateRule(ABC, Generic[S]):
         return gradients
 
     def numbers(self, now: Moment) -> Sequence[float]:
-        """Returns the learning rate, the weight decay, and the values of `scheduled` in the step at `now`."""
+        """Returns the learning rate, the weight decay, and the values of the settings in `scheduled`, for the step at
+        `now`.
+        """
         spec = self.spec
         others = (value_at(getattr(spec, setting), now) for setting in self.scheduled)
         return (value_at(spec.lr, now) * now.multiplier, value_at(spec.weight_decay, now), *others)
 
     def work(self, step: int) -> str:
-        """Returns the work in step number `step`, counted from 0: SUM, UPDATE, or another kind that `update` knows."""
+        """Returns the kind of work in step `step`, counted from 0.
+
+        The kind is SUM if the step only sums gradients. Otherwise it is UPDATE, or another kind of update of a
+        subclass.
+        """
         return SUM if (step + 1) % self.spec.every else UPDATE
 
     def waits(self, work: str) -> bool:
-        """Returns whether the host waits for the GPU during this work. A CUDA graph cannot contain such work."""
+        """Returns whether the host waits for the GPU during the work. If so, a CUDA graph cannot contain the work."""
         return False
 
     @torch.no_grad()
     def step(self, work: str, numbers: Sequence[Tensor]) -> None:
-        """Sums the gradients, and performs the update if `work` is not SUM. `numbers` is a result of the method
-        `numbers`, as tensors.
+        """Sums the gradients, and performs an update if `work` is not SUM.
+
+        Args:
+            work: the kind of work, as returned by the method `work`.
+            numbers: the result of the method `numbers`, as tensors of shape [] on the device.
         """
         lr, weight_decay, *others = numbers
         if self._sums:
@@ -108,22 +120,22 @@ class UpdateRule(ABC, Generic[S]):
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
-        """Releases the gradients of this step. Later updates read the sums instead."""
+        """Releases the gradients of this step, after they were added to the sums."""
 
     @abstractmethod
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
         """Updates the parameters from their gradients, without weight decay.
 
         Args:
-            work: the kind of update, as returned by the method `work`. Never SUM.
-            numbers: the learning rate and the values of `scheduled`, as tensors of shape [].
+            work: the kind of update, as returned by the method `work`. The kind is never SUM.
+            numbers: the learning rate and the values of the settings in `scheduled`, as tensors of shape [].
         """
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns all tensors that persist between updates, by kind of state and parameter name, without a copy.
+        """Returns all tensors that persist between updates, by kind of state and parameter name.
 
-        All tensors exist before the first update, in their final shapes.
+        The tensors are not copies. They exist in their final shapes before the first update.
         """
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:

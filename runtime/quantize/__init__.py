@@ -1,1 +1,1 @@
-"""Quantizes a trained model: captures Hessians, allocates bits, quantizes parameters."""
+"""Quantizes a trained model: measures Hessians, chooses the bits of each parameter, and quantizes the parameters."""

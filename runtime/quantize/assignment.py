@@ -12,8 +12,9 @@ Allocation = Mapping[str, Scheme]
 
 
 def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> dict[str, Scheme]:
-    """Returns the scheme of each parameter according to the rules of `quant`, without promotion, allocation and
-    correction.
+    """Returns the scheme of each parameter according to the rules of `quant`.
+
+    The settings `promote`, `allocate` and `correct` of `quant` are not applied.
     """
     return {name: _without_match(scheme) for name, scheme in allocation(quant, parameters).items()}
 
@@ -25,7 +26,10 @@ def _without_match(scheme: Scheme) -> Scheme:
 
 
 def resolved(spec: Spec, schemes: Allocation) -> Spec:
-    """Returns `spec` with one rule per parameter and without `promote`, `allocate` and `correct`."""
+    """Returns `spec` with the chosen schemes, as one rule of `quant` per parameter.
+
+    The settings `promote`, `allocate` and `correct` are removed from `quant`.
+    """
     assert spec.quant is not None
     rules = tuple(_rule(name, scheme) for name, scheme in schemes.items())
     decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}

@@ -1,8 +1,8 @@
 """Bit allocation under a byte budget: chooses the bits of each parameter so that the loss increases least.
 
-Each choice for a parameter has a size in bytes and a cost in nats per token. The size is measured by quantizing the
-parameter. runtime/calibration/added_nats.py estimates the cost. Dynamic programming over bytes then solves a
-multiple-choice knapsack problem.
+Each number of bits for a parameter leads to a size in bytes and a cost in nats per token. The size is measured by
+quantizing the parameter. runtime/calibration/added_nats.py estimates the cost. The choice is a multiple-choice knapsack
+problem, which dynamic programming over bytes solves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,14 @@ Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Chooses one option per item, so that the total cost is minimal within `budget` bytes. Returns the indices of the
-    options, or None if even the smallest options exceed the budget. Sizes are rounded up to multiples of budget / 65536
-    bytes. The result is optimal up to this rounding. Among options of equal cost, a smaller option is preferred, then
-    one with a lower index.
+    """Chooses one option per item, so that the total cost is minimal within `budget` bytes.
+
+    An option is a pair of its size in bytes and its cost. The function rounds sizes up to multiples of budget / 65536
+    bytes, so the result is optimal up to this rounding. Among options of equal cost, the function prefers a smaller
+    option. Among options of equal cost and size, the function prefers an option with a lower index.
+
+    Returns:
+        The index of the chosen option of each item. None if even the smallest options together exceed the budget.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -72,17 +76,19 @@ def allocate_bits(
 ) -> dict[str, Scheme]:
     """Returns `base` with changed numbers of bits, so that the loss increases least within `budget` bytes.
 
-    Bits are chosen for parameters that match `allocate.match`, if their scheme supports several numbers of bits.
+    The function chooses the bits of a parameter if its name matches `allocate.match`, and if its scheme supports
+    several numbers of bits.
 
     Args:
         allocate: the bits and clips to choose from, and the pattern of parameter names.
         budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         base: the scheme of each parameter before allocation.
-        costs: returns the increase of the loss, in nats per token, for each parameter and each of its schemes.
-        estimate: returns the estimated bytes of a parameter with a scheme.
-        exact: returns the bytes of the whole artifact. This size decides whether an allocation fits, and corrects the
-            estimates.
-        say: is called with a message for each allocation that is measured.
+        costs: returns the estimated increase of the loss, in nats per token, for each parameter and each scheme from
+            which the function may choose.
+        estimate: returns the estimated size in bytes of a parameter with a scheme.
+        exact: returns the exact size in bytes of the whole artifact for an allocation. This size decides whether the
+            allocation fits, and corrects the estimates.
+        say: the function that receives a message for each allocation that is measured.
         reserved: the bytes that are reserved for the code of a submission, for messages.
 
     Returns:
@@ -147,6 +153,9 @@ def _variants(name: str, scheme: Scheme, allocate: Allocate) -> tuple[Scheme, ..
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:
-    """Returns the `count` names whose errors have the largest Frobenius norms."""
+    """Returns the names of the `count` parameters whose quantization errors have the largest Frobenius norms.
+
+    `errors` returns the error of the parameter with a given name.
+    """
     norms = {name: float(torch.linalg.vector_norm(errors(name).double())) for name in names}
     return tuple(sorted(names, key=lambda name: (-norms[name], name))[:count])

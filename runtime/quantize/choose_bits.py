@@ -1,4 +1,7 @@
-"""Chooses the bits of each parameter as `quant` in the spec requests: promotion, allocation, low-rank corrections."""
+"""Chooses the bits of each parameter by promotion or allocation, and the parameters with low-rank corrections.
+
+The section `quant` of the spec contains the settings.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,18 +24,17 @@ Measure = Callable[[QuantizedModel], int]
 def choose_bits(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int = 0
 ) -> Allocation:
-    """Returns `base` with changed numbers of bits and with low-rank corrections, as `quant.promote`, `allocate` and
-    `correct` request.
+    """Returns `base` with the numbers of bits and the low-rank corrections that the settings in `quant` request.
 
-    First, bits are chosen. Then the parameters with the largest errors get corrections. Finally, bits are chosen again,
-    because corrections use a part of the budget.
+    First, the function chooses the bits. Then it adds corrections to the parameters with the largest errors. Finally,
+    it chooses the bits again, because the corrections use a part of the budget.
 
     Args:
         quantizer: quantizes the weights, and estimates costs and sizes.
-        quant: the settings. Only `promote`, `allocate`, `correct` and `budget_bytes` are used.
-        base: the scheme of each parameter according to the rules.
-        measure: returns the exact bytes of the artifact.
-        say: is called with a message for each allocation that is measured.
+        quant: the settings. The function reads only `promote`, `allocate`, `correct` and `budget_bytes`.
+        base: the scheme of each parameter according to the rules of `quant`.
+        measure: returns the exact size in bytes of the artifact of a quantized model.
+        say: the function that receives a message for each allocation that is measured.
         reserved: the bytes of the budget that are reserved for the code of a submission.
 
     Returns:

@@ -1,7 +1,7 @@
 """`specc quantize`: quantizes the weights of a trained run and writes an artifact.
 
-The stages are: calibrate, choose the bits of each parameter, quantize, write the resolved spec, and compare the exact
-size of the artifact with the byte budget.
+The pipeline calibrates the model, chooses the bits of each parameter, quantizes the parameters, and writes the artifact
+and a spec with the chosen bits. Finally, it compares the exact size of the artifact with the byte budget.
 """
 
 import json
@@ -62,7 +62,8 @@ class QuantizeResult:
         budget: the limit in bytes; None without a budget.
         rows: one report row per parameter.
         inputs: one report row per input of int8 products.
-        promoted: the parameters with more bits than in the rules, by descending Hessian trace.
+        promoted: the names of the parameters with more bits than the rules of the spec state, by descending Hessian
+            trace.
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
@@ -88,15 +89,15 @@ class QuantizeOptions:
     """The options of `quantize`. If an option is None, the run or the machine determines the value.
 
     Attributes:
-        data: a source for `specc.runtime.data.windows.stream.open_stream`. Calibration uses the training split, unless
-            the model generates the calibration text. The loss is measured on the validation split.
+        data: the data, in the format of `specc train --data`. Calibration uses the training split, unless the model
+            generates the calibration text. The loss is measured on the validation split.
         max_tokens: the number of tokens on which the loss is measured; None for all.
         target: the target of the spec whose code is used.
         device: the torch device on which the code runs.
         search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
         overrides: values of `--set` for the section `quant` of the spec.
-        reserved: the bytes of the budget that are reserved for other files.
+        reserved: the number of bytes of the budget that are reserved for the code of a submission.
     """
 
     data: str | None = None
@@ -111,7 +112,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Quantization:
-    """The quantization of one run: its inputs, and the modules and data for calibration."""
+    """The quantization of one run: the run, its weights, and the modules and data for calibration."""
 
     run: Run
     quant: QuantSpec
@@ -161,11 +162,10 @@ class _Quantization:
         return IntegerInputs(self.sources, ranges, trained)
 
     def _trained_scales(self) -> Mapping[str, Tensor]:
-        """Returns the scale of each input in training. The key is the name of the first weight that multiplies the
-        input.
+        """Returns the scale that training used for each input of int8 products.
 
-        The mapping is empty if the run trained without input scales, or if the `quant` of the run has changed since
-        training.
+        A key is the name of the first weight that multiplies the input. The mapping is empty if the run trained without
+        input scales, or if the section `quant` of the run has changed since training.
         """
         run = self.run
         if run.spec.train.qat is None:
@@ -184,18 +184,19 @@ class _Quantization:
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
     """Quantizes the final weights of a run, and writes the result to the folder `quantized/` of the run.
 
-    The folder contains the artifact, spec.json and report.json, and is replaced atomically. Equal runs, machines and
-    numbers of threads give equal bytes. The trained weights are not changed.
+    The folder contains the artifact, spec.json and report.json, and is replaced atomically. The artifact has the same
+    bytes each time the same run is quantized on the same machine with the same number of threads. The trained weights
+    are not changed.
 
     Args:
         path: the run directory.
         options: the options of the quantization.
-        say: is called with a message for each stage.
-        progress: is called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
-            `quantize` and `evaluate`.
+        say: the function that receives a message for each stage.
+        progress: a function called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`,
+            `gradients`, `quantize` and `evaluate`.
 
     Returns:
-        The path and size of the artifact, the resolved spec and the report rows.
+        The path and size of the artifact, the spec with the chosen bits, and the report rows.
 
     Raises:
         QuantizeError: the spec has no `quant`, a scheme cannot store its parameter, or the budget is too small. Nothing
@@ -278,7 +279,10 @@ def _write(
     before: Scored,
     after: Scored,
 ) -> QuantizeResult:
-    """Replaces the artifact, the spec and the report of the run. The caller holds the lock of the staging folder."""
+    """Replaces the artifact, the spec and the report in the folder `quantized/` of the run.
+
+    The caller must hold the lock of the folder in which the new files are prepared.
+    """
     run, quant, quantizer = quantization.run, quantization.quant, quantized.quantizer
     spec = resolved(run.spec, quantized.schemes)
     hessians = traces(quantizer.statistics.hessians)
@@ -328,7 +332,8 @@ def report_json(result: QuantizeResult, traces: Mapping[str, float], options: Qu
     """Returns the text of report.json: sizes, the loss before and after quantization, and rows for parameters and int8
     inputs.
 
-    Without a Hessian, `output_error` and `trace` are null. `output_error` is also null if the trained output is zero.
+    For a parameter without a Hessian, the fields `output_error` and `trace` are null. The field `output_error` is also
+    null if the output of the trained parameter is zero.
     """
     rows = []
     for row in result.rows:

@@ -1,4 +1,7 @@
-"""Promotion: gives more bits to the parameters with the largest Hessian traces, by count or within a byte budget."""
+"""Promotion: gives more bits to the parameters with the largest Hessian traces.
+
+The spec limits either the number of promoted parameters or the size of the artifact.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,10 +23,10 @@ def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> Qu
         when: the stage at which the artifact has this size, such as "before any promotion".
         budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         reserved: the bytes that are reserved for the code of a submission.
-        hint: the setting to change.
+        hint: the hint of the error, which names the setting to change.
 
     Returns:
-        The error, for the caller to raise.
+        The error. The caller raises it.
     """
     less = f", less {reserved:,} for the code" if reserved else ""
     total = budget + reserved
@@ -46,14 +49,15 @@ def promote(
     trace, as in parameter-golf PR 1105. Promotion stops before the first candidate that would exceed the budget.
 
     Args:
-        quant: the settings. Only `promote` and `budget_bytes` are used. `reserved` is already subtracted from
+        quant: the settings. The function reads only `promote` and `budget_bytes`. `reserved` is already subtracted from
             `budget_bytes`.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
-        estimate: returns a quick estimate of the bytes of an allocation. This estimate determines how many promotions
-            are measured first.
-        exact: returns the bytes of the compressed artifact. This size decides whether an allocation fits.
-        say: is called with a message for each promotion that is undone to fit into the budget.
+        estimate: returns a quick estimate of the size in bytes of an allocation. This estimate determines the number of
+            promotions in the first allocation that is measured.
+        exact: returns the exact size in bytes of the compressed artifact for an allocation. This size decides whether
+            the allocation fits.
+        say: the function that receives a message for each promotion that is undone to fit into the budget.
         reserved: the bytes that are reserved for the code of a submission, for messages.
 
     Returns:
@@ -111,7 +115,7 @@ def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float
 
 
 def promoted(base: Allocation, schemes: Allocation, traces: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the names of the parameters with more bits than in `base`, by descending Hessian trace.
+    """Returns the names of the parameters to which `schemes` gives more bits than `base`, by descending Hessian trace.
 
     Equal traces are ordered by name. Parameters without a trace, such as embedding tables, come last.
     """

@@ -1,4 +1,4 @@
-"""`Quantizer`: a cache of quantized parameters. The search for a bit allocation reads this cache."""
+"""`Quantizer`: a cache of quantized parameters, for the search for a bit allocation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class Statistics:
 
     Attributes:
         hessians: the mean of `x x^T` over the tokens, where `x` is the input of the weight, f64 [columns, columns].
-        uses: how the model uses each parameter that does not belong to exactly one matrix product, such as an embedding
+        uses: statistics of each parameter that does not belong to exactly one matrix product, such as an embedding
             table.
-        rises: maps errors of parameters to the estimated increase of the loss, in nats per token. None if no estimate
-            is needed.
+        rises: a function that estimates the increase of the loss, in nats per token, from the quantization errors of
+            parameters. None if no bits are allocated.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -36,11 +36,10 @@ class IntegerInputs:
     """The inputs of int8 products.
 
     Attributes:
-        sources: the int8 products that read these inputs.
-        ranges: the measured range of each input. The key is the name of the first weight that multiplies the
-            input.
-        trained: the scale of each input in training, f32 [1] or [K], with the same keys. Empty if calibration measures
-            the scales.
+        sources: the int8 products that read the inputs.
+        ranges: the measured range of each input. A key is the name of the first weight that multiplies the input.
+        trained: the scale of each input in training, f32 [1] or [K]. A key is the name of the first weight that
+            multiplies the input. The mapping is empty if calibration determines the scales.
     """
 
     sources: Sequence[Source] = ()
@@ -53,9 +52,9 @@ class Quantizer:
 
     Args:
         weights: the trained parameters, f32, by name.
-        statistics: the measurements of the calibration; may be empty if no scheme needs them.
-        inputs: the inputs of int8 products; empty if the model has none.
-        progress: is called as `progress("quantize", done, total)` after each parameter.
+        statistics: the measurements of the calibration; may be empty if no scheme needs measurements.
+        inputs: the inputs of int8 products; empty if the model has no int8 products.
+        progress: a function called as `progress("quantize", done, total)` after each parameter.
 
     Attributes:
         solutions: the damping and the dead columns for each pair (parameter, scheme) that was quantized with a Hessian.
@@ -79,9 +78,9 @@ class Quantizer:
         self._rises: dict[tuple[str, Scheme], float] = {}
 
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
-        """Returns the model, with every parameter quantized by its scheme.
+        """Returns the quantized arrays of every parameter, for the schemes in `schemes`.
 
-        Raises QuantizeError, with the name of the parameter, if a scheme cannot store the parameter.
+        Raises QuantizeError if a scheme cannot store its parameter. The message names the parameter.
         """
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._stored:
@@ -133,13 +132,14 @@ class Quantizer:
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
-        """Returns the estimated increase of the loss, in nats per token, for each parameter and each of its schemes.
+        """Returns the estimated increase of the loss, in nats per token, for each scheme of each parameter.
 
-        All increases are estimated in one pass over the calibration text.
+        `options` lists the schemes of each parameter. The method estimates all increases in one pass over the
+        calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
-            ValueError: the statistics have no function `rises`.
+            ValueError: `statistics.rises` is None.
         """
         if self.statistics.rises is None:
             raise ValueError("the calibration measured no gradients")
@@ -157,7 +157,7 @@ class Quantizer:
         return sum(self._sizes[item] for item in schemes.items())
 
     def overdamped(self, schemes: Mapping[str, Scheme]) -> list[str]:
-        """Returns a line for each parameter whose Hessian needed more damping than its scheme requests."""
+        """Returns a message for each parameter whose Hessian needed more damping than its scheme requests."""
         return [
             f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} times its mean diagonal"
             for (name, scheme), solution in self.solutions.items()

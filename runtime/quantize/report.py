@@ -27,12 +27,13 @@ class Row:
         scheme: the label of the scheme.
         bits: the number of bits per value.
         mse: the mean squared error of the weights.
-        output_error: ||dW X|| / ||W X|| over the calibration inputs, computed as sqrt(tr(dW H dW^T) / tr(W H W^T));
-            None without a Hessian.
-        bytes: the stored bytes before compression.
-        compressed: the estimated bytes after compression.
-        added_nats: the estimated increase of the loss, in nats per token, as in bit allocation; None if it was not
-            estimated.
+        output_error: the relative error of the output, ||dW X|| / ||W X||. W is the trained matrix, dW is the
+            quantization error, and X are the calibration inputs. It is computed from the Hessian H as
+            sqrt(tr(dW H dW^T) / tr(W H W^T)). None without a Hessian.
+        bytes: the number of stored bytes before compression.
+        compressed: the estimated number of bytes after compression.
+        added_nats: the increase of the loss, in nats per token, that bit allocation estimated; None without bit
+            allocation.
         solution: the damping of the Hessian, and the number of columns without input; None without a Hessian.
     """
 
@@ -52,16 +53,16 @@ class InputRow:
     """One input of int8 products.
 
     Attributes:
-        maker: the node that computes the input.
+        maker: the name of the node that computes the input.
         weights: the names of the weights that multiply the input.
-        features: the number of features K.
+        features: the number of features K of the input.
         peak: the largest magnitude during calibration.
         rms: the root mean square of the values during calibration.
         scale: the largest scale of any feature.
-        spread: the largest scale divided by the smallest.
-        bits: 8, or 16 if a second int8 code refines the first.
-        reach: the largest magnitude, divided by the largest magnitude that the scale can represent. If `reach` is above
-            1, values are clipped.
+        spread: the largest scale of any feature, divided by the smallest scale.
+        bits: 16 if each value has a second int8 code for the rounding error of the first code, otherwise 8.
+        reach: the largest magnitude of a value, divided by the largest magnitude that an int8 code with its scale can
+            represent. If `reach` is above 1, values are clipped.
         clipped: the share of values that clipping changes by more than half a scale.
         error: the root mean square of the expected error of rounding and clipping, divided by `rms`.
     """
@@ -83,9 +84,9 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
     """Returns one row per input of `sources`, in the order of their first products.
 
     Args:
-        sources: the int8 products. Products that share an input scale have the same `leader`: the first of their
-            weights.
-        ranges: the measured range of each input, by the name of the leader.
+        sources: the int8 products. Products with a common input have the same `leader`, which is the name of the first
+            weight that multiplies the input.
+        ranges: the measured range of each input, by `leader`.
         model: the quantized arrays, with the input scales.
     """
     shared: dict[str, list[Source]] = {}
@@ -118,7 +119,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
-    """Returns a line that lists the clipped inputs, by descending `reach`; empty if there are none."""
+    """Returns a line that lists the clipped inputs by descending `reach`; empty if no input is clipped."""
     clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not clipped:
         return ""
@@ -167,7 +168,7 @@ def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ..
 def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
     """Returns sqrt(tr(dW H dW^T) / tr(W H W^T)), with the traces summed over experts.
 
-    If the trained output is zero, returns 0 or infinity.
+    dW is `delta`, W is `weight` and H is `hessian`. If the denominator is zero, the result is 0 or infinity.
     """
     # The Hessian is scaled so that its largest entry is 1, to avoid underflow and overflow. This does not change the
     # ratio.
@@ -183,7 +184,8 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 def solution_line(rows: Sequence[Row]) -> str:
     """Returns a line about the damping of Hessians; empty if there are no Hessians.
 
-    Lists the parameters that needed more damping, or that have columns without input.
+    The line lists the parameters whose Hessians needed more damping than usual, or whose columns include columns
+    without input.
     """
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
@@ -203,7 +205,7 @@ def table(rows: Sequence[Row]) -> str:
     """Returns the rows as aligned text of at most 100 columns, with a header and a total.
 
     If there are more than 40 rows, parameters whose names differ only in numbers share a line. The line shows the
-    largest error of these parameters, and their total nats and bytes.
+    largest error of the parameters, and the sums of their nats and bytes.
     """
     roles: dict[str, list[Row]] = {}
     for row in rows:

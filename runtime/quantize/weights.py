@@ -1,4 +1,4 @@
-"""Quantizes the weights of a trained model: calibrates, chooses bits, quantizes.
+"""Quantizes the weights of a trained model: calibrates the model, chooses the bits, and quantizes the parameters.
 
 `specc quantize` calls `quantize_weights` for a run. The program of a submission calls `quantize_weights` after
 training.
@@ -32,15 +32,15 @@ class TrainedModel:
     """A trained model to quantize.
 
     Attributes:
-        text: the model that generates text, with its tokenizer and device.
-        weights: the trained parameters by name, f32, on the device of `text`.
+        text: the model with its tokenizer and device, which can generate text.
+        weights: the trained parameters, f32, by name, on the device of `text`.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters that do not belong to exactly one matrix product, from `reused` in
+        reused: the names of the parameters that do not belong to exactly one matrix product, as returned by `reused` in
             compiler/passes/assign_quant.py.
-        unfused: returns the module without fusions, with the parameters `weights`, in eval mode.
-        windows: yields batches (ids, targets) of the training text, i64 [rows, window] each, with the sizes in
-            `quant.calibrate`.
+        unfused: returns the module without fused kernels, with the parameters `weights`, in eval mode.
+        windows: yields batches (ids, targets) of the training text, i64 [rows, window] each. `quant.calibrate` states
+            the number of rows and the window.
     """
 
     text: TextModel
@@ -58,9 +58,9 @@ class QuantizedWeights:
 
     Attributes:
         schemes: the chosen scheme of each parameter.
-        stored: the arrays of the artifact.
+        stored: the quantized arrays that the artifact stores.
         quantizer: the cache of quantized parameters, with the statistics of the calibration.
-        text: the calibration text that the model generated; None if other text was used.
+        text: the calibration text that the model generated; None if calibration used the training text or no text.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
 
@@ -86,15 +86,15 @@ def quantize_weights(
 
     Args:
         model: the weights, the modules to calibrate, and the data.
-        quant: the settings.
+        quant: the settings of the quantization.
         base: the scheme of each parameter according to the rules of `quant`.
-        measure: returns the exact bytes of an artifact.
-        say: is called with a message for each stage and each allocation that is measured.
-        progress: is called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`
-            and `quantize`.
-        integer_inputs: measures the inputs of int8 products on the given text, or on the training data if the text is
-            None. Pass None if the model has no int8 products.
-        reserved: the bytes of the budget that are reserved for the code of a submission.
+        measure: returns the exact size in bytes of the artifact of a quantized model.
+        say: the function that receives a message for each stage, and for each allocation that is measured.
+        progress: a function called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`,
+            `gradients` and `quantize`.
+        integer_inputs: measures the inputs of int8 products on a text, or on the training data if the text is None. If
+            the model has no int8 products, `integer_inputs` is None.
+        reserved: the number of bytes of the budget that are reserved for the code of a submission.
 
     Returns:
         The chosen schemes, the stored arrays and the measurements.
@@ -147,19 +147,16 @@ def statistics_of(
     sequences: int,
     rises: bool,
 ) -> Statistics:
-    """Measures a model on text.
+    """Measures the statistics that quantization needs, by running a model on text.
 
     Args:
-        unfused: the model without fusions, on `device`.
+        unfused: the model without fused kernels, on `device`.
         windows: returns batches (ids, targets) of the text, i64 [rows, window] each.
         device: the device of the model.
-        reused: the parameters whose uses are measured.
-        progress: is called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
+        reused: the names of the parameters for which `Statistics.uses` is measured.
+        progress: a function called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
         sequences: the number of rows of the text.
-        rises: whether to also return `Statistics.rises`.
-
-    Returns:
-        The statistics.
+        rises: whether to compute `Statistics.rises`.
     """
 
     def counted(stage: str) -> Callable[[int], None]:

@@ -17,8 +17,13 @@ from specc.runtime.storage.data_digests import DataDigests
 def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None) -> ArtifactContents:
     """Returns the contents of the artifact of a quantized model.
 
-    The digests of interface and code are zeros, because these digests need a build. `write_quantized` adds them. `spec`
-    is the spec of the run.
+    The digests of interface and code are zeros, because they are known only after a build. `write_quantized` adds these
+    digests.
+
+    Args:
+        spec: the spec of the trained run.
+        stored: the quantized arrays.
+        trained_on: the digests of the training data; None if unknown.
     """
     text = canonical(resolved(spec, stored.schemes)).encode()
     table = described(stored.schemes, stored.tensors)
@@ -42,7 +47,7 @@ def write_quantized(
 
     Raises:
         RunFailure: the contents exceed a limit of the format.
-        IntegrityError: the contents of the file differ when they are read back.
+        IntegrityError: the file does not have the written contents when it is read back.
         EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     deployment = Deployment.of(resolved(spec, stored.schemes))

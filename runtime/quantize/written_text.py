@@ -1,5 +1,6 @@
-"""Calibration text that the model generates. The generated text resembles the training text. Calibration then needs no
-data.
+"""Calibration text that the model generates.
+
+The generated text resembles the training text, so calibration needs no data.
 """
 
 import time
@@ -37,7 +38,7 @@ class WrittenText:
     """Text that a model generated.
 
     Attributes:
-        tokens: i64 [sequences, length + 1] on the CPU. The first token of each row is the prompt.
+        tokens: the tokens, i64 [sequences, length + 1], on the CPU. The first token of each row is the prompt.
         separators: the number of document separators among the sampled tokens.
         seconds: the total duration.
         capture_seconds: the part of `seconds` for capturing CUDA graphs.
@@ -60,17 +61,18 @@ def write_text(
 ) -> WrittenText:
     """Samples `calibrate.sequences` rows of `calibrate.length` tokens in one batch. The default length is `window`.
 
-    The same weights, settings and seed give the same rows on the same machine with the same number of threads.
+    A second call with the same weights, settings and seed returns the same rows if the machine and the number of
+    threads are the same.
 
     Args:
         model: the model that generates the text.
-        calibrate: sizes, temperature and the first token.
+        calibrate: the number and the length of the rows, the temperature, and the first token.
         window: the context length of the model in tokens.
         seed: the seed of the run.
-        progress: is called as `progress(sampled tokens per row, tokens per row)`.
+        progress: a function called as `progress(done, total)` with numbers of tokens per row.
 
     Returns:
-        The sampled tokens, i64 [sequences, length + 1], with timings.
+        The sampled tokens, i64 [sequences, length + 1], with durations.
 
     Raises:
         QuantizeError: `calibrate.begin` is "bos", but the tokenizer has no document separator.

@@ -1,7 +1,7 @@
-"""Charts of a report as inline SVG: curves and maps, with axes, units and a legend.
+"""Charts of a report as inline SVG: curves and heat maps, with axes, units and a legend.
 
-Lines differ in color, dashes and marks, so that charts can be read without color. The style sheet of the page defines
-the colors, for dark and light mode. `Markup` escapes every string.
+Lines differ in color, dashes and markers, so that readers can distinguish them without color. The style sheet of the
+page defines the colors, for dark and light mode. `Markup` escapes every string.
 """
 
 import math
@@ -30,7 +30,7 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve: its label, its points in order, and whether each point has a mark."""
+    """A curve of a chart: the label, the points in order, and whether the chart shows a marker at each point."""
 
     label: str
     points: Sequence[Point]
@@ -89,7 +89,7 @@ def cells(
     text: str,
     column_label: str,
 ) -> Markup:
-    """Returns a map with one cell per row and column. A cell shows its value as a shade and as text.
+    """Returns a heat map with one cell per row and column. A cell shows its value as a shade and as text.
 
     Args:
         title: a description for readers who do not see the picture.
@@ -123,8 +123,9 @@ def cells(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """Returns a curve with at most `most` points. A longer curve is divided into `most` parts. Each point is the mean
-    of a part.
+    """Returns a curve with at most `most` points.
+
+    If `points` has more points, they are divided into `most` parts, and each returned point is the mean of a part.
 
     """
     if len(points) <= most:

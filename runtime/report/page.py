@@ -50,7 +50,10 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as text. The columns from index `numbers` on are numeric. `left_out` is the number of omitted rows."""
+    """A table of texts.
+
+    The columns with index `numbers` and above contain numbers. `left_out` is the number of rows that the page omits.
+    """
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -66,9 +69,9 @@ def report_page(facts: RunFacts, samples: Samples | None, no_samples: str = "") 
     """Returns the page of a run.
 
     Args:
-        facts: the facts of the run.
-        samples: the samples to show.
-        no_samples: why there are no samples.
+        facts: the properties and results of the run.
+        samples: the samples to show; None for no samples.
+        no_samples: the reason why there are no samples.
     """
     curves_of_run = [picture for picture in _training(facts) if picture is not None]
     loads = facts.records.last("experts").get("loads")

@@ -20,12 +20,13 @@ LINES = 4  # the number of lines from the validation split that are used if no p
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """The samples to show.
+    """The settings of the samples in a report.
 
     Attributes:
-        prompts: the prompts, or the source lines. The default for text is the empty prompt with two seeds. The default
-            for lines is the first lines of the validation split.
-        seed: the seed of each prompt.
+        prompts: the prompts, or the source lines for a model that maps lines to lines. If there are no prompts, a text
+            model continues the empty prompt with two seeds, and a model of lines translates the first lines of the
+            validation split.
+        seed: the seed of the random numbers for each prompt.
         max_tokens: the maximum number of tokens of a text.
         temperature: the temperature of the sampling.
         target: a target of the spec. None selects the best target that this machine can run.
@@ -41,18 +42,20 @@ class SampleOptions:
 
 
 def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
-    """Returns the stored samples of a run. Generates and stores new samples if there are no stored samples, or if the
-    stored samples do not fit the step or the options.
+    """Returns the stored samples of a run, if their step is `step` and their settings equal `options`.
+
+    Otherwise, the function generates and stores new samples.
 
     Args:
         run: the run.
-        step: the step of the newest checkpoint; None if there is none.
-        options: the samples to generate.
-        stated: whether the user specified the options. If not, stored samples with other options are returned.
-        say: is called with messages for the user.
+        step: the step of the newest checkpoint; None if the run has no checkpoint.
+        options: the settings of the samples.
+        stated: whether the user specified the options. If not, the function also returns stored samples with other
+            settings.
+        say: the function that receives messages for the user.
 
     Raises:
-        RuntimeFailure: the model cannot be opened, or cannot generate.
+        RuntimeFailure: the model cannot be opened, or cannot generate text.
         EnvironmentFailure: the samples cannot be stored.
     """
     stored, lines = recorded_samples(run.directory), run.spec.model.reads == "lines"

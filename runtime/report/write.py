@@ -20,11 +20,10 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
 
     Args:
         run: the run directory.
-        out: the file; None for report.html in the run.
-        options: the samples to generate if the run does not store them; None generates none.
-        stated: whether the user specified the options of the samples. If not, stored samples with other options are
-            shown.
-        say: is called with messages for the user.
+        out: the output file; None for report.html in the run directory.
+        options: the settings of the samples to generate if the run has no stored samples. None for no new samples.
+        stated: whether the user specified the options. If not, the page may show stored samples with other settings.
+        say: the function that receives messages for the user.
 
     Raises:
         RunDirectoryError: `run` is not a run (exit code 2).
@@ -42,10 +41,16 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
 
 
 def write_card(run: Path, out: Path | None) -> Path:
-    """Writes the model card of a run, by default README.md in the run, and returns the path.
+    """Writes the model card of a run and returns its path.
 
-    Raises RunDirectoryError if `run` is not a run, EnvironmentFailure if the file cannot be written, and IntegrityError
-    if the run is damaged.
+    Args:
+        run: the run directory.
+        out: the output file; None for README.md in the run directory.
+
+    Raises:
+        RunDirectoryError: `run` is not a run.
+        EnvironmentFailure: the file cannot be written.
+        IntegrityError: the run is damaged.
     """
     return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
 

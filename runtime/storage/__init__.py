@@ -1,1 +1,1 @@
-"""Runs, checkpoints and quantized runs on disk. Every file or directory is written completely or not at all."""
+"""Stores runs, checkpoints and quantized runs on disk. A file or directory is written completely or not at all."""

@@ -15,15 +15,16 @@ from specc.runtime.errors import cannot_write
 
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
-    """Writes a file, or replaces an existing file. After an error, no temporary file remains, and `path` is unchanged.
-    One error is different: if the sync of the folder fails, `path` has the new content, but a power failure may undo
-    the write.
+    """Writes a file, or replaces an existing file.
+
+    After an error, no temporary file remains, and `path` is unchanged. The only exception is an error while the folder
+    is synced. In this case, `path` has the new content, but a power failure may undo the write.
 
     Args:
         path: the file to write.
-        parts: the content, in order.
-        check: is called with the finished temporary file before the rename. It may raise an exception to reject the
-            file.
+        parts: the content, in parts.
+        check: a function that is called with the path of the finished temporary file before the rename. It may raise
+            an exception to reject the file.
 
     Raises:
         EnvironmentFailure: if the file cannot be written.
@@ -48,9 +49,9 @@ def write_all(descriptor: int, part: bytes) -> None:
 
 
 def create_folder(folder: Path) -> None:
-    """Creates a folder and its parents, and syncs their entries.
+    """Creates a folder and its parents, and syncs their directory entries to the disk.
 
-    A power failure could otherwise remove the folder together with the files in it.
+    Without the sync, a power failure could remove the folder together with the files in it.
     """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def create_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the entries of a folder to the disk."""
+    """Syncs the directory entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -69,9 +70,9 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """Creates a new file next to `path` and locks it.
+    """A context manager that creates a temporary file next to `path`, and locks it. Yields its path and descriptor.
 
-    The lock ends with this process. `_sweep` can thus recognize files of processes that have ended.
+    The lock ends with this process, so `_sweep` can recognize files of processes that have ended.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -36,18 +36,19 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The complete state of a run between two steps. Tensors are f32, by parameter name.
+    """The complete state of a run between two steps.
 
     Attributes:
-        step: the number of updates.
-        seconds: the seconds of training.
-        weights: the master weights.
-        average: the averaged weights. None if the run does not average its weights.
-        optimizer: the optimizer state. Keys have the form `kind.slot/parameter`.
-        rng: the states of the random generators, u8.
+        step: the number of optimizer updates so far.
+        seconds: the training time so far, in seconds.
+        weights: the f32 master weights, by parameter name.
+        average: the averaged weights, f32, by parameter name. None if the run does not average its weights.
+        optimizer: the optimizer state. A key names the kind of the optimizer, the kind of state and the parameter, such
+            as `adamw.exp_avg/blocks.0.mlp.up`.
+        rng: the states of the random number generators as u8 tensors, by the name of the generator.
         loader: the position of the data loader.
         spec_digest: the SHA-256 (hex) of the spec.
-        done: the completed share of the run before the last update, 0 to 1.
+        done: the share of the run, from 0 to 1, that was complete before the last update.
     """
 
     step: int
@@ -62,13 +63,13 @@ class Snapshot:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether the snapshot has only initial weights, and no state of optimizers, random generators and data."""
+        """Whether the snapshot has only initial weights, without the state of optimizers, random numbers and data."""
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
-        """Returns a snapshot with all tensors in host memory.
+        """Returns a copy of the snapshot with all tensors in host memory.
 
-        A tensor of zeros, such as unused optimizer state, is copied as one expanded zero, to save memory.
+        To save memory, a tensor of zeros, such as unused optimizer state, becomes a view of a single zero.
         """
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -86,8 +87,8 @@ class Snapshot:
 class State(StrictModel):
     """The content of state.json.
 
-    `weights` names the file with the final weights of a run that ends at this step. `threads` is the number of CPU
-    threads. The order of sums depends on this number.
+    `weights` names the file that contains the final weights if the run ends at the step of the checkpoint. `threads` is
+    the number of CPU threads, on which the order of sums depends.
     """
 
     step: int
@@ -101,10 +102,11 @@ class State(StrictModel):
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
-    """Writes `snapshot` to `folder/step_NNNNNNNN`. Then removes all checkpoints except the `keep` newest.
+    """Writes `snapshot` as the checkpoint `folder/step_NNNNNNNN`, and returns the path.
 
-    A valid checkpoint of the same step is not overwritten. A damaged checkpoint is replaced. Raises EnvironmentFailure
-    if the checkpoint cannot be written, and ValueError if `keep` is below 2.
+    If a checkpoint of the same step exists, it is replaced only if it is damaged. Then the function removes all
+    checkpoints except the `keep` newest. Raises EnvironmentFailure if the checkpoint cannot be written, and ValueError
+    if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
@@ -167,7 +169,7 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def fault(path: Path) -> str | None:
-    """Returns why the checkpoint cannot be used, or None if the checkpoint is valid."""
+    """Returns the reason why the checkpoint cannot be used, or None if the checkpoint is valid."""
     try:
         load(path)
     except IntegrityError as error:
@@ -206,16 +208,19 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the final weights of a run that ends at this checkpoint, f32 by parameter name.
+    """Returns the f32 weights that are the final weights if the run ends at this checkpoint, by parameter name.
 
-    These are the averaged weights if the run averages its weights, otherwise the plain weights. Raises IntegrityError
-    if the checkpoint is incomplete or was changed after writing.
+    The function returns the averaged weights if the run averages its weights, and the master weights otherwise. Raises
+    IntegrityError if the checkpoint is incomplete or was changed after writing.
     """
     return _tensors(Committed.open(path), read_state(path).weights)
 
 
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises IntegrityError, with the differences, unless both mappings have equal names, shapes and dtypes."""
+    """Raises IntegrityError if `tensors` and `expected` differ in names, shapes or dtypes.
+
+    The message lists the differences. `what` is its subject.
+    """
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [

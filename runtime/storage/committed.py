@@ -39,7 +39,7 @@ class Commit(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A directory whose COMMIT file was read. Each file is checked when it is read."""
+    """A directory whose COMMIT file was read. `read` compares each file with the size and digest in COMMIT."""
 
     path: Path
     members: dict[str, Member]
@@ -48,7 +48,8 @@ class Committed:
     def open(cls, path: Path) -> "Committed":
         """Reads the COMMIT file of a directory.
 
-        Raises IntegrityError if the directory or its COMMIT file is missing, or if COMMIT is from another directory.
+        Raises IntegrityError if the directory or its COMMIT file is missing, or if the COMMIT file was written for
+        another directory.
         """
         try:
             commit = Commit.model_validate_json((path / COMMIT).read_bytes())
@@ -64,9 +65,7 @@ class Committed:
         return cls(path, commit.members)
 
     def read(self, name: str) -> bytes:
-        """Returns the content of one file. Raises IntegrityError if the content differs from the content that was
-        written.
-        """
+        """Returns the content of one file. Raises IntegrityError if the file is missing, or does not match COMMIT."""
         member, path = self.members.get(name), self.path / name
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
@@ -83,7 +82,7 @@ class Committed:
         return data
 
     def in_full_size(self) -> bool:
-        """Returns whether all files exist and have the sizes in COMMIT. Does not read the files."""
+        """Returns whether all files exist and have the sizes in COMMIT. The method does not read the files."""
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.members}
         except OSError:
@@ -92,9 +91,10 @@ class Committed:
 
 
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-    """Creates the directory `path`, which must not exist. `files` are pairs (name, parts of the content).
+    """Creates the directory `path`, which must not exist, with files and their COMMIT file.
 
-    Raises OSError if an operation fails. In this case, nothing remains.
+    `files` contains pairs of a file name and the parts of the file content. Raises OSError if an operation fails. After
+    an error, no part of the directory remains.
     """
     temporary = _aside(path)
     try:
@@ -117,11 +117,11 @@ def discard(path: Path) -> None:
 
 
 def replace(path: Path, new: Path) -> None:
-    """Replaces `path` by the directory `new`. Both must have the same name and be on the same disk.
+    """Replaces the directory `path` by the directory `new`. Both must have the same name and be on the same disk.
 
-    The previous directory gets the name `before` in the parent folder of `new`. The caller removes it later. If the
-    process is killed between the two renames, `path` does not exist. `settle` then finishes the replacement. Raises
-    OSError if an operation fails.
+    The function first renames the previous directory to `before` in the parent folder of `new`, and then renames `new`
+    to `path`. The caller removes the previous directory later. If the process is killed between the two renames,
+    `path` does not exist, and `settle` can finish the replacement. Raises OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -133,7 +133,7 @@ def replace(path: Path, new: Path) -> None:
 def settle(path: Path, new: Path) -> None:
     """Finishes an interrupted `replace`: renames `new` to `path` if `path` does not exist and `new` is complete.
 
-    Any process may call this at any time. Raises OSError if an operation fails.
+    Any process may call this function at any time. Raises OSError if an operation fails.
     """
     if path.exists() or not new.is_dir():
         return
@@ -144,13 +144,13 @@ def settle(path: Path, new: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the temporary directories of interrupted writers in `folder`. The caller must be the only writer."""
+    """Removes the temporary directories that interrupted writers left in `folder`. No other process may be writing."""
     for stray in sorted(folder.glob(".*.tmp")):
         shutil.rmtree(stray, ignore_errors=True)
 
 
 def in_words(error: ValidationError) -> str:
-    """Returns the first problem in a JSON file as text, such as `members.state.json.size: Field required`."""
+    """Returns the first problem of a validation as text, such as `members.state.json.size: Field required`."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
 

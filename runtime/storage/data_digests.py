@@ -10,8 +10,9 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class DataDigests(StrictModel):
-    """The SHA-256 digests (hex) of the two splits of a data set. They depend only on the content, not on the
-    location.
+    """The SHA-256 digests (hex) of the two splits of a data set.
+
+    A digest depends only on the content of a split, not on the location of the files.
     """
 
     train: Sha256
@@ -25,7 +26,5 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Returns whether `digest` is the digest of the validation split. None if `digest` is the digest of neither
-        split.
-        """
+        """Returns True if `digest` is the digest of the validation split, False for the training split, else None."""
         return digest == self.val if digest in (self.train, self.val) else None

@@ -14,8 +14,8 @@ FOLDER = "evaluations"
 def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
     """Writes the result of an evaluation into a run directory, and returns the path of the file.
 
-    Replaces an earlier result for the same task file and model. `facts` has the results of the task, and the keys
-    `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file cannot be written.
+    The file replaces an earlier result for the same task file and model. `facts` contains the results of the task, and
+    the keys `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file cannot be written.
     """
     folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"
@@ -40,7 +40,7 @@ def recorded_evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def evaluation_line(facts: Mapping[str, Any]) -> str:
-    """Returns a result as one line."""
+    """Returns a result of an evaluation as one line of text."""
     numbers = []
     for name, measure in facts["measures"].items():
         error = measure["standard_error"]

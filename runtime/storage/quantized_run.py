@@ -18,8 +18,8 @@ REPORT = "report.json"
 def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     """Returns the path of the artifact of a run.
 
-    Calls `say` with a warning if the run has newer weights, or if the step of the artifact is unknown. Raises
-    RunFailure if the run is not quantized.
+    The function calls `say` with a warning if the run has newer weights than the artifact, or if the step of the
+    artifact is unknown. Raises RunFailure if the run is not quantized.
     """
     with suppress(OSError):  # in a read-only folder, an interrupted replacement cannot be finished
         committed.settle(run.quantized, run.staged)
@@ -43,10 +43,11 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
 
 
 def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
-    """Returns `path` if it is an artifact, or the artifact of the run at `path`.
+    """Returns `path` if it is an artifact. If `path` is a run directory, returns the artifact of the run.
 
-    Raises RunDirectoryError if `path` does not exist, is a spec, or is a folder but not a run. Raises RunFailure if the
-    run is not quantized, and IntegrityError if the run is damaged.
+    The function calls `say` with a warning if the run has newer weights than the artifact. Raises RunDirectoryError if
+    `path` does not exist, is a spec, or is a folder but not a run. Raises RunFailure if the run is not quantized, and
+    IntegrityError if the run is damaged.
     """
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)

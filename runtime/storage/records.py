@@ -12,9 +12,10 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of a log, in order.
+    """The records of the log of a run, in order.
 
-    A resumed run may repeat steps, so a `start` record at step n removes all earlier records of later steps.
+    A resumed run may repeat steps. A `start` record at step n therefore replaces all records before it whose steps are
+    greater than n.
 
     Attributes:
         all: the records.
@@ -48,7 +49,7 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event in which all `fields` have the given values."""
+        """Returns the records of an event, such as `validation`, in which all `fields` have the given values."""
         return [
             record
             for record in self.all
@@ -59,7 +60,10 @@ class Records:
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:
-        """Returns a pair (step, value) for each record with a finite number in `field`."""
+        """Returns a pair (step, value of `field`) for each record of an event with the given values of `fields`.
+
+        Records in which the value of `field` is not a finite number are omitted.
+        """
         records = self.of(event, **fields)
         return [(r["step"], r[field]) for r in records if is_number(r.get("step")) and is_number(r.get(field))]
 

@@ -3,7 +3,7 @@
 runs/gpt_mini-001/
     spec.json        the spec with all defaults and overrides; every command that reads a spec accepts it
     run.json         target, data and overrides, as given, and the source of the initial weights
-    lock.json        the kernels that were fastest in measurements, if there are any
+    lock.json        the kernels that `specc tune` measured as the fastest, if the spec has a lock file
     files/           other files that the run needs, such as its tokenizer
     generated/       the generated code
     log.jsonl        one line per step, and one per event between steps
@@ -52,7 +52,7 @@ class RunDirectoryError(RuntimeFailure):
 
 
 def require_path(path: Path) -> None:
-    """Raises RunDirectoryError if a path does not exist, or is a spec instead of a run or artifact."""
+    """Raises RunDirectoryError if `path`, which should be a run or an artifact, does not exist or is a spec."""
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     if path.is_file() and path.suffix in (".yaml", ".yml"):
@@ -82,12 +82,12 @@ class Run:
         directory: the run directory.
         spec: the resolved spec.
         target: the target on which the run trains.
-        data: the training data, as given to `--data`.
-        overrides: the values of `--set`. `spec` already contains them.
-        lock: the kernels that were fastest in measurements.
-        data_digests: the digests of the training data at the start of the run. None for runs of old versions.
-        trained_digest: the spec digest in the checkpoints; None if it equals the digest of `spec`. The digests differ
-            for a spec of an old version, and after a change of `quant`.
+        data: the training data, in the format of `specc train --data`.
+        overrides: the values of `--set`, which `spec` already contains.
+        lock: the kernels that `specc tune` measured as the fastest.
+        data_digests: the digests of the training data at the start of the run. None for runs of old versions of specc.
+        trained_digest: the digest of the spec in the checkpoints; None if it equals the digest of `spec`. The digests
+            differ if the run is from an old version of specc, or if the section `quant` has changed since training.
         start: the weights from which the run started; None for random weights.
     """
 
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next folder `quantized` is written.
+        """The folder in which `specc quantize` prepares the next folder `quantized`.
 
         The parent of this folder has a separate lock, so that a run can be quantized while it trains.
         """
@@ -131,7 +131,7 @@ class Run:
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run, without options for GPUs and limits."""
+        """The shell command that continues the run. Options of the first command, such as time limits, are missing."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
@@ -141,13 +141,13 @@ class Run:
     def logged_loss(self, step: int) -> float | None:
         """Returns the validation loss at `step`, in nats per token; None if there was no validation at `step`.
 
-        Validations of averaged weights do not count.
+        Validations of averaged weights are ignored.
         """
         loss: float | None = Records.read(self.log).last("validation", step=step, weights="raw").get("nats")
         return loss
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
-        """Creates the directory, with copies of `files`, and returns the run.
+        """Creates the run directory with copies of `files`, and returns the run.
 
         Raises RunDirectoryError if the directory is not empty, and EnvironmentFailure if the directory cannot be
         written.
@@ -227,7 +227,7 @@ class Run:
             raise RunDirectoryError(f"{self.directory} has other settings: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:
-        """Raises RunDirectoryError if the digests differ from the digests at the start of the run."""
+        """Raises RunDirectoryError if `digests` differ from the digests of the data at the start of the run."""
         known = self.data_digests
         if known is None or known == digests:
             return
@@ -238,9 +238,10 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with its data at another location. `data` is a result of `lasting`.
+        """Returns the run with its training data at the location `data`, which is a result of `lasting`.
 
-        Does not compare the data. Raises RunDirectoryError if `data` is the recorded location and does not exist.
+        The method does not check that the data are unchanged. Raises RunDirectoryError if `data` is the recorded
+        location and does not exist.
         """
         built_in = data in ("stdlib", *generated_data())
         if data == lasting(self.data) and not built_in and not Path(data).expanduser().exists():
@@ -250,21 +251,24 @@ class Run:
 
 
 def lasting(data: str) -> str:
-    """Returns the absolute path if `data` is an existing path, otherwise `data`."""
+    """Returns the absolute path of `data` if it is an existing path, otherwise `data` itself."""
     path = Path(data).expanduser()
     return data if data in ("stdlib", *generated_data()) or not path.exists() else str(path.absolute())
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether this directory is a run, valid or damaged.
+    """Returns whether a directory is a run, valid or damaged.
 
-    The folder `quantized` of a run also has a spec.json, but is not a run. Unlike a run, this folder has a COMMIT file.
+    A run has a file spec.json and no file COMMIT. The folder `quantized` of a run has both files.
     """
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
 def require_free(directory: Path) -> None:
-    """Raises RunDirectoryError if the directory has files, except files of an interrupted start."""
+    """Raises RunDirectoryError if a new run cannot use the directory because it contains files.
+
+    Files of a run that was interrupted while it started are allowed.
+    """
     left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
@@ -276,7 +280,7 @@ def require_free(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """A context manager that creates the directory, and locks it against other processes.
+    """A context manager that creates a directory, and locks it against other processes.
 
     Raises RunDirectoryError if another process has the lock, and EnvironmentFailure if the directory cannot be created.
     """
@@ -296,13 +300,13 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def readable(spec: Spec) -> str:
-    """Returns the spec as indented JSON with all defaults and sorted keys."""
+    """Returns the text of spec.json: the spec as indented JSON, with all defaults and sorted keys."""
     data = spec.model_dump(mode="json", by_alias=True)
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def default_run(name: str, root: Path = Path("runs")) -> Path:
-    """Returns the next free `runs/NAME-NNN`."""
+    """Returns the path of the default directory of a new run: the next free `runs/NAME-NNN`."""
     number = max((int(path.name.rpartition("-")[2]) for path in _numbered(name, root)), default=0)
     return root / f"{name}-{number + 1:03d}"
 

@@ -44,12 +44,12 @@ class LoggedValidation:
 class RunHistory:
     """The content of the log of a run.
 
-    If a resumed run repeats steps, only the last record of each step counts.
+    If a resumed run repeats steps, the history contains only the last record of each step.
 
     Attributes:
         steps, validations: the records in order of steps.
-        end: the fields of the last `end` record; None if there is none.
-        message: why the last process stopped early or failed; empty otherwise.
+        end: the fields of the last `end` record; None if the log has no such record.
+        message: the reason why the last process stopped early or failed; empty if it did neither.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, log: Path) -> "RunHistory":
-        """Reads a log. A missing log gives an empty history. Incomplete lines of a killed process are skipped."""
+        """Reads a log. If the file does not exist, the history is empty. Incomplete lines are skipped."""
         history = cls()
         for record in Records.read(log).all:
             history._add(record)
@@ -75,7 +75,10 @@ class RunHistory:
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:
-        """Returns the last validation of `raw` or `average` weights of a complete run; None if there is none."""
+        """Returns the fields of the last validation of the `raw` or `average` weights.
+
+        Returns None if the run is not complete, or has no such validation.
+        """
         if self.end is None or not self.complete:
             return None
         return next((v.values for v in reversed(self.validations) if v.weights == weights), None)

@@ -29,12 +29,12 @@ class Entry:
 def stream(
     entries: Sequence[Entry], read: Callable[[str], Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes]:
-    """Yields the bytes of a file: the header, then each tensor.
+    """Yields the bytes of a safetensors file in parts: the header, then each tensor.
 
     Args:
         entries: the tensors, in the order of the file.
         read: returns the tensor with a given name. This function is called once for each entry, in order.
-        metadata: texts in the header.
+        metadata: texts for the header, by name.
 
     Raises:
         ValueError: if the dtype or shape of a tensor differs from its entry.

@@ -1,4 +1,4 @@
-"""Texts that the final model of a run generated. They are stored, so that every report shows the same texts."""
+"""Stores texts that the final model of a run generated, so that every report of the run shows the same texts."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HINT = "delete it; `specc report` generates it again"
 
 
 class Sample(StrictModel):
-    """A prompt, the seed of the random numbers, and the generated text. Greedy samples have no seed."""
+    """A prompt, the seed of the random numbers, and the generated text. The seed of a greedily decoded text is None."""
 
     prompt: str
     text: str
@@ -42,7 +42,7 @@ def record_samples(run: Path, samples: Samples) -> None:
 
 
 def recorded_samples(run: Path) -> Samples | None:
-    """Returns the samples of a run; None if the run has none. Raises IntegrityError if the file is damaged."""
+    """Returns the stored samples of a run, or None. Raises IntegrityError if the file of the samples is damaged."""
     try:
         return Samples.model_validate_json((run / FILE).read_bytes())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Builds train_gpt.py, a single file with the entry program, the needed parts of specc, the model and the plan.
 
-The code is extracted from the sources of specc without docstrings and annotations (see shake.py), and compressed. At
-start, train_gpt.py unpacks the code into a temporary folder, because Triton and nvcc read sources from files. In the
-encoding Latin-1, one character of a string stores one compressed byte.
+The code is extracted from the sources of specc without docstrings and annotations (see shake.py), and compressed. When
+train_gpt.py starts, it unpacks the code into a temporary folder, because Triton and nvcc read sources from files. The
+file has the encoding Latin-1, in which one character of a string stores one compressed byte.
 """
 
 import bz2
@@ -59,10 +59,10 @@ class _Facts:
     """The properties of a submission that determine which functions it needs.
 
     Attributes:
-        spec, quant: the settings.
+        spec, quant: the spec, and its section `quant`.
         base: the storage scheme of each parameter according to the rules of the spec.
-        reused: the parameters that several products read. Calibration measures these parameters separately for each
-            product.
+        reused: the names of the parameters that several matrix products read. Calibration measures the inputs of each
+            of these products separately.
         experts: whether the model has experts.
         gpu: whether a target is a GPU.
     """
@@ -131,7 +131,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
     Args:
         spec: the spec of the run, as it is before quantization chooses bits.
-        lock: the kernels that were fastest in measurements.
+        lock: the kernels that `specc tune` measured as the fastest.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.
         codec: the compression of the weights that the program writes.
@@ -153,7 +153,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
 
 def quoted(data: bytes) -> str:
-    """Returns the content of a ''' string literal whose characters are the bytes of `data`.
+    """Returns the content of a triple-quoted string literal whose characters are the bytes of `data`.
 
     NUL, CR and characters with a special meaning are escaped.
     """
@@ -168,7 +168,7 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 
     Args:
         spec: the spec of the run, as it is before quantization chooses bits.
-        lock: the kernels that were fastest in measurements.
+        lock: the kernels that `specc tune` measured as the fastest.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.
         codec: the compression of the weights that the program writes.
@@ -289,8 +289,10 @@ def _without_rules(spec: Spec) -> str:
 
 
 def _piece_table(pieces: PieceBytes) -> str:
-    """Returns one character per token id, with the code point `32 + 2 * n + s`. `n` is the number of bytes without a
-    leading space. `s` is 1 if the token has a leading space, else 0.
+    """Returns a text with one character per token id, which states the size of the token.
+
+    The character has the code point `32 + 2 * n + s`. `n` is the number of bytes of the token without a leading space.
+    `s` is 1 if the token has a leading space, else 0.
     """
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)
@@ -299,8 +301,9 @@ def _piece_table(pieces: PieceBytes) -> str:
 def spelled(value: Any, classes: set[type]) -> str:
     """Returns a Python expression for `value`.
 
-    `value` may be settings, a plain value, or a tuple, list or mapping of these. Adds the classes in the expression to
-    `classes`. Omits fields with default values. Raises TypeError for values of other types.
+    `value` may be an instance of a settings class, a number, a text, or a tuple, list or mapping of such values. The
+    function adds the classes that occur in the expression to `classes`. The expression omits fields with default
+    values. Raises TypeError for values of other types.
     """
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:

@@ -1,9 +1,9 @@
 """The program of a submission: trains, quantizes, writes the weights and scores them.
 
 `python train_gpt.py [train]` runs all stages. `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts the
-program on several GPUs. The trained weights are saved until they are quantized. If quantization fails, `python
-train_gpt.py quantize WEIGHTS` continues with the saved weights. The data are token shards in the folder `--data`, or in
-DATA_PATH.
+program on several GPUs. The program saves the trained weights until they are quantized. If quantization fails, `python
+train_gpt.py quantize WEIGHTS` continues with the saved weights. The data are token shards in a folder that the option
+`--data` or the environment variable DATA_PATH names.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights. It replaces the checkpoints of a run, and is removed after quantization."""
+    """The file of trained weights, which a submission has instead of checkpoints. It is removed after quantization."""
 
     weights: Path  # the path of the quantized weights, in the same folder
     target: str
@@ -165,8 +165,9 @@ def _show(step: Step, done: float) -> None:
 
 
 def _train_and_quantize(world: World, target: str, options: Any) -> None:
-    """Trains the model if the command is not `quantize`. Then quantizes the model on rank 0, and writes
-    `options.weights`.
+    """Trains the model, unless the command is `quantize`. Then quantizes the model on rank 0.
+
+    The quantized weights are written to the file `options.weights`.
     """
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost

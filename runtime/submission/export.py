@@ -46,7 +46,8 @@ def export_submission(
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
         force: whether to overwrite existing files.
-        say: is called with messages about requirements of the code, an outdated artifact, and an exceeded budget.
+        say: the function that receives messages about requirements of the code, an outdated artifact, and an exceeded
+            budget.
 
     Returns:
         The sizes of the code and the weights in bytes.

@@ -10,10 +10,10 @@ Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for t
 
 
 class Part(Protocol):
-    """A module.
+    """A module to join with other modules.
 
-    `imports` maps each imported name to its symbol. `bound` are all other names that the module defines.
-    `statements` are the statements that are needed.
+    `imports` maps each imported name to its symbol, which is a pair (module, name). `bound` contains all other names
+    that the module defines. `statements` contains the statements that the joined module needs.
     """
 
     @property
@@ -145,7 +145,7 @@ class _Joiner:
 class _Lookups(ast.NodeTransformer):
     """Replaces `module.name` by the name in the joined module, and removes imports inside functions.
 
-    Only modules of the package are affected.
+    The transformation affects only modules of the joined package.
     """
 
     def __init__(self, modules: Mapping[int, str], name: Callable[[Symbol], str], late: Mapping[str, Symbol]) -> None:

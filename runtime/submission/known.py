@@ -61,7 +61,7 @@ def nothing(*arguments: object) -> None:
 
 
 class NoBuffers:
-    """Does nothing. Used instead of a class that sets buffers, if the model does not have these buffers."""
+    """Replaces a class that writes to buffers of the model, if the model has no such buffers. Does nothing."""
 
     def __init__(self, *arguments: object) -> None: ...
 

@@ -56,7 +56,10 @@ TOKENIZER: Any = TokenTable()
 
 
 def module(target: str, plain: bool = False) -> nn.Module:
-    """Returns the generated model in f32, with uninitialized parameters. `plain` selects the code without fusions."""
+    """Returns the generated model in f32, with uninitialized parameters.
+
+    If `plain` is True, the code of the model has no fused kernels.
+    """
     package = __name__.rpartition(".")[0]
     model: nn.Module = importlib.import_module(f"{package}.{target}{'_plain' if plain else ''}.model").Model()
     return model

@@ -32,8 +32,8 @@ class PlainSize:
 def plain_size(path: Path) -> PlainSize:
     """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
 
-    The format is a dict of int8 codes (one byte per code), f16 scales and all other arrays. `torch.save` writes it, and
-    brotli compresses it. For 30 million codes, this takes minutes.
+    In this format, `torch.save` writes a dict of int8 codes (one byte per code), f16 scales and all other arrays, and
+    brotli compresses the result. The measurement of 30 million codes takes minutes.
 
     Raises IntegrityError if the artifact is damaged, and RunDirectoryError or RunFailure if `path` has no artifact.
     """

@@ -1,7 +1,7 @@
 """A minimal replacement for Pydantic in a submission.
 
-The settings were validated at export. Only the rules in a weights file are external input. Their fields are checked
-against the ranges in their annotations.
+The settings of a submission were validated at export. The only external input are the quantization rules in a weights
+file. The fields of a rule are checked against the ranges in the annotations of its class.
 """
 
 import inspect

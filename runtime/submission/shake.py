@@ -25,8 +25,9 @@ class ShakeError(Exception):
 class _Module:
     """A parsed module without docstrings and annotations.
 
-    `imports` maps imported names to their symbols. `bound` maps all other names to the indices of the statements that
-    define them. `needed` are the indices of statements to include. `used` are the imported names in these statements.
+    `imports` maps imported names to their symbols. `bound` maps each other name to the indices of the statements that
+    define it. `needed` contains the indices of the statements to include. `used` contains the imported names that occur
+    in the included statements.
     """
 
     body: list[ast.stmt]
@@ -64,7 +65,7 @@ class Shaker:
         self._keywords: set[str] = set()  # the names of keyword arguments in calls of the included code
 
     def reach(self, module: str, name: str) -> None:
-        """Includes the statements that define `name` in `module`, and all statements that these need."""
+        """Includes the statements that define `name` in `module`, and all statements on which they depend."""
         self._reach(self._resolved((module, name)))
         self._drain()
 

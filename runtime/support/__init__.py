@@ -1,1 +1,1 @@
-"""Functions that generated code calls: operand checks, exact int8 sums, and compilation of CUDA sources."""
+"""Functions that generated code calls: checks of operands, exact int8 products, and the compilation of CUDA sources."""

@@ -1,6 +1,6 @@
 """Checks the operands of int8 products and LSTM steps at every call.
 
-Kernels receive pointers without shapes, so no later check would detect wrong operands.
+A kernel receives pointers without shapes, so it cannot detect wrong operands.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,8 @@ Named = Mapping[str, tuple[Tensor, torch.dtype]]
 class Operand(NamedTuple):
     """A tensor with its required shape and dtype.
 
-    The tensor must be contiguous. If `state` is True, a matrix may have a row stride that is larger than its row.
+    The tensor must be contiguous. If `state` is True, however, the row stride of a matrix may be larger than the number
+    of columns.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Operand(NamedTuple):
 
 
 def named(nodes: Sequence[str]) -> str:
-    """Returns the names of the nodes that share a function, for an error message."""
+    """Returns a text for error messages that names the node or nodes which call a generated function."""
     return nodes[0] if len(nodes) == 1 else f"one of {', '.join(nodes)}"
 
 
@@ -47,7 +48,7 @@ def check_operands(
     All tensors must be contiguous (row-major), 16-byte aligned and on one device.
 
     Args:
-        nodes: the nodes that may have called the kernel, for the message.
+        nodes: the names of the nodes that may have called the kernel, for the message.
         x: the input, i8 [..., K].
         w: the weight, i8 [N, K].
         offset: the offset that is added to the sums, i32 [N].
@@ -89,9 +90,9 @@ def check_step(
     All tensors must be on one device. All except `h` and `c` must be contiguous and 16-byte aligned.
 
     Args:
-        nodes: the nodes that may have called the kernel, for the message.
-        h: the hidden state, [..., H] in `dtype`, aligned to the smaller of 4 elements and 16 bytes. The row stride
-            of a matrix may be larger than H if the stride is a multiple of 4 elements.
+        nodes: the names of the nodes that may have called the kernel, for the message.
+        h: the hidden state, [..., H] in `dtype`, aligned to the smaller of 4 elements and 16 bytes. If `h` is a matrix,
+            its row stride may be larger than H, but must be a multiple of 4 elements.
         c: the cell state, with the shape, dtype, strides and alignment of h.
         x: the contribution of the input to the gates, f32 [..., 4H].
         w: the recurrent weight, i8 [4H, K].
@@ -124,8 +125,9 @@ def _require(nodes: Sequence[str], operands: Sequence[Operand]) -> None:
 
 
 def _misfit(operands: Sequence[Operand]) -> str | None:
-    """Returns a message about the first operand with a wrong dtype, shape, layout, device or alignment; None if there
-    is none.
+    """Returns a message about the first operand with a wrong dtype, shape, layout, device or alignment.
+
+    Returns None if all operands are correct.
     """
     first = operands[0]
     for name, tensor, shape, dtype, state in operands:

@@ -17,7 +17,8 @@ def int8_sums(x: Tensor, w: Tensor) -> Tensor:
 def exact() -> bool:
     """Returns whether `torch._int_mm` is exact on this CPU.
 
-    On some CPUs, sums of pairs saturate in int16. `int8_sums` then computes in f64, which is always exact.
+    On some CPUs, `torch._int_mm` adds pairs of products in int16, which can saturate. On these CPUs, `int8_sums`
+    computes in f64, which is always exact.
     """
     ends = torch.tensor([[127], [-127]], dtype=torch.int8).expand(2, 64).contiguous()
     expected = torch.tensor([[1, -1], [-1, 1]]) * 64 * 127**2

@@ -48,10 +48,10 @@ waited = [0.0]  # the seconds that `library` has waited for nvcc in this process
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """Compiles a generated .cu file, unless it is cached, and loads it into the process.
+    """Compiles a generated .cu file, unless its library is in the cache, and loads the library into the process.
 
     Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
-    ptxas reports a slow kernel, and IntegrityError if others can write to the cache directory.
+    ptxas reports a slow kernel, and IntegrityError if other users can write to the cache directory.
     """
     began = time.monotonic()
     compiled = compile_only(source)
@@ -60,12 +60,12 @@ def library(source: Path) -> ctypes.CDLL:
 
 
 def compile_only(source: Path) -> Path:
-    """Compiles a .cu file, unless it is cached, and returns the path of the shared library.
+    """Compiles a .cu file, unless its library is in the cache, and returns the path of the library.
 
-    The cache key ignores `//` comment lines. A damaged library is compiled again.
+    The cache key ignores `//` comment lines. If the cached library is damaged, the file is compiled again.
 
     Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
-    ptxas reports a slow kernel, and IntegrityError if others can write to the cache directory.
+    ptxas reports a slow kernel, and IntegrityError if other users can write to the cache directory.
     """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
@@ -90,8 +90,8 @@ def flags(text: bytes) -> tuple[str, ...]:
 def compile_ahead(directory: Path) -> None:
     """Starts to compile every .cu file of a folder in background threads, at most one file per core.
 
-    nvcc then runs in parallel to torch.compile. Errors are ignored. The first call of a kernel compiles the file again,
-    and raises the error.
+    nvcc then runs in parallel to torch.compile. The threads ignore errors of nvcc. After an error, the first call of a
+    kernel compiles its file again, and raises the error.
     """
     cores = threading.Semaphore(os.cpu_count() or 1)
 
@@ -104,9 +104,9 @@ def compile_ahead(directory: Path) -> None:
 
 
 def initialize_driver() -> None:
-    """Starts a background thread that initializes the CUDA driver. On a machine with many GPUs, this is slow.
+    """Starts a background thread that initializes the CUDA driver, which is slow on a machine with many GPUs.
 
-    Torch reports errors when it uses the driver.
+    The thread ignores errors, because Torch reports them when it uses the driver.
     """
 
     def initialize() -> None:
@@ -143,8 +143,9 @@ def _is_sound(compiled: Path) -> bool:
 
 
 def slow(log: str) -> str | None:
-    """Returns why a kernel is slow: spilled registers or serialized wgmma. Returns None if the log of ptxas reports
-    neither.
+    """Returns the reason why a kernel is slow: spilled registers or serialized wgmma instructions.
+
+    Returns None if `log`, which is the output of ptxas, reports neither.
     """
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
@@ -153,22 +154,27 @@ def slow(log: str) -> str | None:
 
 
 def cache_root() -> Path:
-    """Returns the folder of all caches of code: SPECC_CACHE_DIR, or `specc` in the user's cache directory."""
+    """Returns the folder that contains all caches of code.
+
+    The environment variable SPECC_CACHE_DIR names the folder. The default is `specc` in the user's cache directory.
+    """
     return Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
 
 
 def cache_folder(name: str = "native") -> Path:
-    """Returns a folder of files that are loaded as code, created with mode 0700.
+    """Returns the cache folder `name`, whose files are loaded as code. The folder is created with mode 0700.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable or replaceable by others.
+    Raises IntegrityError if the folder is a link, belongs to another user, or if other users can write to it or replace
+    it.
     """
     return private_folder(cache_root() / name)
 
 
 def private_folder(folder: Path) -> Path:
-    """Creates a folder with mode 0700, unless it exists, and returns it.
+    """Creates a folder with mode 0700, unless the folder exists, and returns its path.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable or replaceable by others.
+    Raises IntegrityError if the folder is a link, belongs to another user, or if other users can write to it or replace
+    it.
     """
     with contextlib.suppress(FileExistsError):  # the path is a dangling link, or a file
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -213,7 +219,9 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def nvcc_release(nvcc: str) -> str:
-    """Returns the release of nvcc, such as `13.0.88`, or the first line of its output if there is no release.
+    """Returns the release of nvcc, such as `13.0.88`.
+
+    If the output of `nvcc --version` states no release, returns its first line.
 
     Raises EnvironmentFailure if `nvcc --version` fails.
     """

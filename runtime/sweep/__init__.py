@@ -1,1 +1,3 @@
-"""Sweeps: training runs of one spec with various settings, from one file. A table and a picture show the results."""
+"""Sweeps: training runs of one spec with various settings, which one file lists. A table and a picture show the
+results.
+"""

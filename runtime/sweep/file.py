@@ -19,9 +19,9 @@ class Setting(StrictModel):
     """An entry of the list of settings.
 
     Attributes:
-        name: the name. The names of the run directories contain it.
-        set: overrides `path=value`. They are applied after the overrides of the sweep.
-        seeds: the seeds of this setting, instead of the seeds of the sweep.
+        name: the name of the setting, which is a part of the names of its run directories.
+        set: overrides `path=value`. They are applied after the overrides of the whole sweep.
+        seeds: the seeds of this setting; None for the seeds of the sweep.
     """
 
     name: Title
@@ -33,9 +33,9 @@ class Quantization(StrictModel):
     """An entry of `quantize`: settings for quantizing finished runs of the sweep.
 
     Attributes:
-        name: the name.
-        of: the setting whose runs are quantized. The default is the first setting.
-        set: overrides of the section `quant`.
+        name: the name of the entry.
+        of: the name of the setting whose runs are quantized. The default is the first setting.
+        set: overrides `path=value` of the section `quant`.
     """
 
     name: Title
@@ -47,14 +47,14 @@ class SweepFile(StrictModel):
     """A sweep of training runs.
 
     Attributes:
-        spec: the spec, relative to the working directory or to the folder of the sweep file.
-        data: the data, as for `specc train --data`.
-        target: the target, as for `specc train --target`.
-        set: overrides `path=value` of all runs.
-        seeds: the values of `train.seed`, one per run. The default is the seed of the spec.
-        grid: maps paths in the spec to lists of values. Every combination of values is a setting. If there are
+        spec: the path of the spec, relative to the working directory or to the folder of the sweep file.
+        data: the data, in the format of `specc train --data`.
+        target: the target, as in `specc train --target`.
+        set: overrides `path=value` for all runs.
+        seeds: the values of `train.seed`. Each setting has one run per seed. The default is the seed of the spec.
+        grid: lists of values, by path in the spec. Every combination of values is a setting. If the file also has
             `settings`, every entry of `settings` is combined with every combination of values.
-        settings: the list of settings. The table compares all settings with the first.
+        settings: the list of settings. The table compares all settings with the first setting.
         quantize: the list of settings for quantizing finished runs.
     """
 

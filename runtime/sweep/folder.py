@@ -33,14 +33,14 @@ SHOWN = 6  # the most differences in a message
 
 
 class SweepError(RuntimeFailure):
-    """Raised if a folder does not fit the sweep file, or is not the folder of a sweep."""
+    """Raised if a folder does not fit its sweep file, or is not the folder of a sweep."""
 
     code = "U016"
     exit_code = 2
 
 
 class RecordedWork(StrictModel):
-    """A run or a quantization in sweep.json. The fields are described at PlannedRun and PlannedQuantization."""
+    """A run or a quantization in sweep.json. PlannedRun and PlannedQuantization describe the fields."""
 
     name: str
     setting: str
@@ -48,10 +48,10 @@ class RecordedWork(StrictModel):
     overrides: tuple[str, ...]
 
     def change(self, other: "RecordedWork | None") -> str | None:
-        """Describes how `other`, the new record of the same name, differs from this record. Returns None if the two are
-        equal.
+        """Returns a description of how `other` differs from this record; None if both records are equal.
 
-        `other` is None if the edited sweep file has no entry of this name.
+        `other` is the record of the same name for the edited sweep file. It is None if the edited file has no entry of
+        this name.
         """
         if other is None:
             return "no entry has the settings and seed"
@@ -77,9 +77,8 @@ class SweepRecord(StrictModel):
 
     Attributes:
         format: the version of the format.
-        data, target: as for `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. This number never changes, because the order of sums depends on
-            it.
+        data, target: the values of the options `--data` and `--target` of `specc train`; None for the defaults.
+        threads: the number of CPU threads of each run. The order of sums depends on this number, so it never changes.
         runs, quantizations: the runs and quantizations of the sweep.
     """
 
@@ -111,8 +110,9 @@ class SweepRecord(StrictModel):
             raise IntegrityError(f"{directory / RECORD}: is damaged: {error}") from None
 
     def changes(self, new: "SweepRecord") -> Iterator[str]:
-        """Yields one sentence per difference to `new`, the record of the edited sweep file. Added runs are not
-        differences.
+        """Yields one sentence per difference between this record and `new`, the record of the edited sweep file.
+
+        Runs that only `new` contains are not differences.
         """
         for name in ("data", "target"):
             if getattr(self, name) != getattr(new, name):
@@ -153,16 +153,16 @@ class SweepFolder:
         """Opens or begins the folder of a sweep. The caller must hold the lock of the folder.
 
         Args:
-            directory: the folder.
-            sweep: the checked sweep.
-            threads: the number of CPU threads of each run, for a new sweep.
-            extend: whether to accept a sweep file with more runs than the folder has.
+            directory: the path of the folder.
+                    sweep: the checked sweep file.
+                    threads: the number of CPU threads of each run, for a new sweep.
+                    extend: whether to accept a sweep file with more runs than the folder has.
 
-        Returns:
+                Returns:
             The folder.
 
         Raises:
-            SweepError: if the folder belongs to another sweep, or the file has changed since the sweep began.
+            SweepError: if the folder belongs to another sweep, or the sweep file has changed since the sweep began.
             IntegrityError: if the record is damaged.
             EnvironmentFailure: if the folder cannot be written.
         """
@@ -233,7 +233,7 @@ class SweepFolder:
         return self.run(entry.name) / "quantized" / "report.json"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
-        """Copies the run to quantize, unless this was done before. Checkpoints become hard links."""
+        """Copies the run that `entry` quantizes, unless the copy exists. The checkpoints of the copy are hard links."""
         target, partial = self.run(entry.name), self.directory / f".{entry.name}"
         if target.exists():
             return
@@ -262,7 +262,7 @@ class SweepFolder:
 def require_free_or_begun(directory: Path) -> None:
     """Raises SweepError if the directory contains files that do not belong to a sweep.
 
-    Must be called before the directory is locked, because the lock adds a file.
+    Call this function before the directory is locked, because the lock adds a file.
     """
     if not directory.exists() or (directory / RECORD).is_file():
         return

@@ -15,15 +15,16 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    If the values of the first path of the grid are numbers, they are the x axis. There is one line per combination of
-    the other paths. Without numeric values, settings are drawn as rows, in the order of the file.
+    If the values of the first path of the grid are numbers, the x axis shows these values, and the picture has one line
+    per combination of values of the other paths. Otherwise, the picture has one row per setting, in the order of the
+    sweep file.
 
     Args:
         results: the results, with at least one finished run.
-        title: the heading.
+        title: the heading of the picture.
 
     Returns:
-        A PNG.
+        The content of a PNG file.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.

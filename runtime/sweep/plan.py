@@ -1,6 +1,6 @@
 """Plans the runs of a sweep file: names, overrides and checked specs.
 
-This module starts no runs, and needs no torch. A sweep can thus be checked on any machine.
+This module starts no runs and does not import Torch, so it can check a sweep on any machine.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ class PlannedRun:
         name: the name of the run directory.
         setting: the name of the setting.
         seed: the seed.
-        overrides: all values of `--set`.
-        spec_digest: the SHA-256 (hex) of the spec.
+        overrides: all values of `--set` for the run.
+        spec_digest: the SHA-256 (hex) of the spec with the overrides.
         estimated_bytes: the estimated size of the artifact; None if the spec has no section `quant`.
     """
 
@@ -72,17 +72,17 @@ class PlannedQuantization:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSweep:
-    """A checked sweep.
+    """A sweep whose file and specs were checked.
 
     Attributes:
         spec: the path of the spec.
-        model: the name in the spec. The lock file has the same name.
-        targets: the targets of the spec, or the single target of the sweep.
-        data: the data as for `specc train --data`; None for the default data of the spec.
+        model: the name in the spec, which is also the name of the lock file.
+        targets: the targets of the spec, or only the target that the sweep selects.
+        data: the data, in the format of `specc train --data`; None for the default data of the spec.
         target: the target of all runs; None for the best target of the machine.
         runs, quantizations: the runs and quantizations, in the order of the file.
-        values: for each setting, the value of each path of the grid.
-        metric: the name of the metric of the spec.
+        values: the value of each path of the grid, for each setting.
+        metric: the value of `eval.metric` in the spec.
     """
 
     spec: Path
@@ -108,8 +108,8 @@ class PlannedSweep:
 class _Override:
     """An override, and its position in the sweep file.
 
-    `path` is the position of an entry `path=value`. In a grid, `path` is the position of the key, and `value` is the
-    position of the value.
+    For an entry `path=value`, the attribute `path` is the position of the entry. In a grid, the attribute `path` is the
+    position of the key, and the attribute `value` is the position of the value.
     """
 
     text: str
@@ -142,14 +142,14 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
     Args:
         path: the sweep file.
-        data, target: values that replace the values in the file.
+        data, target: values that replace `data` and `target` in the file; None for the values in the file.
 
     Returns:
-        The sweep.
+        The checked sweep.
 
     Raises:
         SpeccError: if the file is a spec.
-        SpecError: with all problems of the sweep file and of the specs.
+        SpecError: if the sweep file or a spec is not valid. The error lists all problems.
     """
     source = read(path)
     if isinstance(source.data, dict) and "spec_version" in source.data:
@@ -259,7 +259,7 @@ class _Plan:
         read(spec)  # a spec that cannot be read is reported once, and not once per setting
 
     def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
-        """Yields the runs of a setting; none if its spec has problems."""
+        """Yields the runs of a setting with their specs. Yields nothing if the spec of the setting has problems."""
         texts = tuple(override.text for override in setting.overrides)
         try:
             spec, source = load(self._spec, texts)
@@ -284,8 +284,13 @@ class _Plan:
         runs: Sequence[PlannedRun],
         taken: set[str],
     ) -> Iterator[PlannedQuantization]:
-        """Yields the quantizations. `firsts` maps each setting to its first run. `taken` has the names of existing
-        folders.
+        """Yields the planned quantizations.
+
+        Args:
+            entries: the entries of `quantize` in the sweep file.
+            firsts: the spec and the first run of each setting, by the name of the setting.
+            runs: the training runs of the sweep.
+            taken: the names of directories that other runs of the sweep already use.
         """
         folders = _folders([entry.name for entry in entries])
         names = tuple(dict.fromkeys(run.setting for run in runs))
@@ -342,8 +347,8 @@ class _Plan:
     ) -> None:
         """Records problems in the spec of a setting.
 
-        A problem gets the position of the responsible override in the sweep file. If no override is responsible, and
-        the spec is not a file, the problem gets the position `instead`.
+        If an override causes a problem, the recorded position is that of the override in the sweep file. Otherwise, the
+        recorded position is `instead`, or the position in the spec file if `instead` is None.
         """
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
@@ -379,12 +384,12 @@ class _Plan:
 
 
 def digest_of(spec: Spec) -> str:
-    """Returns the SHA-256 (hex) of the spec, as a run records it."""
+    """Returns the SHA-256 (hex) of a spec, which is also the digest that a run records."""
     return hashlib.sha256(canonical(spec).encode()).hexdigest()
 
 
 def estimated_bytes(planned: Planned) -> int | None:
-    """Returns the estimated size of the artifact; None if the spec has no section `quant`."""
+    """Returns the estimated size of the artifact in bytes; None if the spec has no section `quant`."""
     if planned.spec.quant is None:
         return None
     target, plan = next(iter(planned.plans.items()))

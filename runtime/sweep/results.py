@@ -1,4 +1,4 @@
-"""The results of a sweep: for each setting, the final metric over the seeds, training time, throughput and bytes."""
+"""The results of a sweep: the final metric, the training time, the throughput and the bytes of each setting."""
 
 import json
 import statistics
@@ -18,9 +18,9 @@ class Sample:
     """Values of one measurement for several seeds.
 
     Attributes:
-        mean: the mean.
-        std: the sample standard deviation (divisor n - 1); None for a single value.
-        values: the values.
+        mean: the mean of the values.
+        std: the sample standard deviation of the values (divisor n - 1); None for a single value.
+        values: the value for each seed.
     """
 
     mean: float
@@ -41,14 +41,15 @@ class SettingResult:
         setting: the name of the setting.
         grid: the value of each path of the grid.
         seeds: the seeds of the finished runs.
-        metric: the final validation metric; None without a finished run.
+        metric: the final validation metric; None if no run is finished.
         nats: the final validation loss in nats per token.
-        raw: the metric of the weights before averaging; None if weights are not averaged.
-        difference: the mean of `metric` minus the mean of the first setting.
-        seconds: the mean seconds of training.
-        tokens_per_second: the mean tokens per second of training.
-        bytes: the size of the largest artifact, or an estimate if no run is quantized; None without `quant`.
-        measured: whether `bytes` is the size of an artifact. Otherwise, `bytes` is an estimate.
+        raw: the metric of the weights without averaging; None if the runs do not average weights.
+        difference: the mean of `metric` minus the mean of `metric` for the first setting.
+        seconds: the mean training time in seconds.
+        tokens_per_second: the mean number of tokens per second of training.
+        bytes: the size of the largest artifact, or an estimate if no run is quantized. None if the spec has no section
+            `quant`.
+        measured: True if `bytes` is the size of an artifact, False if it is an estimate.
         unfinished: the reason for each run that is not finished.
     """
 
@@ -74,7 +75,7 @@ class QuantizedResult:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the mean of `metric` minus the mean of the same runs before quantization.
+        difference: the mean of `metric` minus the mean of the metric of the same runs before quantization.
         bytes: the size of the largest artifact.
         unfinished: the reason for each run that is not finished.
     """
@@ -89,7 +90,7 @@ class QuantizedResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All results of a sweep. Each setting is compared with the first of `settings`."""
+    """All results of a sweep. Each setting is compared with the first entry of `settings`."""
 
     metric: Metric
     settings: tuple[SettingResult, ...]
@@ -138,8 +139,8 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
     """Reads the results of a sweep from its run directories.
 
     Args:
-        folder: the folder.
-        failed: the reason for each run that has failed in this process.
+        folder: the folder of the sweep.
+        failed: the reason for the failure of each run that failed in this process, by name.
 
     Returns:
         The results so far.

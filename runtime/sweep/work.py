@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep, several at once. Each job is one process, on one GPU or on a part of the CPU."""
+"""Runs the jobs of a sweep, several at a time. Each job is one process, on one GPU or on a part of the CPU."""
 
 import os
 import shlex
@@ -30,8 +30,8 @@ class Job:
         name: the name of the run.
         arguments: the arguments of `specc`.
         output: the file to which the output is appended.
-        prepare: is called directly before the command starts.
-        result: returns a line about the result. It is called after the command has ended.
+        prepare: a function that is called directly before the command starts.
+        result: a function that is called after the command has ended, and returns a line about its result.
     """
 
     name: str
@@ -43,8 +43,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A GPU, or a part of a GPU or of the CPU. A slot runs one job at a time. `environment` has the variables that
-    select the GPU.
+    """A GPU, or a part of a GPU or of the CPU, that runs one job at a time.
+
+    `environment` contains the environment variables that select the GPU for the job.
     """
 
     name: str
@@ -67,13 +68,13 @@ class Outcome:
 
 
 def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
-    """Returns `jobs` slots for each GPU. Returns `jobs` slots on the CPU if the targets need the CPU, or there is no
-    GPU.
+    """Returns `jobs` slots for each GPU. If the machine has no GPU, or the targets are CPU targets, returns `jobs`
+    slots on the CPU.
 
     Args:
         targets: the targets of the spec, or the single target of the sweep.
-        jobs: the number of jobs that run at once on each GPU, or on the CPU.
-        gpus: the number of GPUs to use. None for all.
+        jobs: the number of jobs that run at the same time on each GPU, or on the CPU.
+        gpus: the number of GPUs to use. None for all GPUs.
 
     Returns:
         The slots. Consecutive slots are on different GPUs.
@@ -100,7 +101,10 @@ def _visible_gpus() -> list[str]:
 
 
 def threads_of(slots: int) -> int:
-    """Returns the number of CPU threads for each of `slots` jobs: OMP_NUM_THREADS, or an equal part of the cores."""
+    """Returns the number of CPU threads for each of `slots` jobs.
+
+    The environment variable OMP_NUM_THREADS states the number. By default, the jobs divide the cores equally.
+    """
     stated = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return int(stated) if stated.isdecimal() and int(stated) else max(1, cores // slots)
@@ -122,14 +126,15 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
         slots: the slots.
         threads: the number of CPU threads of each job.
         until: the value of `time.monotonic` after which no job starts.
-        say: is called with a message for each start and each end.
+        say: the function that receives a message when a job starts or ends.
 
     Returns:
         The names of the jobs that are done, the names of the jobs that failed, and the number of jobs that were not
             started.
 
     Raises:
-        Preempted, Interrupted: after a signal. The signal was forwarded to the jobs, and the jobs have saved and ended.
+        Preempted, Interrupted: after a signal. The function first forwards the signal to the jobs, and waits until they
+            have saved their state and ended.
     """
     waiting, free, running = deque(jobs), deque(slots), list[_Running]()
     outcome, received, sent = Outcome(), list[int](), 0
@@ -197,7 +202,10 @@ def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
 
 
 def last_error(output: Path) -> str:
-    """Returns the first line of the last error in the output of a command, or the last line if there is no error."""
+    """Returns the first line of the last error message in the output of a command.
+
+    If the output contains no error message, returns its last line.
+    """
     try:
         lines = output.read_text(encoding="utf-8", errors="replace").rpartition("$ specc ")[2].splitlines()[1:]
     except OSError:

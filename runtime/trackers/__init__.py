@@ -1,1 +1,1 @@
-"""Trackers: programs that receive the log records of a run, such as TensorBoard. Each tracker is one file."""
+"""Trackers: programs such as TensorBoard that receive the log records of a run. Each tracker has one file here."""

@@ -15,7 +15,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker, numbers_of
 
 
 class UnknownTracker(RuntimeFailure):
-    """Raised if no tracker has this name (exit code 2)."""
+    """Raised if no tracker has the requested name (exit code 2)."""
 
     code = "U001"
     exit_code = 2
@@ -29,7 +29,7 @@ def require_trackers(names: Sequence[str]) -> None:
     """Checks that trackers exist and that their packages are installed, without importing the packages.
 
     Raises:
-        UnknownTracker: a name is not that of a tracker.
+        UnknownTracker: no tracker has one of the names.
         EnvironmentFailure: the package of a tracker is not installed.
     """
     known = classes(trackers, Tracker)
@@ -42,11 +42,11 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Passes log records to a tracker. After the first error of the tracker, passes no more records.
+    """Passes log records to a tracker, until the first error of the tracker.
 
     Args:
         tracker: the tracker.
-        say: is called with a message about an error.
+        say: the function that receives a message about an error.
     """
 
     def __init__(self, tracker: Tracker, say: Say) -> None:
@@ -79,12 +79,12 @@ class Follower:
 
 
 def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitStack) -> list[Follower]:
-    """Starts trackers.
+    """Starts trackers, and returns the objects that pass log records to them.
 
     Args:
-        names: the names of the trackers; repetitions count once.
+        names: the names of the trackers. A repeated name starts only one tracker.
         run: the run that the trackers show.
-        say: is called with messages for the user.
+        say: the function that receives messages for the user.
         stack: the exit stack that closes the trackers.
 
     Raises:

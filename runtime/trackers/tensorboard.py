@@ -8,8 +8,9 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Tracker):
-    """Writes event files with `torch.utils.tensorboard`. If a resumed run repeats steps, the earlier records of these
-    steps are hidden.
+    """Writes event files with `torch.utils.tensorboard`.
+
+    If a resumed run repeats steps, TensorBoard hides the earlier records of the repeated steps.
     """
 
     name, package, extra = "tensorboard", "tensorboard", "tensorboard"

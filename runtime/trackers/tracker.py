@@ -16,7 +16,7 @@ class TrackedRun:
         project: the name of the spec.
         digest: the SHA-256 (hex) of the spec.
         config: the spec as data, with all defaults.
-        step: the step at which training begins: 0, or the step of the checkpoint to resume from.
+        step: the step at which training begins, which is 0 unless the run is resumed from a checkpoint.
     """
 
     directory: Path
@@ -27,12 +27,12 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """The interface of a tracker. It receives the log records of a run, in the process that writes the log.
+    """The interface of a tracker, which receives the log records of a run in the process that writes the log.
 
     Attributes:
-        name: the value of `specc train --track`.
-        package: the package that the tracker needs. The package is imported when the tracker starts.
-        extra: the extra of specc that installs this package.
+        name: the value of `specc train --track` that selects the tracker.
+        package: the name of the Python package that the tracker needs. It is imported when the tracker starts.
+        extra: the optional dependency group of specc that installs this package.
     """
 
     name: ClassVar[str]
@@ -45,7 +45,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Receives the numeric values of a record. A name is, for example, `step/loss`."""
+        """Receives the numeric values of a log record, by name. An example of a name is `step/loss`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -55,11 +55,11 @@ class Tracker(ABC):
 def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numeric values of a log record, by name.
 
-    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. For the loads of
-    experts, there is one value per layer: the largest load divided by the mean load.
+    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. The loads of the experts of a
+    layer become one value, which is the largest load divided by the mean load.
 
     Args:
-        event: the event of the record.
+        event: the name of the event, such as `step`.
         values: the fields of the record.
     """
     weights = values.get("weights")

@@ -9,7 +9,10 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class Trackio(Tracker):
-    """Writes to the local database of Trackio. The project is named after the spec, and the run after its directory."""
+    """Writes to the local database of Trackio.
+
+    The project has the name of the spec, and the run has the name of its directory.
+    """
 
     name, package, extra = "trackio", "trackio", "trackio"
 

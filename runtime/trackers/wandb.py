@@ -9,7 +9,10 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """Writes with `wandb`, offline by default. `wandb sync` uploads the files later. A resumed run keeps its id."""
+    """Writes files with `wandb`, by default without a connection. `wandb sync` can upload the files later.
+
+    A resumed run keeps its id.
+    """
 
     name, package, extra = "wandb", "wandb", "wandb"
 

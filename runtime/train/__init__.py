@@ -1,1 +1,1 @@
-"""Trains a generated model: the steps, the state of a run, and resuming."""
+"""Trains a generated model: performs training steps, saves the state of a run, and resumes runs."""

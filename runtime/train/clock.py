@@ -4,7 +4,7 @@ import time
 
 
 class Clock:
-    """Counts seconds of training. Validation, checkpoints and compilation do not count."""
+    """Measures the training time of a run in seconds, without the time for validation, checkpoints and compilation."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -17,14 +17,15 @@ class Clock:
 
     @property
     def common(self) -> float:
-        """The seconds of training for decisions that all processes must agree on.
+        """The training time in seconds, with the same value on all processes of the run.
 
-        With several processes, this is the last value passed to `agree`. With one process, it is `seconds`.
+        Decisions that must be equal on all processes depend on this value. With several processes, it is the last
+        argument of `agree`. With one process, it is `seconds`.
         """
         return self._agreed if self._agreed is not None else self.seconds
 
     def agree(self, seconds: float) -> None:
-        """Sets `common`. All processes of a run call this with the same value, once per step."""
+        """Sets `common` to `seconds`. All processes of a run call this method with the same value, once per step."""
         self._agreed = seconds
 
     def set(self, seconds: float) -> None:

@@ -16,8 +16,10 @@ _MISSING = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context manager in which repeated computations with Torch return the same bits. Without `wanted`, nothing
-    changes. Enter the context before the first matrix product on a GPU, and before torch.distributed is initialized.
+    """A context manager in which repeated computations with Torch return the same bits.
+
+    If `wanted` is False, the context manager does nothing. Enter the context before the first matrix product on a GPU,
+    and before torch.distributed is initialized.
 
     Raises:
         EnvironmentFailure: if the environment selects a cuBLAS workspace for which results may vary.

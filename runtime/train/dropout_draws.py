@@ -1,5 +1,6 @@
-"""The random numbers of dropout in text models. They depend on seed, step and node, and on the index of a row in the
-step.
+"""The random numbers of dropout in text models.
+
+They depend on the seed of the run, the step, the dropout node, and the index of a row in the step.
 """
 
 import hashlib
@@ -12,9 +13,10 @@ from specc.runtime.distributed.world import World
 
 
 class DropoutDraws:
-    """Writes the keys and row numbers of dropout into the buffers of a model; see `specc.compiler.ops.dropout`.
+    """Writes the keys and row numbers of dropout into the buffers of a model.
 
-    With W processes, rank r computes the sequences r, r + W, r + 2 * W, ... of a step.
+    A dropout node derives its random numbers from a key and the row numbers; see `specc.compiler.ops.dropout`. With W
+    processes, process r computes the sequences r, r + W, r + 2 * W, ... of a step.
 
     Args:
         model: the model in training.
@@ -33,11 +35,11 @@ class DropoutDraws:
         self._keys: tuple[int, list[int]] = (-1, [])
 
     def write(self, step: int, part: int) -> None:
-        """Writes the keys and row numbers for one backward pass. Does not wait for the device.
+        """Writes the keys and row numbers for one backward pass, without waiting for the device.
 
         Args:
-            step: the number of updates so far.
-            part: the index of the pass in its update.
+            step: the number of previous updates.
+            part: the index of the backward pass in its update.
         """
         if not self._buffers:
             return

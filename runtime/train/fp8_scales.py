@@ -1,4 +1,7 @@
-"""The scales of matrix products in 8-bit floats, for `train.precision.fp8`. They are computed from earlier steps."""
+"""The scales of matrix products in 8-bit floats, for the setting `train.precision.fp8`.
+
+The scales are computed from the magnitudes of operands in earlier steps.
+"""
 
 from collections.abc import Mapping
 
@@ -14,14 +17,15 @@ X, WEIGHT, DY = range(len(FACTORS))
 
 
 class Fp8Scales:
-    """The scales of matrix products. They are computed from the largest magnitudes of the operands in past steps. A
-    product reads scales from a buffer of the model, and records magnitudes in this buffer; see
+    """Computes the scales of matrix products from the largest magnitudes of their operands in earlier steps.
+
+    A product reads its scales from a buffer of the model, and records magnitudes in this buffer; see
     `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates.
 
     Args:
         model: the model in training, on its device.
         rows: the number of tokens per backward pass on this process.
-        world: the processes that train together. All have the same scales.
+        world: the processes that train together. All processes have the same scales.
         loss_scale: the factor by which the loss is multiplied in the first step.
     """
 
@@ -36,7 +40,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales of the first step. They depend on the current weights and on the factor of the loss."""
+        """Sets the scales of the first step from the current weights and the factor `loss_scale` of the loss."""
         for name, buffer in self._buffers.items():
             begin_scales(buffer)
             buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
@@ -47,8 +51,8 @@ class Fp8Scales:
     def update(self, loss_scale: float) -> None:
         """Records the largest magnitudes of a step, and sets the scales of the next step.
 
-        `loss_scale` is the factor of the loss in the next step. A magnitude that is not finite, for example because of
-        an overflow, is replaced by the largest recorded magnitude.
+        `loss_scale` is the factor by which the loss is multiplied in the next step. If a magnitude is not finite, for
+        example because of an overflow, it is replaced by the largest recorded magnitude.
         """
         if not self._buffers:
             return
@@ -70,9 +74,7 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the magnitudes of the last steps for a checkpoint, f32 [steps, 3] by name. The tensors are not
-        copies.
-        """
+        """Returns the recorded magnitudes for a checkpoint, by name. The tensors f32 [steps, 3] are not copies."""
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()

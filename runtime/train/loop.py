@@ -27,7 +27,7 @@ from specc.runtime.train.trainer import Trainer
 
 
 class RunLabel(Protocol):
-    """The names and paths of a run, for messages and for resuming."""
+    """The properties of a run that the training loop needs for messages and for resuming."""
 
     @property
     def directory(self) -> Path: ...
@@ -43,7 +43,7 @@ class RunLabel(Protocol):
 
 
 class _SignalReceived(Exception):
-    """Raised if this process received a signal, before the other processes know about it."""
+    """Raised after this process has received a signal that it has not yet reported to the other processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Limits:
     """Limits that end a run early.
 
     Attributes:
-        steps: the total number of steps of the run.
-        seconds: the maximum number of seconds in this loop.
+        steps: the number of steps, counted from step 0, after which the run ends; None for no limit.
+        seconds: the number of seconds in the current loop after which the run ends; None for no limit.
     """
 
     steps: int | None = None
@@ -66,11 +66,12 @@ class TrainResult:
     Attributes:
         run: the run directory.
         checkpoint: the checkpoint with the final weights.
-        step: the number of updates.
-        seconds: the seconds of training.
+        step: the number of optimizer updates.
+        seconds: the training time in seconds.
         complete: False if the run ended early.
         reached: whether the run ended because a validation reached `train.stop_at_loss`.
-        raw, averaged: the validation results of the plain and of the averaged weights.
+        raw, averaged: the last validation result of the master weights, and of the averaged weights; None if there is
+            no such result.
     """
 
     run: Path
@@ -90,18 +91,18 @@ class TrainResult:
 class Loop:
     """Trains one run, from the current step of the trainer to the end of the run.
 
-    With several processes, each runs the loop. Once per step, they exchange signals and elapsed times, so that all stop
-    at the same step. Rank 0 saves and reports.
+    With several processes, each process runs the loop. Once per step, the processes exchange signals and elapsed times,
+    so that all of them stop at the same step. Rank 0 writes checkpoints and the log.
 
     Args:
         run: the names and paths of the run.
         trainer: the model in training.
         validation: the data on which the model is scored.
         reporter: the log, the progress display and the function that prints lines.
-        limits: the limits that end this run early.
+        limits: the limits that end the run early.
         save: writes a snapshot and returns the path of the checkpoint. Raises RunFailure if the disk is full.
-        advice: returns the advice to the user if a GPU runs out of memory.
-        start: measures the phases of the start. None begins a new measurement.
+        advice: returns the hint for the user if a GPU runs out of memory.
+        start: the running measurement of the start of the run. None for a new measurement.
     """
 
     def __init__(
@@ -218,8 +219,8 @@ class Loop:
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop begins with a validation.
 
-        A resumed run validates first if the validation of the current step is due and not in the log. It also validates
-        first if the logged loss of this step reached `train.stop_at_loss`. The run then ends.
+        A resumed run validates first if the validation of the current step is due but not in the log. It also validates
+        first if the logged loss of the current step reached `train.stop_at_loss`, so that the run ends.
         """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():

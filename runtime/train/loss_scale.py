@@ -1,4 +1,4 @@
-"""Loss scaling: the loss is multiplied by a factor before backward passes (`train.precision.loss_scale`)."""
+"""Loss scaling: multiplies the loss by a factor before the backward pass (`train.precision.loss_scale`)."""
 
 from collections.abc import Mapping
 
@@ -11,9 +11,11 @@ LARGEST = 2.0**32  # the largest factor, because the scaled loss must stay far b
 
 
 class LossScale:
-    """The factor by which the loss is multiplied before backward passes. Gradients are divided by this factor before
-    clipping. A dynamic factor falls after a step with a gradient that is not finite, and rises after many steps without
-    such a gradient (Micikevicius et al., 2018). All ranks have the same factor.
+    """The factor by which the loss is multiplied before the backward pass.
+
+    Gradients are divided by the factor before clipping. A dynamic factor falls after a step with a gradient that is not
+    finite, and rises after many steps with finite gradients (Micikevicius et al., 2018). All processes have the same
+    factor.
 
     Args:
         spec: the settings, or a constant factor.
@@ -37,7 +39,7 @@ class LossScale:
 
     @property
     def changes(self) -> bool:
-        """Whether the factor is dynamic. If it is constant, gradients that are not finite end the run."""
+        """Whether the factor is dynamic. If the factor is constant, a gradient that is not finite ends the run."""
         return self._spec is not None
 
     @property

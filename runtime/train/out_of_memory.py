@@ -23,14 +23,14 @@ Change = tuple[str, Step]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Computes the advice for a run that needs more memory than its GPU has.
+    """Computes the hint for the user if a run needs more memory than its GPU has.
 
     Attributes:
         spec: the spec of the run.
         target: the target of the run.
-        lock: the kernels that were fastest in measurements.
+        lock: the kernels that `specc tune` measured as the fastest.
         processes: the number of processes that train together.
-        place: the position of `train` in the spec, as `file:line`; empty if the run has no file.
+        place: the position of the section `train` in the spec, as `file:line`; empty if the position is unknown.
     """
 
     spec: Spec
@@ -43,8 +43,8 @@ class Advice:
         """Returns a hint with the smallest changes of the spec that fit in `capacity` bytes.
 
         A change reduces the rows per micro-batch, recomputes a part of the model in the backward pass, or both. The
-        unchanged run has failed, so it needs at least `capacity` bytes. If its estimate is smaller, all estimates are
-        scaled up.
+        unchanged run has failed, so it needs at least `capacity` bytes. If the estimate for the unchanged run is
+        smaller than `capacity`, all estimates are scaled up.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -94,8 +94,9 @@ class Advice:
 
 
 def capacity_of(device: torch.device) -> int:
-    """Returns the number of bytes that the tensors of this process may occupy on a GPU, including bytes already in
-    use.
+    """Returns the number of bytes that the tensors of this process may occupy on a GPU.
+
+    The number includes the bytes that the tensors already occupy.
     """
     free, total = torch.cuda.mem_get_info(device)
     # The next function does not accept a device without an index

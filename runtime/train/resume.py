@@ -1,4 +1,4 @@
-"""Finds the run and the checkpoint to resume from."""
+"""Finds the run that a training command resumes, and restores its newest checkpoint."""
 
 from pathlib import Path
 
@@ -13,9 +13,10 @@ from specc.runtime.train.trainer import Trainer
 
 
 def run_to_resume(directory: Path | None, name: str) -> Path | None:
-    """Returns the directory of the run to resume, or None if there is none.
+    """Returns the directory of the run to resume, or None if no such run exists.
 
-    `directory` is the choice of the user. None selects the newest run of the spec `name`.
+    `directory` is the run directory that the user names. If it is None, the result is the newest run of the spec
+    `name`.
     """
     directory = directory or newest_run(name)
     return directory if directory is not None and is_run(directory) else None
@@ -28,11 +29,11 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         begun: the run, with the recorded location of its data.
         run: the same run, with the current location of its data.
         trainer: the trainer that receives the state of the checkpoint.
-        say: is called with messages for the user.
+        say: the function that receives messages for the user.
 
     Raises:
         IntegrityError: if the run has had checkpoints, but none of them is valid.
-        RunDirectoryError: if the data are at another path, and no checkpoint confirms that they are the same.
+        RunDirectoryError: if the path of the data has changed, and no checkpoint can show that the data are unchanged.
     """
     moved = run.data != lasting(begun.data)
 

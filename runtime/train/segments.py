@@ -22,8 +22,8 @@ class RunSegment:
     """A part of a run with fixed programs, row length and step size.
 
     Attributes:
-        begins: the completed share of the run at which the segment begins, 0 to 1.
-        phase: the programs for training and scoring.
+        begins: the completed share of the run, from 0 to 1, at which the segment begins.
+        phase: the phase, which states the programs for training and scoring.
         tokens: the length of a row, in tokens.
         micro_batches: the number of backward passes per step on each process.
     """
@@ -43,13 +43,13 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
     """Returns the segments of a run, in order. A new segment begins wherever the phase or a scheduled size changes.
 
     Args:
-        phases: the phases of the run before the last phase, in order.
-        train: the training spec.
-        window: the number of tokens per window, and per row if `train.context` is unset.
+        phases: all phases of the run except the last phase, in order.
+        train: the section `train` of the spec.
+        window: the context of the model in tokens. If `train.context` is unset, `window` is also the row length.
         world: the number of processes.
 
     Raises:
-        BatchError: if a step cannot be cut into micro-batches.
+        BatchError: if a step cannot be divided into micro-batches.
     """
     ends = (0.0, *(phase.until for phase in phases), 1.0)
     tokens, sizes = points_of(train.context or window), points_of(train.step_size)
@@ -68,8 +68,9 @@ def segment_at(segments: Sequence[RunSegment], done: float) -> int:
 def compiled_functions(
     model: nn.Module, segments: Sequence[RunSegment], compiled: bool, compile_training: Compile = torch.compile
 ) -> Mapping[str, Function]:
-    """Returns the programs of all segments by name, compiled if requested. Training programs return the mean loss of a
-    batch. Scoring programs return the loss of each target.
+    """Returns the programs of all segments, by name.
+
+    Training programs return the mean loss of a batch. Scoring programs return the loss of each target.
 
     Args:
         model: the model.
@@ -94,13 +95,16 @@ def compiled_functions(
 
 
 class UnusedParameters:
-    """Parameters that no program of a phase reads. An optimizer would still apply weight decay to these parameters, and
-    advance their step counts. `restore` reverts this. During each call, `masters` must contain the f32 weights.
+    """Protects parameters that no program of a phase reads from changes by an optimizer.
+
+    Without this protection, an optimizer would apply weight decay to the parameters and advance their step counts. The
+    method `save` stores the parameters and their optimizer state, and `restore` writes the stored values back. During
+    each call, `masters` must contain the f32 weights.
 
     Args:
-        names: the parameters.
+        names: the names of the parameters.
         masters: the f32 master weights, by name.
-        state: the optimizers' state, by `kind.slot/parameter`.
+        state: the state of the optimizers, with the keys of `Optimizers.state`.
     """
 
     def __init__(self, names: Sequence[str], masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

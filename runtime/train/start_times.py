@@ -10,7 +10,7 @@ class StartTimes:
     """Measures the consecutive phases of a start.
 
     Args:
-        began: the value of `time.monotonic` when the command began. None selects the time of this call.
+        began: the value of `time.monotonic` when the command began. None for the current time.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -20,8 +20,9 @@ class StartTimes:
         self.ended = False
 
     def mark(self, phase: str) -> None:
-        """Adds the seconds since the last call to the total of `phase`. Seconds of waiting for nvcc are added to the
-        phase `nvcc` instead.
+        """Adds the seconds since the last call to the total of `phase`.
+
+        The seconds in which this process waited for nvcc are added to the total of the phase `nvcc` instead.
         """
         now, waited = time.monotonic(), native.waited[0]
         nvcc = waited - self._waited

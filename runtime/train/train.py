@@ -1,6 +1,6 @@
-"""The entry point `train`: creates or resumes a run, and trains.
+"""The entry point `train`: creates or resumes a run, and trains the model.
 
-loop.py repeats steps, and trainer.py computes a step.
+loop.py contains the loop over the steps, and trainer.py computes a single step.
 """
 
 import os
@@ -63,26 +63,26 @@ class TrainOptions:
     Attributes:
         spec: the resolved spec.
         target: the target of the spec to run.
-        data: the data to train on, as in the option `--data`. For text, see
+        data: the training data, in the format of the option `--data`. For text, see
             `specc.runtime.data.windows.stream.open_stream`.
-        run: the run directory. None selects the next free `runs/NAME-NNN` for a new run, and the newest `runs/NAME-NNN`
-            to resume.
-        overrides: the values of `--set`, for run.json. `spec` already contains them.
-        resume: "auto" continues from the newest valid checkpoint. The run starts from step 0 if there is no run, or if
-            the run ended before its first checkpoint.
-        stop_after_steps: the number of steps after which the run ends early, counted from step 0. Schedules do not
-            change.
-        max_seconds: the seconds after which the run ends early, counted in this process. Schedules do not change.
+        run: the run directory. If it is None, a new run gets the next free directory `runs/NAME-NNN`, and a resumed run
+            is the newest `runs/NAME-NNN`.
+        overrides: the values of `--set`, which run.json records and `spec` already contains.
+        resume: "auto" continues from the newest valid checkpoint. If no run exists, or if the run has no checkpoint
+            yet, training starts from step 0.
+        stop_after_steps: the number of steps after which the run ends early, counted from step 0. The limit does not
+            change schedules.
+        max_seconds: the number of seconds in this process after which the run ends early. The limit does not change
+            schedules.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
-        lock: the kernels that were fastest in measurements. A new run stores them. A resumed run uses the stored
-            kernels.
-        track: the names of trackers that receive the records of the log.
-        place: the position of `train` in the spec, as `file:line`, for messages; empty if unknown.
-        began: the value of `time.monotonic` when the command began. With this value, the log includes the time of
-            imports.
+        lock: the kernels that `specc tune` measured as the fastest. A new run stores them in the run directory. A
+            resumed run ignores `lock`, and uses the stored kernels.
+        track: the names of the trackers that receive the records of the log.
+        place: the position of the section `train` in the spec, as `file:line`, for messages; empty if unknown.
+        began: the value of `time.monotonic` when the command began, so that the log includes the time of imports.
     """
 
     spec: Spec
@@ -106,13 +106,13 @@ class TrainOptions:
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
     """Trains until the run is complete or ends early.
 
-    With several processes, each calls this function with the same options. Rank 0 reports and writes the run directory,
-    which must be on shared storage. The number of processes changes the result only by rounding.
+    With several processes, each process calls this function with the same options. Rank 0 prints messages, and writes
+    the run directory, which must be on shared storage. The number of processes changes the result only by rounding.
 
     Args:
         options: the spec, the data and the run directory.
-        say: is called with messages for the user. Errors of `say` are ignored, so that the run continues after the
-            terminal is closed.
+        say: the function that receives messages for the user. Its errors are ignored, so that the run continues after
+            the user closes the terminal.
         world: the processes that train together. None for this process alone.
 
     Raises:
@@ -120,7 +120,8 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         EnvironmentFailure: if the machine lacks something that the run needs (3).
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
-        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint was written.
+        Preempted, Interrupted: after a signal (75, 130). If training had begun, the run has a checkpoint of the current
+            step.
         PeerLost: if another process ended or does not answer (76).
         DataError: if the data cannot be read or do not fit the spec.
     """

@@ -1,7 +1,7 @@
 """The trainer performs single training steps, and holds the state of a run.
 
-A step computes gradients over micro-batches and updates the weights. loop.py decides when to step, validate, save and
-restore.
+A step computes gradients over micro-batches and updates the weights. loop.py decides when the trainer steps, and when
+the run validates and saves.
 """
 
 import math
@@ -63,13 +63,13 @@ class TrainableModel:
     Attributes:
         module: the model, with f32 parameters. A call returns the mean loss in nats, f32 []. `module.score` returns the
             loss of each target in nats, f32 [B, T].
-        parameters: the parameters, with their compute dtypes.
+        parameters: the names and compute dtypes of the parameters.
         window: the number of tokens per row.
         spec_digest: the SHA-256 of the spec, for checkpoints.
         phases: the phases of the run, as in `Programs`.
-        schemes: the storage scheme of each parameter by name, for `train.qat`. None without `train.qat`.
-        input_scales: the input scales of int8 products. None if there are no int8 products.
-        derived: the matrices that are computed from parameters, once per step.
+        schemes: the storage scheme of each parameter, by name, if the spec has `train.qat`; otherwise None.
+        input_scales: the input scales of int8 products. None if the model has no int8 products.
+        derived: the matrices that are computed only from parameters, once per step.
     """
 
     module: nn.Module
@@ -84,7 +84,7 @@ class TrainableModel:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that was started on the device. Its results may still be missing on the host."""
+    """A training step that was started on the device, and whose results may not have arrived on the host yet."""
 
     step: int
     multiplier: float
@@ -98,9 +98,9 @@ class _Launched:
 class Trainer:
     """Trains one model.
 
-    The constructor moves the model to the device of `world`, and converts its parameters to their compute dtypes. With
-    several processes, each has a trainer, and all make the same calls. Gradients and losses are summed over the
-    processes once per step. Each rank updates only its part of sharded parameters.
+    The constructor moves the model to the device of `world`, and converts the parameters to their compute dtypes. With
+    several processes, each process has a trainer, and all processes make the same calls. Gradients and losses are
+    summed over the processes once per step. Each process updates only its part of sharded parameters.
 
     Args:
         model: the model.
@@ -111,12 +111,12 @@ class Trainer:
         compile_training: the function that compiles the training programs.
 
     Attributes:
-        loads: the result of `expert_loads` on a part of the last evaluation. Empty if the model has no experts.
-        terms: the result of `loss_terms` on a part of the last evaluation. Empty if the loss has a single term.
+        loads: the loads of experts on a part of the data of the last evaluation. Empty if the model has no experts.
+        terms: the terms of the loss on a part of the data of the last evaluation. Empty if the loss has a single term.
         loss_scale: the loss scaling. None if the loss is not scaled.
 
     Raises:
-        BatchError: if a step cannot be cut into micro-batches.
+        BatchError: if a step cannot be divided into micro-batches.
         LoweringError: if the optimizers do not fit the parameters.
     """
 
@@ -178,7 +178,7 @@ class Trainer:
 
     @property
     def segment(self) -> RunSegment:
-        """The segment of the last update. Before the first update, it is the first segment."""
+        """The segment of the run to which the last update belongs; before the first update, the first segment."""
         return self._segments[self._index]
 
     @property
@@ -199,7 +199,7 @@ class Trainer:
 
     @property
     def calibrates_next(self) -> bool:
-        """Whether the next update first measures the input scales of int8 products."""
+        """Whether the next update begins with a calibration of the input scales of int8 products."""
         if self._input_scales is None or self._input_scales.measured:
             return False
         next_update = moment(self.train, self.step, self.clock.common)
@@ -214,11 +214,12 @@ class Trainer:
         """Performs one update. Returns the steps whose results have arrived from the device.
 
         On the CPU, the result is the current step. On a GPU, the result is the previous step, so that the device does
-        not wait for the host. With a dynamic loss scale, the host waits for the gradients of each step. A step that is
-        skipped because of the loss scale does not change the weights, but counts and consumes data.
+        not wait for the host. With a dynamic loss scale, the host waits for the gradients of each step. If a gradient
+        is then not finite, the step does not change the weights. Such a step still consumes a batch, and increases the
+        number of steps.
 
-        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, such a step does not
-        change the weights.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, a step that raises
+        this error does not change the weights.
         """
         now = moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, now.done)
@@ -245,8 +246,9 @@ class Trainer:
             self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
-        """Waits for the device. Returns the steps that `advance` has not returned yet, and raises the same errors as
-        `advance`.
+        """Waits for the device, and returns the steps that `advance` has not returned yet.
+
+        Raises RunFailure if the loss or a gradient of a returned step is not finite.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -254,9 +256,9 @@ class Trainer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context manager in which the clock is stopped.
+        """A context manager in which the training clock is stopped.
 
-        Call `settle` first. Otherwise, the clock misses the work that still runs on the device.
+        Call `settle` first. Otherwise, the clock does not measure the steps that still run on the device.
         """
         self.clock.stop()
         try:
@@ -266,14 +268,15 @@ class Trainer:
             self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
-        """Compiles the steps of the current segment and of all later segments, by running them on random tokens. Then
-        restores the state.
+        """Compiles the steps of the current segment and of all later segments, by running them on random tokens.
+
+        Afterwards, the method restores the state of the run.
 
         Args:
             vocabulary: the number of token ids.
-            mark: is called after each part of the work, with the name of the part: `trace` or `warm_up`. In `trace`,
-                the first computation of gradients in a segment compiles the program. `warm_up` is everything else,
-                including graph capture.
+            mark: a function that is called with the name of each part of the work after this part. The part `trace` is
+                the first computation of gradients in a segment, which compiles the program. The part `warm_up` is all
+                other work, including the capture of CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
@@ -298,16 +301,17 @@ class Trainer:
         progress: Callable[[int, int], None] | None = None,
         meet: Callable[[], None] | None = None,
     ) -> Measured:
-        """Scores the model. Each rank scores a part of the data.
+        """Scores the model. Each process scores a part of the data.
 
         Args:
             validation: the data and the metric.
-            weights: f32 weights by parameter name. None for the current weights.
-            progress: is called between batches with the number of finished batches and the total.
-            meet: is called when this rank has scored its part, before the parts are summed.
+            weights: the f32 weights to score, by parameter name. None for the current weights.
+            progress: a function that is called between batches as `progress(scored, total)`.
+            meet: a function that is called after this process has scored its part, and before the results of all
+                processes are summed.
 
         Returns:
-            The result over all ranks.
+            The result over all processes.
 
         Raises:
             RunFailure: if the loss is not finite.
@@ -343,8 +347,9 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Returns the numbers of samples and tokens, in total and per second of training. Empty if the data have no
-        samples.
+        """Returns the numbers of samples and tokens so far, in total and per second of training, as fields of the log.
+
+        The result is empty if the data have no samples.
         """
         samples, tokens = self.feed.counted()
         if samples is None:
@@ -362,15 +367,16 @@ class Trainer:
             self.world.require_same("weight", self.masters.digests())
 
     def gather(self) -> None:
-        """Gathers the complete optimizer state on every rank, so that one rank can save it. All ranks must call this
-        method.
+        """Gathers the complete optimizer state on every process, so that a single process can save the state.
+
+        All processes must call this method.
         """
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """Returns the complete state between two steps, without copying it.
+        """Returns the complete state of the run between two steps, without copies of tensors.
 
-        With several processes, call `gather` first. Otherwise, the optimizer state of other ranks is outdated.
+        With several processes, call `gather` first. Otherwise, the optimizer state of sharded parameters is outdated.
         """
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -394,8 +400,9 @@ class Trainer:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if the snapshot belongs to another
-        model.
+        """Restores the state in `snapshot`. Raises IntegrityError if the snapshot belongs to another model.
+
+        After an error, the state of the trainer is unchanged.
         """
         current = self.snapshot()
         if snapshot.spec_digest != self._spec_digest:
@@ -441,8 +448,9 @@ class Trainer:
         """Computes the mean loss and the mean gradients over all micro-batches of all processes, and clips the
         gradients.
 
-        `_norm` is the norm before clipping. With `wait`, all processes first wait for each other on the host, because a
-        collective call could time out while another rank compiles.
+        The method sets `_norm` to the norm of the gradients before clipping. If `wait` is True, the processes wait for
+        each other on the host before they sum the gradients. The sum could otherwise time out, because another process
+        still compiles.
         """
         self.masters.clear()
         self._set_weights(now)
@@ -533,9 +541,10 @@ class Trainer:
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
-        """Starts to copy `numbers` (the loss and the gradient norm) to the host. Returns whether the update is skipped.
+        """Starts to copy `numbers`, the loss and the gradient norm, to the host.
 
-        With a dynamic loss scale, waits for `numbers`.
+        Returns whether the trainer must skip the update. With a dynamic loss scale, the method waits until `numbers`
+        have arrived on the host.
         """
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:

@@ -1,1 +1,1 @@
-"""The search for the fastest kernel and tile sizes of every node of a plan, on this machine."""
+"""Searches for the fastest kernel and tile sizes of every node of a plan, by measurements on this machine."""

@@ -1,4 +1,4 @@
-"""The candidates for each node: all kernels that can compute the node, each with all its tile sizes."""
+"""The candidates for each node of a plan: each kernel that can compute the node, with each of its tile sizes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from specc.compiler.plan.plan import Choice, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A kernel with one choice of tile sizes, and the files that it renders."""
+    """A kernel with particular tile sizes, and its generated files."""
 
     kernel: Kernel
     rendered: Rendered
@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """A digest of the code. A stored result is valid only for equal code."""
+        """A digest of the generated code. A stored measurement is valid only for code with an equal digest."""
         content = hashlib.sha256()
         for name, text in sorted(self.files.items()):
             content.update(f"{name}\0{text}\0".encode())
@@ -37,8 +37,9 @@ class Candidate:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices in `plan.generated`, then the choices for kernels that save other tensors for the backward
-    pass.
+    """Returns the generated kernels of `plan`, followed by the kernels that only other save choices need.
+
+    A save choice is a set of tensors that the forward pass of a fused group saves for the backward pass.
     """
     modules = {choice.rendered.module: choice for choice in plan.generated}
     for choice in plan.every_choice:
@@ -48,12 +49,13 @@ def all_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def candidates(site: Site, source: str) -> Iterator[Candidate]:
-    """Yields every kernel that can compute a node on its target, with each of its tile sizes. A kernel without tiles is
-    one candidate.
+    """Yields every kernel that can compute a node on its target, with each of its tile sizes.
+
+    A kernel without tiles is a single candidate.
 
     Args:
-        site: the node.
-        source: the name of the spec in generated files.
+        site: the node, with the types of its inputs and the target.
+        source: the name of the spec that the generated files state.
     """
     for kernel in catalog(kernels, Kernel).values():
         if not isinstance(site.node.op, kernel.computes):

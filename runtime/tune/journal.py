@@ -17,10 +17,10 @@ JUDGED = 3
 
 
 def folder() -> Path:
-    """Returns the folder with the results of searches: `tune` in SPECC_CACHE_DIR, or in the user's cache directory if
-    unset.
+    """Returns the folder with the results of searches, and creates it if it does not exist.
 
-    Creates the folder if needed.
+    The folder is `tune` in SPECC_CACHE_DIR. If this environment variable is unset, the folder is in the user's cache
+    directory.
     """
     path = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -28,8 +28,10 @@ def folder() -> Path:
 
 
 def key(candidate: Candidate) -> str:
-    """Returns the key of a result. The key is a digest of the code of the candidate and of the tools. For CUDA C++, the
-    tools are nvcc with its flags, and CUTLASS. Raises EnvironmentFailure if the compiler is missing.
+    """Returns the key under which the journal stores the result of a candidate.
+
+    The key is a digest of the code of the candidate, and of the versions of the tools that compile the code. For CUDA
+    C++, the tools are nvcc with its flags, and CUTLASS. Raises EnvironmentFailure if the compiler is missing.
     """
     facts = [candidate.digest]
     if candidate.source is not None:
@@ -47,9 +49,10 @@ def _installed(package: str) -> str:
 
 
 class Journal:
-    """Results by the `key` of a candidate, for one node, one machine and one version of the accuracy check.
+    """The stored results of candidates for one node, one machine and one version of the accuracy check.
 
-    The file has one line per result. Incomplete lines of an interrupted search are ignored.
+    The key of a result is the `key` of the candidate. The file has one line per result. Incomplete lines of an
+    interrupted search are ignored.
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:

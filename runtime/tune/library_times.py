@@ -1,4 +1,4 @@
-"""Measures work without tile sizes: matrix products of libraries, and a whole training step."""
+"""Measures work that has no tile sizes to search: matrix products of libraries, and a whole training step."""
 
 import tempfile
 from collections.abc import Callable
@@ -31,20 +31,21 @@ Say = Callable[[str], None]
 def measure_rest(
     spec: Spec, target: str, path: Path, machine: Machine, only: str, device: torch.device, say: Say
 ) -> None:
-    """Measures the matrix products of libraries and, if `only` is empty, a whole step. Writes the times into the lock
-    file.
+    """Measures matrix products that a library computes, and writes their times into the lock file.
+
+    If `only` is empty, the function also measures a whole training step.
 
     Args:
-        spec: the spec, for the sizes.
+        spec: the spec, which determines the sizes of the measured products.
         target: the name of the target that matches the device.
-        path: the lock file, with the measured kernels.
-        machine: this machine, as described in lock files.
-        only: only nodes whose path contains this text are measured.
-        device: the device to measure on.
-        say: is called with messages about the progress.
+        path: the path of the lock file, which contains the measured kernels and receives the times.
+        machine: the description of this machine for the lock file.
+        only: a part of a node path. The function measures only products whose node path contains this text.
+        device: the device on which to measure.
+        say: the function that receives messages about the progress.
 
     Raises:
-        RunFailure: if memory is too small, or the step's loss is not finite.
+        RunFailure: if memory is too small, or the loss of the training step is not finite.
     """
     lock = merged(path, lambda lock: lock)
     plan = plan_loaded(spec, None, (target,), lock).plans[target]
@@ -65,12 +66,15 @@ def measure_rest(
 
 
 def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
-    """Returns the matrix products that a library computes in a step, one row per shape."""
+    """Returns one row per shape of the matrix products that a library computes in a training step.
+
+    `only` is a part of a node path. Products of nodes whose path does not contain this text are omitted.
+    """
     return tuple(row for row in step.rows if row.work == LIBRARY and row.site is not None and only in row.node)
 
 
 def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
-    """Times one call on random inputs with the spec's sizes."""
+    """Measures the time of one matrix product on random inputs, with the sizes of the spec."""
     assert row.site is not None
     sizes = sizes_of(spec)
     inputs = inputs_of(row.site, sizes, device)
@@ -86,13 +90,14 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
     Args:
         spec: the spec.
         plan: the plan of the spec on one target.
-        step: the step, for the key and the tokens of the measurement.
-        lock: the kernels that were fastest in measurements.
-        device: the GPU to train on.
-        say: is called with messages about the progress.
+        step: the estimate of the step, which determines the key and the number of tokens of the measurement.
+        lock: the kernels that `specc tune` measured as the fastest.
+        device: the GPU on which to train.
+        say: the function that receives messages about the progress.
 
     Returns:
-        The time of a step in ms, the peak memory in bytes, and the time in ms of each class of work outside of nodes.
+        The time of a step in ms, the peak memory in bytes, and the time in ms of each class of work that belongs to no
+            node of the plan, such as the optimizer.
 
     Raises:
         RunFailure: if the device is not a GPU, or a loss is not finite.
@@ -115,8 +120,9 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the time of each class of work outside of nodes, in ms per step. One class is the rest of the step, such
-    as idle time.
+    """Returns the time of each class of work that belongs to no node of the plan, in ms per step.
+
+    One class contains all time that no other class contains, such as idle time.
     """
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)

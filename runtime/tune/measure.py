@@ -1,4 +1,4 @@
-"""Checks candidates on small inputs, and times them on inputs of the real size."""
+"""Checks candidates on small inputs, and measures their times on inputs with the sizes of the spec."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +20,15 @@ REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Returns why a candidate must not be used, or None.
+    """Returns the reason why a kernel must not be used, or None.
 
-    A candidate is rejected if it is less exact than plain Torch or does not write all outputs. A `deterministic`
-    candidate is also rejected if repeated calls return different bits.
+    A kernel is rejected if it is less exact than plain Torch, or does not write all of its outputs. If `deterministic`
+    is True, the kernel is also rejected if repeated calls return different bits.
+
+    Args:
+        judge: compares the outputs of the kernel with f64 references.
+        call: the kernel.
+        deterministic: whether repeated calls must return the same bits.
     """
     outputs = judge.call(call)
     for i, error in enumerate(judge.errors(outputs)):
@@ -36,7 +41,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
 
 
 def forget(folder: Path) -> None:
-    """Removes the modules of a folder, and their package, from `sys.modules`."""
+    """Removes the imported modules of a folder, and the package that contains them, from `sys.modules`."""
     generated = [(name, module) for name, module in sys.modules.items() if name.startswith(GENERATED)]
     for name, module in generated:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
@@ -48,11 +53,11 @@ class Measurement:
     """The inputs of one node on a device, and the folders of its candidates.
 
     Args:
-        choice: the choice of the node.
-        sizes: the sizes of the symbolic dims for timing.
-        moved: the approximate number of bytes that a call moves.
-        folder: the folder that contains the folders of all candidates.
-        device: the device to measure on.
+        choice: the node, and the kernel that the plan uses for the node.
+        sizes: the sizes of the symbolic dims of the inputs on which times are measured.
+        moved: the approximate number of bytes that a call reads and writes.
+        folder: the folder that contains one folder per candidate.
+        device: the device on which to measure.
     """
 
     def __init__(
@@ -73,10 +78,10 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Compiles the candidates, and yields a pair (candidate, failure) for each. The failure is None if the
-        candidate can be called.
+        """Compiles the candidates, and yields a pair (candidate, failure) for each candidate.
 
-        Candidates that differ only in constants of their Python file share a CUDA source. This source is compiled once.
+        The failure is None if the candidate can be called. Candidates whose Python files differ only in constants share
+        a CUDA source, which is compiled once.
         """
         by_source: dict[object, list[Candidate]] = {}
         for candidate in listed:

@@ -1,4 +1,4 @@
-"""Merges one result into a lock file on disk. Another search may have changed the file in the meantime."""
+"""Merges one result into a lock file that other searches may change at the same time."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from specc.runtime.tune.journal import folder
 
 
 def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
-    """Applies `change` to the lock file at `path`. Writes and returns the result.
+    """Reads the lock file at `path`, applies `change` to it, and writes and returns the result.
 
     Concurrent searches of one user wait for each other. Raises SpecError if the lock file is damaged, and
     EnvironmentFailure if the lock file cannot be written.

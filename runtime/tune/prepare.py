@@ -1,4 +1,4 @@
-"""Compiles many candidates in parallel, each in its own process. A failure does not affect the others."""
+"""Compiles many candidates in parallel, each in a separate process. The failure of a candidate affects no other one."""
 
 import contextlib
 import multiprocessing
@@ -40,8 +40,8 @@ class Prepared:
 
     Attributes:
         index: the index of the folder of the candidate.
-        reason: why the candidate cannot be used; None if it can be used.
-        lasting: False if a later search may succeed, for example because a package is missing now.
+        reason: the reason why the candidate cannot be used; None if it can be used.
+        lasting: False if the candidate may be usable in a later search, for example after a package is installed.
     """
 
     index: int
@@ -56,17 +56,17 @@ def prepare(
     site: Site | None,
     device: "torch.device | str" = "cuda",
 ) -> Iterator[Prepared]:
-    """Compiles the kernel in each folder. With `site`, also calls it once on few rows and once on many rows.
+    """Compiles the kernel in each folder. With `site`, also calls the kernel once on few rows and once on many rows.
 
-    A candidate that takes longer than DEADLINE is killed with its child processes. Compiled code is stored in the
-    caches of the compilers on disk. The caller loads the compiled code from these caches.
+    If a kernel takes longer than DEADLINE, its process is killed. The compilers store compiled code in their caches on
+    disk, so the caller can load the kernels without compiling them again.
 
     Args:
         folders: pairs (index, folder).
         module: the name of the module in each folder.
         function: the name of the function in the module.
-        site: the node that provides the inputs. None to compile only.
-        device: the device to call the kernel on.
+        site: the node for whose input types the kernel is called. None if the kernels are only compiled.
+        device: the device on which the kernel is called.
 
     Returns:
         The results, in the order in which the candidates finish.
@@ -163,12 +163,12 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
 
 
 def short(text: str) -> str:
-    """Returns the first nonempty line, cut to LONGEST characters."""
+    """Returns the first nonempty line of a text, shortened to LONGEST characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "unknown reason")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 def loaded(folder: Path, module: str, function: str) -> Callable[..., Any]:
-    """Returns the function of a rendered kernel."""
+    """Imports a generated module from a folder, and returns one of its functions."""
     call: Callable[..., Any] = vars(import_file(folder, module))[function]
     return call

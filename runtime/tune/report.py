@@ -8,7 +8,7 @@ from specc.runtime.tune.search import NodeResult
 
 
 def data(results: Sequence[NodeResult]) -> list[dict[str, Any]]:
-    """Returns every node with all its candidates, as JSON data."""
+    """Returns the results of every node and its candidates, as JSON data."""
     return [
         {
             "node": result.label,
@@ -30,7 +30,7 @@ def data(results: Sequence[NodeResult]) -> list[dict[str, Any]]:
 
 
 def text(results: Sequence[NodeResult]) -> str:
-    """Returns a table per node: times, then rejected candidates with reasons."""
+    """Returns a table per node, with the times of usable candidates and the reasons for rejected candidates."""
     return "\n\n".join("\n".join(_lines(result)) for result in results)
 
 

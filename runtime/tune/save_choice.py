@@ -1,5 +1,6 @@
-"""For each fused group, selects which tensors the forward pass saves. Selects the choice with the shortest kernel
-time.
+"""Selects the tensors that the forward pass of each fused group saves for the backward pass.
+
+A save choice is a set of such tensors. The selected save choice has the shortest total kernel time.
 """
 
 from specc.compiler.expr import Keep
@@ -10,8 +11,8 @@ from specc.compiler.plan.plan import SaveChoices
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """Returns the save choice with the smallest sum of forward and backward kernel times in `lock`.
 
-    Returns None if a kernel of any save choice is not measured. Library calls are not included, because they take equal
-    time in all save choices.
+    Returns None if a kernel of any save choice is not measured. The sums do not include library calls, because these
+    calls take the same time in all save choices.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:
@@ -24,6 +25,6 @@ def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
 
 
 def line(choices: SaveChoices, entry: GroupEntry) -> str:
-    """Returns the result as one line of text."""
+    """Returns a line of text that states the selected save choice `entry`, and the times of all save choices."""
     times = ", ".join(f"the {keep} {ms:.4f} ms" for keep, ms in entry.ms.items())
     return f"{choices.label} saves the {entry.keep}: {times}, forward and backward"

@@ -44,14 +44,14 @@ class TuneOptions:
 
     Attributes:
         spec: the spec.
-        target: the target to search for.
-        lock: the content of the lock file.
+        target: the target whose kernels are searched.
+        lock: the content of the lock file before the search.
         path: the lock file to write.
-        only: only nodes whose label contains this text are searched.
-        compile_only: whether to stop when all CUDA C++ is compiled. This needs no GPU.
-        fresh: whether to measure again instead of reusing results.
-        rest: whether to also measure work without tile sizes.
-        search: whether to search at all. If False, kernels and tile sizes do not change.
+        only: a part of a node path. The search includes only nodes whose path contains this text.
+        compile_only: whether to stop after all CUDA C++ code is compiled. Such a search needs no GPU.
+        fresh: whether to measure all candidates again, without reusing results of earlier searches.
+        rest: whether to also measure library products and a whole training step, which have no tile sizes.
+        search: whether to search for kernels and tile sizes. If False, the lock file keeps its kernels and tile sizes.
     """
 
     spec: Spec
@@ -72,7 +72,7 @@ class NodeResult:
     Attributes:
         label: the path of the node.
         symbol: the name of the kernel file.
-        rows: the number of rows of each call; 0 if nothing was measured.
+        rows: the number of rows in each measured call; 0 if nothing was measured.
         floor_ms: the minimum time for the bytes and operations of the node on this machine.
         times: the times in ms of the usable candidates, the fastest first.
         reasons: the reason for each candidate that must not be used.
@@ -87,7 +87,7 @@ class NodeResult:
 
     @property
     def others(self) -> dict[str, float]:
-        """The time in ms of each kernel except the fastest, each with its best tile sizes."""
+        """The time in ms of each kernel except the fastest kernel. A kernel is represented by its best tile sizes."""
         best: dict[str, float] = {}
         for candidate, ms in self.times.items():
             best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
@@ -102,9 +102,11 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
-    """Searches for the fastest kernel and tile sizes of each node, for every save choice of the node's fused group. A
-    save choice is a set of tensors that the forward pass saves. Then selects the fastest save choice of each group.
-    Each result is written to the lock file at once. Changes by concurrent searches are preserved.
+    """Searches for the fastest kernel and tile sizes of each node, and for the fastest save choice of each fused group.
+
+    A save choice is a set of tensors that the forward pass of a fused group saves for the backward pass. The function
+    first measures the kernels of every save choice. It writes each result to the lock file immediately, and preserves
+    changes of the lock file by other searches.
 
     Raises:
         TuneError: if there is nothing to search.
@@ -242,10 +244,10 @@ def _times(results: Mapping[Candidate, float | str]) -> dict[Candidate, float]:
 def _finals(
     measurement: Measurement, results: dict[Candidate, float | str], ready: set[Candidate]
 ) -> Mapping[Candidate, float]:
-    """Returns the times of the fastest candidates, measured alternately.
+    """Measures the fastest candidates in `results` alternately, and returns their times.
 
-    Candidates from an earlier search are first compiled and called. If this fails for a candidate, `results` lists it
-    as rejected, and the next fastest candidate replaces it.
+    A candidate that is not in `ready` was measured in an earlier search, so the function first compiles and calls it.
+    If a candidate then fails, the function adds the reason to `results`, and measures the next fastest candidate.
     """
     while True:
         finalists = list(_times(results))[:FINALISTS]
@@ -259,9 +261,10 @@ def _finals(
 
 
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
-    """Returns the time of a candidate in ms, or why it is rejected. Adds the result to the journal.
+    """Measures a candidate, and adds the result to the journal.
 
-    If a kernel hangs, this process ends, because a running kernel cannot be stopped.
+    Returns the time of the candidate in ms, or the reason why it is rejected. If the kernel hangs, this process ends,
+    because a running kernel cannot be stopped.
     """
 
     def hangs() -> None:

@@ -42,8 +42,8 @@ ROUNDING = 1e-5  # the error of f32 sums, in nats, which is always allowed
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
     """Checks the int8 programs of a spec on each target, and yields the results.
 
-    Skips targets without int8 programs. The parameters are random and quantized as the spec states. Input ranges are
-    measured on random token ids.
+    Targets without int8 programs are skipped. The parameters are random, and are quantized as the spec states. The
+    input ranges of int8 products are measured on random token ids.
     """
     for target in targets:
         if pipeline.deployed(spec, target) is None:
@@ -77,7 +77,7 @@ def quantized(
     """Quantizes weights as `specc quantize` does, but without a search for the best bit widths.
 
     Args:
-        spec: the spec. Its `quant` states the schemes.
+        spec: the spec. Its section `quant` states the schemes.
         target: the target of the int8 programs.
         weights: the parameters by name, f32, on the device of `batches`.
         batches: the token ids on which the input ranges of int8 products are measured.
@@ -126,9 +126,12 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def near(wrong: Tensor, cost: float) -> bool:
-    """Returns whether the errors `wrong`, [samples, tokens], are within tolerance. NaN is never within tolerance.
+    """Returns whether errors are within tolerance. NaN is never within tolerance.
 
-    `cost` is the RMS error of the int8 model relative to the floating-point model. All errors are in nats.
+    Args:
+        wrong: the errors of the int8 model relative to its reference, in nats, [samples, tokens].
+        cost: the RMS error in nats of the int8 model relative to the floating-point model. The tolerance is a share of
+            this error.
     """
     return _middle(wrong) <= SHARE * cost + ROUNDING and rms_of(wrong) <= WHOLE_SHARE * cost + ROUNDING
 
@@ -153,7 +156,8 @@ def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
     """Returns the largest error of an int8 product, divided by the largest possible rounding error of its epilogue.
 
-    The integer sums are exact. Returns infinity for NaN or a wrong shape.
+    The epilogue is the computation that converts the exact integer sums to the outputs. The result is infinity if an
+    output is NaN or has a wrong shape.
     """
     epilogue = int8_epilogue(site)
     operands = int8_operands(epilogue, rows, torch.device(device))
@@ -171,5 +175,5 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
 
 
 def _middle(values: Tensor) -> float:
-    """Returns the median over the first dimension of the root mean squares over all other dimensions."""
+    """Returns the median of the root mean squares of `values[0]`, `values[1]`, ..."""
     return float(values.square().flatten(1).mean(1).sqrt().median())

@@ -1,8 +1,8 @@
 """Accuracy checks of kernels, for verify, tune and bench.
 
-`Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance follows from the errors of
-eager Torch in the dtype of the kernel. `Composed` compares the results of several kernels in sequence. Such kernels
-also round intermediate values.
+`Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance is computed from the errors
+of eager Torch in the dtype of the kernel. `Composed` compares the outputs of a sequence of kernels, which also round
+intermediate values.
 """
 
 import math
@@ -47,7 +47,7 @@ FLOOR = 1e-3  # the value of this limit for other dtypes
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The errors of one output: the RMS error and the largest error, each divided by its limit in `Judge.bars`."""
+    """The RMS error and the largest error of one output, each divided by its limit in `Judge.bars`."""
 
     rms: float
     peak: float
@@ -58,7 +58,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """Returns a phrase about the errors. In a message, the phrase follows the name of the output."""
+        """Returns a phrase that states the errors. In a message, the phrase follows the name of the output."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest error"
@@ -66,13 +66,13 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The relative errors of several kernels in sequence, and of unfused code.
+    """The relative errors of a sequence of generated kernels, and of the unfused code that computes the same function.
 
-    A relative error is |output - exact| / |exact| in the Frobenius norm.
+    A relative error is |output - reference| / |reference| in the Frobenius norm.
 
     Attributes:
-        generated: the error of the generated kernels; for several outputs, the largest error.
-        eager: the error of unfused code.
+        generated: the error of the generated kernels. If they have several outputs, it is the largest error.
+        eager: the error of the unfused code.
         exact: the dtype of the reference.
     """
 
@@ -81,9 +81,11 @@ class Composed:
     exact: str = "float64"
 
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
-        """Returns whether the error is at most LOOSER times the error of unfused code, or at most FLOORS[dtype]. NaN is
-        not ok. `count` is the number of compared values. With few values, the error of unfused code may be small by
-        chance, so the limit is looser.
+        """Returns whether the error of the generated kernels is acceptable.
+
+        The error may be LOOSER times the error of the unfused code, and may always be FLOORS[dtype]. NaN is not
+        acceptable. `count` is the number of compared values. If `count` is small, the error of the unfused code may be
+        small by chance, so the limit is larger.
         """
         room, floor = LOOSER, FLOORS.get(dtype, FLOOR)
         if count <= FEW:
@@ -93,9 +95,9 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A selection of rows or sequences. The selection applies to values with the leading dimensions `dims`.
+    """A selection of rows or sequences of all values whose leading dimensions are `dims`.
 
-    `rows` are indices into these dimensions, flattened to a single dimension.
+    `rows` contains indices into the leading dimensions, after they are flattened to a single dimension.
     """
 
     rows: Tensor
@@ -103,7 +105,12 @@ class Sample:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Sample":
-        """Selects every seventh row, and the last row. If the op mixes tokens, selects sequences instead."""
+        """Selects every seventh row and the last row. If the op mixes tokens, the method selects sequences instead.
+
+        Args:
+            site: the node, with the types of its inputs.
+            inputs: the inputs of the node.
+        """
         dims = site.inputs[0].shape[: -1 if site.node.op.rowwise else 1]
         count = inputs[0].shape[: len(dims)].numel()
         return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
@@ -117,14 +124,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Compares kernels of one node with f64 references. All kernels get the same inputs.
+    """Compares kernels of one node with f64 references, on the same inputs for all kernels.
 
     Attributes:
         site: the node, with the types of its inputs and the target.
         inputs: the inputs of the kernels.
         exact: the f64 outputs, restricted to `sample`.
-        bars: the allowed errors (RMS, largest) of each output: the errors of eager Torch in the dtype of the kernel, or
-            the largest possible rounding error, whichever is larger.
+        bars: the limits of the RMS error and of the largest error of each output. A limit is the error of eager Torch
+            in the dtype of the kernel, or the largest possible rounding error if that is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -136,7 +143,10 @@ class Judge:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
-        """Returns the judge of a node for `inputs` from `inputs_of`. `sample` restricts the comparison to some rows."""
+        """Returns a judge that compares kernels of a node on the inputs `inputs`, which `inputs_of` returned.
+
+        If `sample` is True, the judge compares only some rows or sequences.
+        """
         masks = site.epilogue is not None and site.epilogue.draws  # the random number of an element depends on its row
         chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
@@ -165,21 +175,24 @@ class Judge:
 
     @classmethod
     def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
-        """Returns a judge with inputs so large that every multiprocessor computes several tiles; None on the CPU."""
+        """Returns a judge with inputs that are so large that every multiprocessor of a GPU computes several tiles.
+
+        Returns None if `device` is the CPU.
+        """
         sizes = many_sizes(site, device)
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Returns the errors of every output. The error is infinite for a wrong shape, or a value that is not
-        finite.
+        """Returns the errors of each output. The errors of an output are infinite if it has a wrong shape, or a value
+        that is not finite.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
         """Returns the relative errors of a kernel and of eager Torch, for the output with the largest error.
 
-        The errors are divided by the RMS of the exact output. A different 8-bit code counts as an error of about one
-        step.
+        An error is relative to the RMS of the exact output. If the outputs are 8-bit codes, the error of a wrong code
+        is about one step between adjacent codes.
         """
         shares = [
             bar[0] * torch.finfo(DTYPES[type.dtype]).eps
@@ -209,7 +222,7 @@ class Judge:
         """Returns a bound on the rounding error of output `i`, which is a sum over rows.
 
         The bound is half a unit in the last place of the result in `dtype`, plus the error of the f32 additions. The
-        terms may be much larger than their sum, so the error of the additions is computed from the terms.
+        error of the additions is computed from the terms of the sum, because they may be much larger than the sum.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
@@ -242,9 +255,9 @@ class Judge:
 def composed(
     outputs: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> Iterator[tuple[Composed, bool]]:
-    """Yields, for each output of several kernels in sequence, its errors and whether they are acceptable.
+    """Yields a pair (errors, whether the errors are acceptable) for each output of a sequence of kernels.
 
-    An output with a wrong shape or NaN is not acceptable.
+    The errors of an output with a wrong shape or NaN are not acceptable.
 
     Args:
         outputs: the outputs of the kernels.
@@ -263,9 +276,7 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns whether the node is a matrix product. Every tile of a product contains sampled rows, so a sample of the
-    rows suffices.
-    """
+    """Returns whether a sample of rows suffices to check every tile of a node, which is true for matrix products."""
     return isinstance(site.node.op, Product)
 
 
@@ -274,15 +285,16 @@ def rms_of(values: Tensor) -> float:
 
 
 def many(value: Any) -> tuple[Tensor, ...]:
-    """Returns one tensor or a sequence of tensors as a tuple."""
+    """Converts one tensor, or a sequence of tensors, to a tuple of tensors."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
-    """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error in steps.
+    """Returns the errors of 8-bit floating-point codes, divided by their limits `bars`.
 
-    A step is the distance to the next code. The size of a step depends on the value, so errors of small codes are
-    detected even among large codes.
+    The errors are the share of codes that differ, and the largest error in steps. A step is the distance between a code
+    and the next code. Small codes have smaller steps than large codes, so an error of a small code is detected even if
+    the output contains large codes.
     """
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
@@ -292,8 +304,8 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
-    For an op that mixes tokens, there are two sequences of max(rows, SEQUENCE) tokens. In short sequences, gradients of
-    attention would consist mainly of rounding errors.
+    If the op of the node mixes tokens, the sizes are those of two sequences of max(rows, SEQUENCE) tokens. In shorter
+    sequences, gradients of attention would consist mainly of rounding errors.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
@@ -301,7 +313,10 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns `sizes`, with sequences of at most max(model context, SEQUENCE) tokens for an op that mixes tokens."""
+    """Returns `sizes`, with a limited length of sequences if the op of the node mixes tokens.
+
+    The limit is the context of the model, but at least SEQUENCE tokens.
+    """
     if site.context is None or not site.node.op.mixes_tokens:
         return sizes
     most = max(site.context, SEQUENCE)
@@ -309,10 +324,9 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
-    """Returns sizes of the symbolic dims that give at least `tiles` tiles per multiprocessor of `device`; None for the
-    CPU.
+    """Returns sizes of the symbolic dims for which a kernel has at least `tiles` tiles per multiprocessor of `device`.
 
-    This holds for tile sizes up to SIDE x SIDE.
+    A tile may have up to SIDE x SIDE elements. Returns None if `device` is the CPU.
     """
     count = multiprocessors(device)
     if count is None:
@@ -335,8 +349,8 @@ def multiprocessors(device: torch.device | str) -> int | None:
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Returns random inputs of a node, with values that its op accepts.
 
-    Integers are below the number of ids of the op. Inputs that depend on other inputs are computed from those inputs.
-    If the op is not defined for negative values, the operands are positive.
+    Integers are smaller than the number of ids that the op accepts. Inputs that depend on other inputs are computed
+    from the other inputs. If the op is not defined for negative values, its operands are positive.
 
     Args:
         site: the node and the types of its inputs.
@@ -354,8 +368,13 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
     """Returns inputs on which the op of a node is defined.
 
-    `sample` has small inputs of the same types. If the result for `sample` is NaN, the operands are replaced by their
-    absolute values. Inputs that depend on other inputs are computed from the new values.
+    If the result of the op for `sample` contains NaN, the function replaces the operands by their absolute values. Then
+    it computes the inputs that depend on other inputs.
+
+    Args:
+        site: the node, with the types of its inputs.
+        values: random inputs of the node.
+        sample: small random inputs of the node, with the types of `values`.
     """
     arity = site.node.op.arity
     sample = site.node.op.belonging(sample)

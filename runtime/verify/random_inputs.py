@@ -26,17 +26,16 @@ def sizes_of(spec: Spec) -> Mapping[str, int]:
 def random_tensor(
     type: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Callable[[torch.dtype], int]
 ) -> Tensor:
-    """Returns a random tensor of a type, on the generator's device. Floating-point values are normally distributed.
-    Matrices without symbolic dims are parameters, and are scaled so that products with them are about 1.
+    """Returns a random tensor of a type, on the device of `generator`.
+
+    Floating-point values are normally distributed. A matrix without symbolic dims is a parameter. Its values are scaled
+    so that elements of a product with this matrix have a magnitude of about 1.
 
     Args:
-        type: the dtype and shape.
+        type: the dtype and the shape.
         sizes: the sizes of the symbolic dims.
-        generator: the random generator.
+        generator: the random number generator.
         below: maps a dtype to the exclusive upper bound of random integers. The lower bound is 0.
-
-    Returns:
-        A tensor with the dtype and shape of `type`.
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
@@ -55,7 +54,10 @@ def random_tensor(
 
 
 class Operands:
-    """A source of random inputs, with the sizes of a spec or with `sizes`. Integers are token ids."""
+    """A source of random inputs for nodes of a plan.
+
+    Symbolic dims have the sizes `sizes`, or the sizes of the spec if `sizes` is None. Integers are token ids.
+    """
 
     def __init__(self, spec: Spec, device: torch.device, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
         self._sizes, self._vocabulary = sizes or sizes_of(spec), spec.model.vocabulary
@@ -68,8 +70,10 @@ class Operands:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each name in `refs`. The names are those of values in a plan. Equal names get the same
-        value. Scalar parameters of blocks are Python numbers.
+        """Returns a random value for each name in `refs`.
+
+        A name refers to a value of the plan. If a name occurs twice, both results are the same value. The value of a
+        scalar parameter of a block is a Python number.
         """
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
@@ -82,8 +86,9 @@ def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[
     """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], and the operands of the
     epilogue.
 
-    The first epilogue operand of shape [N] is a scale that makes the scaled sums about 1. If the outputs are codes, the
-    last operand of shape [N] makes the codes use their whole range.
+    The epilogue is the computation that follows the integer sums. Its first operand of shape [N] is a scale, with
+    values that make the scaled sums about 1. If the outputs are int8 codes, its last operand of shape [N] has values
+    for which the codes cover their whole range.
     """
     generator = torch.Generator(device).manual_seed(m)
 

@@ -18,8 +18,9 @@ IDS = 1024  # the vocabulary of a reduced spec
 def reduced(spec: Spec) -> Spec | None:
     """Returns a small spec with the same kinds of blocks as a large spec; None if `spec` is not large.
 
-    The vocabulary has at most 1,024 ids. There is one layer per distinct block, but at least two layers. All layers
-    remain if the spec states the order of blocks, or if expressions refer to other layers.
+    The vocabulary of the small spec has at most 1,024 ids. The small spec has one layer per distinct block, but at
+    least two layers. If the spec states the order of blocks, or if expressions refer to other layers, all layers
+    remain.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:

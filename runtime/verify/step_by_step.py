@@ -17,7 +17,7 @@ STEPS = 48  # the number of tokens at the end of a text that are decoded one by 
 
 
 class ExactModel:
-    """Extends texts with the reference implementation of each op, in the precision of the weights.
+    """A text model that runs the reference implementation of each op, in the precision of the weights.
 
     Args:
         programs: the unfused programs of a text model.
@@ -48,9 +48,10 @@ class ExactModel:
 
 
 def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text in chunks, and the last tokens one by one. The first chunk has at least `least` tokens.
+    """Scores a text of `tokens` tokens with a cache: first in chunks, then the last tokens one by one.
 
-    Returns the positions with logits, and their losses in nats, [B, positions].
+    The first chunk has at least `least` tokens. Returns the positions at which the model computed logits, and the
+    losses at these positions in nats, [B, positions].
     """
     cache = model.new_cache(len(ids), tokens)
     last = max(tokens // 2, tokens - STEPS, 1)
@@ -64,10 +65,10 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores texts with a paged cache: first a chunk of at least `least` tokens of each row, then the last tokens one
-    by one. The pages of a row are in reverse order.
+    """Scores texts of `tokens` tokens with a paged cache, whose pages each row uses in reverse order.
 
-    Returns the positions with logits, and their losses in nats, [B, positions].
+    The model first reads a chunk of at least `least` tokens of each row, and then the other tokens one by one. Returns
+    the positions at which the model computed logits, and the losses at these positions in nats, [B, positions].
     """
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)

@@ -1,4 +1,4 @@
-"""Verifies generated code: the structure with torch.fx, values and gradients with f64 references."""
+"""Verifies generated code: checks the structure with torch.fx, and values and gradients with f64 references."""
 
 import itertools
 import sys
@@ -68,7 +68,7 @@ class Check:
         target: the name of the target.
         name: the name of the check.
         ok: True if the check passed, False if it failed, None if this machine cannot run the check.
-        detail: the measured values, or why the check failed or was not run.
+        detail: the measured values, or the reason why the check failed or was not run.
     """
 
     target: str
@@ -80,14 +80,14 @@ class Check:
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
     """Runs all checks of a spec, target by target, and yields the results.
 
-    A spec with more than 200 million parameters is only built and loaded. All other checks then use a smaller spec (see
-    reduced.py). Checks that need another machine have `ok` None.
+    If a spec has more than 200 million parameters, its code is only generated and loaded, and all other checks use a
+    smaller spec (see reduced.py). If a check needs another machine, its `ok` is None.
 
     Args:
         spec: the spec to verify.
         targets: the names of the targets.
         seed: the seed of the random parameters and inputs.
-        lock: the kernels that were fastest in measurements.
+        lock: the kernels that `specc tune` measured as the fastest.
 
     Returns:
         An iterator over the results, in order of targets.
@@ -129,8 +129,9 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
 
 
 def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
-    """Checks that the generated module of a large spec loads, and has the parameters of the plan. Needs no memory for
-    the parameters.
+    """Checks that the generated module of a large spec loads, and has the parameters of the plan.
+
+    The check needs no memory for the values of the parameters.
     """
     name = "full size"
     with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder, torch.device("meta"):
@@ -147,7 +148,7 @@ def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:
-    """With torch.fx, checks that every program for whole sequences has the nodes and types of the plan.
+    """Traces every program for whole sequences with torch.fx, and checks that it has the nodes and types of the plan.
 
     `name` is the name of the module in the results, such as "fused".
     """
@@ -165,7 +166,10 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 
 
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
-    """Checks pointwise expressions and their gradients on values of all magnitudes, as fused kernels compute them."""
+    """Checks pointwise expressions and their gradients on values of all magnitudes.
+
+    The expressions are computed in the way in which fused kernels compute them.
+    """
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
         for node in graph.nodes:
@@ -211,10 +215,10 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
         program: the name of the program.
         rows: the number of rows.
         tokens: the number of tokens per row.
-        device: the device of the ids.
+        device: the device of the inputs.
 
     Returns:
-        The inputs by name, i64 [rows, tokens], or f32 [].
+        The inputs by name. Token ids are i64 [rows, tokens], and weights are f32 [].
     """
     return {
         name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device)
@@ -230,11 +234,12 @@ def _drops(loaded: Loaded) -> bool:
 
 
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
-    """Checks the loss and all gradients of the fused module against f64.
+    """Checks the loss and all gradients of the fused module against f64 references.
 
-    The errors of the unfused module show the effect of rounding alone. If dropout masks come from the random generator
-    of Torch, the program `score` is checked instead of `train`. In the gradient of a parameter with few elements, the
-    terms may cancel. The error of such a gradient is divided by the size of the terms, and reported separately.
+    The errors of the unfused module show the effect of rounding alone. If dropout masks come from the random number
+    generator of Torch, the program `score` is checked instead of `train`. In the gradient of a parameter with few
+    elements, the terms of the sum over tokens may cancel. The error of such a gradient is divided by the size of the
+    terms, and reported separately.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
@@ -290,8 +295,8 @@ def _term_sizes(
 ) -> dict[str, float]:
     """Estimates the size of the terms in the gradients of the parameters `few`.
 
-    A gradient is a sum with one term per token. The size is the square root of the sum of squared terms. The size is
-    estimated from sums in which the terms have random signs (Hutchinson's estimator).
+    A gradient is a sum with one term per token. The size of the terms is the square root of the sum of their squares.
+    The function estimates the size from sums in which the terms have random signs (Hutchinson's estimator).
     """
     if not few:
         return {}
@@ -313,7 +318,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
     """Returns |gradient - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
 
-    `least` limits the denominator, because some exact gradients are 0 apart from rounding.
+    `least` is a lower limit of the denominator, because some gradients would be 0 without rounding.
     """
     error = ((gradient.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
@@ -377,7 +382,7 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """A context in which functions of whole numbers, such as the logarithm of a distance, are float64."""
+    """A context manager in which functions of integer tensors, such as the logarithm of a distance, return float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -477,8 +482,8 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     """Checks that token-by-token decoding with a cache computes the same scores as the whole sequence.
 
-    The largest error against f64 may be three times the error of scoring whole sequences. If the cache stores quantized
-    codes, the limit is larger by twice the error of quantization.
+    The largest error of decoding relative to f64 may be three times the largest error of scoring whole sequences. If
+    the cache stores quantized codes, the limit is larger by twice the error that the quantization causes.
     """
     programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
@@ -504,5 +509,8 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def sample_tokens(spec: Spec, tokens: int) -> int:
-    """Returns the length of a random text: `tokens`, or more for a model with a long prefix."""
+    """Returns the length of a random text for checks.
+
+    The length is `tokens`, at most the context. It is larger than `tokens` if the model does not score a long prefix.
+    """
     return min(spec.model.window, max(tokens, 2 * (spec.model.unscored + 1)))

@@ -1,1 +1,1 @@
-"""The weights from which a run starts: readers for each format, and the copy into a model."""
+"""The weights from which a run starts: reads weights of each format, and copies them into a model."""

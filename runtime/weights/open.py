@@ -1,4 +1,4 @@
-"""Opens weights of any format by their path."""
+"""Opens the weights at a path, in any supported format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +42,15 @@ FORMATS: tuple[Callable[[Path, Say], Weights | None], ...] = (_of_run, _of_artif
 def open_weights(path: Path, say: Say) -> Weights:
     """Opens the weights of a run, an artifact, a folder of Transformers, or one or several safetensors files.
 
-    Raises StartError if the path has none of these, RunFailure if a run has no checkpoint, ConfigError if specc does
-    not support a config.json, and IntegrityError if a file is damaged.
+    Args:
+        path: the path of a file or folder.
+        say: the function that receives messages about damaged checkpoints.
+
+    Raises:
+        StartError: the path contains weights in no supported format.
+        RunFailure: the path is a run without a checkpoint.
+        ConfigError: specc does not support the model in config.json.
+        IntegrityError: a file is damaged.
     """
     for opens in FORMATS:
         if (weights := opens(path, say)) is not None:

@@ -1,4 +1,7 @@
-"""Weights in a safetensors file, or in all safetensors files of a folder. Only requested tensors are read."""
+"""Reads weights from a safetensors file, or from all safetensors files of a folder.
+
+A tensor is read only when it is requested.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +20,10 @@ SUFFIX = ".safetensors"
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """Returns the file `path`, or the safetensors files directly in the folder `path`; empty if there are none."""
+    """Returns `path` if it is a safetensors file, or the safetensors files directly in the folder `path`.
+
+    The result is empty if there are no such files.
+    """
     if path.is_file() and path.suffix == SUFFIX:
         return [path]
     return sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file()) if path.is_dir() else []
@@ -27,7 +33,7 @@ class SafetensorsFolder:
     """The tensors of safetensors files, by name.
 
     Args:
-        files: the files, at least one.
+        files: the paths of the files; at least one.
 
     Raises:
         IntegrityError: a file is damaged.
@@ -57,8 +63,10 @@ class SafetensorsFolder:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor in f32. Raises StartError if the tensor does not have a float dtype, and IntegrityError if
-        the file is damaged.
+        """Returns a tensor, converted to f32.
+
+        Raises StartError if the tensor in the file does not have a floating-point dtype, and IntegrityError if the file
+        is damaged.
         """
         path, dtype = self._files[name], self._dtypes[name]
         if dtype not in FLOATS:

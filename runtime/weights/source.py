@@ -1,4 +1,4 @@
-"""Sources of weights. A source provides tensors by name, one at a time."""
+"""Sources of weights. A source reads one tensor at a time, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ Kind = Literal["run", "artifact", "hugging_face", "safetensors"]
 
 
 class StartError(RuntimeFailure):
-    """Raised if the weights to start from do not exist, or do not fit the model."""
+    """Raised if the weights from which a run should start do not exist, or do not fit the model."""
 
     code = "U007"
     exit_code = 2
 
 
 class Weights(Protocol):
-    """Tensors by name.
+    """The weights of a model in a run, an artifact or other files.
 
     Attributes:
         kind: the format of the files.
-        step: the step of the checkpoint of a run; None for files.
+        step: the step of the checkpoint if the weights are from a run; otherwise None.
         spec: the spec of the model that was trained; None if unknown.
-        shapes: the shapes by name. The shapes are known before any tensor is read.
+        shapes: the shapes of all tensors, by name. They are known before a tensor is read.
     """
 
     @property
@@ -40,12 +40,12 @@ class Weights(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor, f32 on the CPU. Raises IntegrityError if the file of the tensor is damaged."""
+        """Returns a tensor in f32 on the CPU. Raises IntegrityError if the file of the tensor is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """The weights of a specc model, f32, by parameter name. All tensors have been verified."""
+    """The weights of a run or an artifact, f32, by parameter name. The tensors were verified when they were loaded."""
 
     path: Path
     kind: Kind

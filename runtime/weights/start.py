@@ -22,11 +22,11 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
     """Copies weights into the parameters of a model.
 
     Args:
-        start: the source, and the patterns of the names to load.
+        start: the path of the weights, and the patterns of the parameter names to load.
         model: the model. Its parameters are f32, with initial values.
         spec: the spec of the model.
-        say: is called with messages about loaded parameters, damaged checkpoints, or a source that was trained with
-            another tokenizer.
+        say: the function that receives messages about loaded parameters, damaged checkpoints, or weights that were
+            trained with another tokenizer.
 
     Returns:
         A record of the loaded weights.
@@ -35,7 +35,7 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
         StartError: the weights do not fit the model, a pattern selects nothing, or a value is not finite. The model is
             then unchanged.
         RunFailure: the source is a run without a checkpoint.
-        ConfigError: specc does not support a config.json.
+        ConfigError: specc does not support the model in a config.json.
         IntegrityError: a file is damaged.
     """
     path = Path(start.path)

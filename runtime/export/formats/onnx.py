@@ -1,7 +1,7 @@
 """Format `onnx`: a program as an ONNX file. onnx checks it, and onnxruntime runs it.
 
 If a model has more than `LARGEST` bytes, its weights are in a second file, because protobuf limits the size of a file.
-The name of the second file contains a digest. A new export can thus be written without damaging an earlier one.
+The name of the second file contains a digest, so a new export does not overwrite the weights of an earlier export.
 """
 
 import hashlib
@@ -71,9 +71,9 @@ class OnnxFormat(ExportFormat):
 
 
 def require_safe(model: Any, folder: Path) -> None:
-    """Raises IntegrityError unless all external data of a model is valid.
+    """Raises IntegrityError if an ONNX model refers to external data outside of the files in `folder`.
 
-    The data must be in regular files directly in `folder`, and within the sizes of these files.
+    Each reference must name a regular file directly in `folder`, and a range of bytes within this file.
     """
     import onnx
 
@@ -105,9 +105,10 @@ def _tensors(graph: Any) -> Iterator[Any]:
 
 
 def _converted(program: ProgramExport) -> Any:
-    """Converts a program to an ONNX model. The dynamic sizes have the names `batch` and `tokens`, or `source_tokens`.
+    """Converts a program to an ONNX model.
 
-    Facts about this machine, such as paths of code, are removed.
+    The dynamic sizes have the names `batch`, `tokens` and, for a source text, `source_tokens`. Metadata with paths of
+    this machine are removed.
     """
     from torch.export.graph_signature import InputKind
 

@@ -1,1 +1,1 @@
-"""Readers of training data, one file per kind of `train.data`."""
+"""Readers of training data, with one file per kind of data in `train.data`."""

@@ -1,4 +1,4 @@
-"""Feeds. A feed provides batches, converts them to arguments of the program `train`, and computes the loss."""
+"""Feeds. A feed provides batches, converts batches to arguments of the program `train`, and runs this program."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Batches(Protocol):
-    """A source of batches. Its position can be saved and restored."""
+    """A source of batches, with a position that can be saved and restored."""
 
     def next(self) -> Batch: ...
 
@@ -35,7 +35,7 @@ class Feed(ABC):
     """Provides batches, and converts them to arguments of a backward pass.
 
     Attributes:
-        names: the inputs of the program `train`, in order.
+        names: the names of the inputs of the program `train`, in order.
         loader: the batches of this process.
     """
 
@@ -44,26 +44,23 @@ class Feed(ABC):
 
     @abstractmethod
     def arguments(self, batch: Batch, now: Moment, part: int, phase: Phase) -> Batch:
-        """Returns the arguments of one pass.
+        """Returns the arguments of the method `loss` for one backward pass, on the device.
 
         Args:
             batch: the batch, on the device.
             now: the progress of the run at the update.
-            part: the index of the pass in its update.
+            part: the index of the backward pass in its update.
             phase: the phase of the run.
-
-        Returns:
-            The arguments of the pass, on the device.
         """
 
     def of_scored(self, *inputs: Tensor) -> Batch:
-        """Returns the arguments of the program `train` for the arguments of the program `score`."""
+        """Converts arguments of the program `score` to arguments of the program `train` for the same batch."""
         return inputs
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """Runs the program `train` on the result of the method `arguments`. Returns the mean loss, f32 [].
+        """Runs the program `train` on `arguments`, which the method `arguments` returned.
 
-        A CUDA graph may capture this call.
+        Returns the mean loss, f32 []. A CUDA graph may capture this call.
         """
         return train(*arguments)
 
@@ -73,8 +70,9 @@ class Feed(ABC):
 
     @abstractmethod
     def counted(self) -> tuple[int | None, int]:
-        """Returns the numbers of samples and tokens that all ranks have received. The number of samples is None for
-        text.
+        """Returns the numbers of samples and tokens that all processes together have received.
+
+        The number of samples is None for text.
         """
 
     def cropped_share(self) -> float | None:
@@ -83,8 +81,9 @@ class Feed(ABC):
 
 
 class Windows(Feed):
-    """Batches of text: token ids and targets, i64 [B, T]. `tokens` is the number of tokens per pass, over all
-    processes.
+    """A feed of text: token ids and targets, i64 [B, T].
+
+    `tokens` is the number of tokens that all processes together receive per backward pass.
     """
 
     names = ("ids", "targets")
@@ -107,16 +106,16 @@ class Windows(Feed):
 
 
 class Forced(Feed):
-    """Batches of line pairs with teacher forcing. Adds decoder inputs to (source, target, weight).
+    """A feed of line pairs with teacher forcing. It adds decoder inputs to the batches (source, target, weight).
 
-    The decoder inputs, i64 [B, T], are the start token, then the target tokens except the last. At some random
-    positions, the input is instead the token that the model predicts. All other positions are forced. The random
-    numbers depend on seed, step, sample and position, but not on the number of ranks.
+    The decoder inputs, i64 [B, T], are the start token, followed by the target tokens except the last. A position with
+    such an input is forced. At the other positions, which are random, the input is the token that the model predicts.
+    The random numbers depend on the seed, the step, the sample and the position, but not on the number of processes.
 
     Args:
         loader: the loader of the pairs.
         model: the model that predicts the tokens at unforced positions, with its current weights.
-        probability: the probability that a position is forced: a number or a schedule. None means 1.
+        probability: the probability that a position is forced, as a number or a schedule. None means 1.
         epoch: the number of samples per epoch.
         seed: the seed of the random numbers.
     """
@@ -166,9 +165,7 @@ class Forced(Feed):
 
 
 def shifted(target: Tensor) -> Tensor:
-    """Returns the decoder inputs under full teacher forcing: the start token, then the target tokens except the
-    last.
-    """
+    """Returns decoder inputs without predicted tokens: the start token, then all target tokens except the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs

@@ -28,8 +28,9 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Lines(Source):
-    """Pairs of lines, from the file in `--data` or from the task in the spec. Nothing is copied into the run
-    directory.
+    """Pairs of lines, from the file that `--data` names or from the task in the spec.
+
+    The run directory contains no copy of the lines.
     """
 
     name = "lines"
@@ -92,10 +93,15 @@ class _OpenLines:
         return Supply(feed, validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields batches of lines of equal length, without padding.
+        """Yields batches of line pairs, on which calibration measures the ranges of int8 inputs.
 
-        A decoder stops before padding, so padding must not affect the measured ranges. Sources are padded only if the
-        model attends to padding.
+        All sources of a batch have the same length, and all targets of a batch have the same length. The batches
+        therefore contain no padding, which would affect the measured ranges. If the model attends to padding, however,
+        the batches contain sources with their padding.
+
+        Args:
+            rows: the number of line pairs. They are spread over the training data.
+            batch: the largest number of line pairs per batch.
         """
         count = min(rows, len(self.train))
         sample = self.train[np.arange(count) * len(self.train) // count]

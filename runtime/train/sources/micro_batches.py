@@ -16,11 +16,11 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
     """Returns the number of backward passes per step on each process.
 
     Args:
-        train: the training spec.
+        train: the section `train` of the spec.
         window: the number of tokens per row.
         world: the number of processes.
         size: the size of a step, in rows if `train.batch` is set, otherwise in tokens. None selects the size of the
-            last step.
+            last step of the run.
 
     Raises:
         BatchError: if a step cannot be divided evenly into passes on all processes.

@@ -1,4 +1,4 @@
-"""The interface of kinds of training data."""
+"""The interface of readers of training data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,38 +42,40 @@ class Epoch:
 
 
 class OpenData(Protocol):
-    """Training data after opening."""
+    """The opened training data and validation data of a run."""
 
     @property
     def digests(self) -> DataDigests:
-        """The digests of both splits."""
+        """The digests of the training split and the validation split."""
 
     @property
     def epoch(self) -> Epoch | None:
-        """The epoch, if the data are line pairs. None for other data."""
+        """The properties of an epoch if the data are line pairs; None for other data."""
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
-        """Returns the data for this process. Pushes the resources to be closed onto `stack`."""
+        """Returns the data with which this process trains `loaded`. `stack` closes the resources of the data."""
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields `rows` rows of the training data, in batches of at most `batch` rows. A batch maps input names of the
-        program `score` to i64 tensors on the CPU.
+        """Yields `rows` rows of the training data for calibration, in batches of at most `batch` rows.
 
-        The rows are spread over the data. They depend only on the arguments, the data and the seed of the spec.
+        A batch maps the names of the inputs of the program `score` to i64 tensors on the CPU. The rows are spread over
+        the data. Their choice depends only on the arguments, the data and the seed of the spec.
         """
 
 
 class Source(ABC):
-    """The reader of one form of data. Each subclass is in a separate file of this package. The constructor checks that
-    all files exist and match the model, before a run writes anything.
+    """The reader of one form of data, such as text or lines.
+
+    Each subclass is in a separate file of this package. The constructor checks that all files exist and match the
+    model, before a run writes anything.
 
     Args:
         spec: the resolved spec.
-        search: the folders to search for files.
+        search: the folders to search for files, such as the tokenizer.
 
     Attributes:
-        name: the form, equal to `DataKind.gives`.
-        files: the files that are copied into the run directory, so that the run can be opened on its own.
+        name: the name of the form, as in `DataKind.gives`.
+        files: the files to copy into the run directory, so that the run does not depend on files elsewhere.
 
     Raises:
         DataError: if a file is missing or does not match the model.
@@ -95,13 +97,13 @@ class Source(ABC):
     @staticmethod
     @abstractmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
-        """Returns a feed of random batches, for measuring the speed of training steps. No file is read.
+        """Returns a feed of random batches, for measuring the speed of training steps. The method reads no files.
 
         Args:
             spec: the spec.
             loaded: the loaded model.
             batches: the minimum number of batches that the feed must provide.
-            stack: the exit stack that closes the feed.
+            stack: the exit stack that closes the resources of the feed.
         """
 
 

@@ -28,7 +28,7 @@ from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
 class Text(Source):
-    """Text files, jsonl files or token shards. The tokenizer files are copied into the run directory."""
+    """Text files, jsonl files or token shards. The run directory receives a copy of the tokenizer files."""
 
     name = "text"
 
@@ -83,7 +83,7 @@ class _Streams:
 
 
 class RandomTokens:
-    """A substitute for a loader, with random ids and targets.
+    """Provides random batches in place of a loader of text.
 
     Args:
         batch, length: the shape of ids and targets, i64 [batch, length].
@@ -104,4 +104,4 @@ class RandomTokens:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: there is no state to restore."""
+        """Does nothing, because random batches have no position to restore."""
