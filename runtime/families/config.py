@@ -74,7 +74,8 @@ class Config:
     def absent(self, key: str, default: T | None) -> T | None:
         """Returns `default` if the config has no field `key`, otherwise None. A field with the value null is present.
 
-        The result is a default for methods such as `whole` that would also replace the value null by a default.
+        If the result is passed as the default of a method such as `whole`, this method does not replace null by
+        `default`.
         """
         self.read.add(key)
         return None if key in self.fields else default

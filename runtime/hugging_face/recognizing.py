@@ -47,7 +47,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
     Args:
         model: the model of a spec.
-        first: the name of the family to return if several families fit; empty for no preference.
+        first: the name of the family to prefer if several families fit; empty for no preference.
 
     Raises:
         NoFamily: if no family fits. The message states the first difference from the closest family.

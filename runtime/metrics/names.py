@@ -54,8 +54,8 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
         scores: the validation of each run; None for a run without a validation.
 
     Returns:
-        For `bits_per_byte`, the result is `BITS` if all validations contain this metric, else `PIECE_BITS`. For
-            `exact_match`, the result is `EXACT`. If a validation does not contain the metric, the result is `NATS`.
+        For `bits_per_byte`, the first of the metrics `BITS`, `PIECE_BITS` and `NATS` that all validations contain. For
+            `exact_match`, the first of the metrics `EXACT` and `NATS` that all validations contain.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

@@ -31,7 +31,7 @@ Program = Callable[..., Tensor]
 
 
 def import_compiler() -> None:
-    """Imports the Torch modules that load stored programs. This takes more than a second."""
+    """Imports the Torch modules that load stored programs, which takes more than a second."""
     import torch._dynamo.package
     import torch._inductor.async_compile
     import torch._inductor.select_algorithm  # noqa: F401

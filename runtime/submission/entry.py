@@ -207,10 +207,10 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
 
 
 def train(world: World, target: str, steps: int | None, streams: Sequence[TokenStream], trained: TrainedFile) -> None:
-    """Trains to the end of the run, or for `steps` updates, and saves the weights.
+    """Trains the model to the end of the run, or for `steps` updates, and saves the weights.
 
     Args:
-        world: the ranks of the run, with their device.
+        world: the processes that train together, with their devices.
         target: the target whose generated code is trained.
         steps: the number of updates; None for all updates of the run.
         streams: the training and validation tokens.

@@ -36,8 +36,8 @@ def export_submission(
 ) -> SubmissionSize:
     """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`.
 
-    The weights come from the artifact of the run. The code trains, quantizes and scores. It needs torch, numpy, and the
-    package of `codec`. The code is written last, so that a folder with code is complete.
+    The weights come from the artifact of the run. The code in train_gpt.py trains, quantizes and scores the model. It
+    needs torch, numpy, and the package of `codec`. The code is written last, so a folder with code is complete.
 
     Args:
         path: the run directory.

@@ -110,7 +110,10 @@ class Shaker:
         return texts
 
     def resolved(self, module: str, name: str) -> Symbol:
-        """Returns the symbol of `from module import name`: the module that defines it, and its name there."""
+        """Returns the symbol that `from module import name` imports.
+
+        A symbol is a pair of the module that defines it and its name in this module.
+        """
         return self._resolved((module, name))
 
     def inside(self, module: str) -> bool:

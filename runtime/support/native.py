@@ -197,7 +197,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def find_nvcc() -> str:
-    """Returns the path of nvcc. Searches PATH first, then CUDA_HOME. The default of CUDA_HOME is /usr/local/cuda.
+    """Returns the path of nvcc. The function searches PATH first, and then CUDA_HOME (by default /usr/local/cuda).
 
     Raises EnvironmentFailure if there is no nvcc.
     """

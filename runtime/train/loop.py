@@ -1,4 +1,6 @@
-"""The loop over the steps of a run. It validates, saves, logs, and ends the run cleanly after any failure.
+"""The loop over the steps of a run.
+
+The loop also validates the model, writes checkpoints and the log, and ends the run cleanly after a failure.
 
 trainer.py computes each step, and train.py prepares the run.
 """
@@ -70,8 +72,8 @@ class TrainResult:
         seconds: the training time in seconds.
         complete: False if the run ended early.
         reached: whether the run ended because a validation reached `train.stop_at_loss`.
-        raw, averaged: the last validation result of the master weights, and of the averaged weights; None if there is
-            no such result.
+        raw: the last validation result of the master weights.
+        averaged: the last validation result of the averaged weights; None if the run does not average its weights.
     """
 
     run: Path

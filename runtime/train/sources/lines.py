@@ -100,7 +100,7 @@ class _OpenLines:
         the batches contain sources with their padding.
 
         Args:
-            rows: the number of line pairs. They are spread over the training data.
+            rows: the number of line pairs, which are spread over the training data.
             batch: the largest number of line pairs per batch.
         """
         count = min(rows, len(self.train))
