@@ -255,7 +255,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     common = frozenset.intersection(
         *(frozenset(node.name.partition(".")[0] for node in graph.nodes) for graph in merged.variants)
     )
-    holders = {path.partition(".")[0] for graph in merged.variants for path, _ in graph.params}
+    holders = {path.partition(".")[0] for graph in uses.functions for path, _ in graph.params}
     groups: dict[frozenset[int], list[str]] = {}
     exclusive: set[tuple[frozenset[int], str]] = set()
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
@@ -335,10 +335,10 @@ def _begin(
     graph = begins[0]
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
     arguments = (*(f"{name}: Tensor" for name, _ in graph.inputs), *(f"{flag}: bool = False" for flag in used))
-    begin = method(body, "begin", doc, arguments)
-    if len(graph.outputs) == 1:
-        begin = replace(begin, returns=f"({begin.returns},)", annotation="tuple[Tensor]")
-    return begin, used
+    begin = method(body, "begin", doc, arguments, "tuple[Tensor]" if len(merged.outputs) == 1 else "")
+    state = body.own_outputs()
+    alike = len(state) == len(merged.outputs) > 1
+    return replace(begin, returns=", ".join(state) if alike else tuple_text(state)), used
 
 
 def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:

@@ -424,9 +424,21 @@ class Body:
         return ", ".join(map(self._result, dict(self.merged.outputs).values()))
 
     def _result(self, operand: Operand) -> str:
-        where = frozenset(variant for _, variants in operand for variant in variants)
-        text = self.text(operand)
+        where, text = variants_of(operand), self.text(operand)
         return text if where == self.merged.every else f"{text} if {self.condition(where)} else None"
+
+    def own_outputs(self) -> Sequence[str]:
+        """Returns the items of a tuple that contains, for each variant, only the outputs of the variant."""
+        texts: list[str] = []
+        for where, operands in groupby(dict(self.merged.outputs).values(), key=variants_of):
+            some = [self.text(operand) for operand in operands]
+            own = f"*(({', '.join(some)},) if {self.condition(where)} else ())" if where != self.merged.every else ""
+            texts += [own] if own else some
+        return texts
+
+
+def variants_of(operand: Operand) -> Where:
+    return frozenset(variant for _, variants in operand for variant in variants)
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:

@@ -85,6 +85,17 @@ VERIFIED: dict[str, dict[str, Any]] = {
         [DECODER],
         {"losses": [{"kind": "next_token"}, {"kind": "later_token", "ahead": 2, "weight": 0.1}]},
     ),
+    "attention over positions in one block of two": pairs(
+        [blocks(SELF, PAIR_MLP)],
+        [
+            blocks(
+                {**SELF, "rope": {}},
+                CROSS,
+                PAIR_MLP,
+                changes=[{"where": "layer == layers - 1", "attention": None}],
+            )
+        ],
+    ),
     "scores in bf16 on a CPU": text(
         {"precision": {"compute": "bf16"}},
         layers=({**ATTENTION, "head_dim": 16, "mask": "j <= i and (i - j < 6 or j < 3)"}, MLP),
