@@ -18,6 +18,7 @@ def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
         if CHOICES.fullmatch(part)
         else (tuple(part.split("*")),)
         for part in CHOICES.split(pattern)
+        if part
     )
 
 
@@ -25,9 +26,12 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`. A
     match consists of `texts` in order, with any characters between them."""
     for i, text in enumerate(texts):
+        if text not in name:
+            return set()
         if i and starts:
             starts = set(range(min(starts), len(name) + 1))
-        starts = {start + len(text) for start in starts if name.startswith(text, start)}
+        if text:
+            starts = {start + len(text) for start in starts if name.startswith(text, start)}
     return starts
 
 
@@ -39,5 +43,5 @@ def matches(pattern: str, name: str) -> bool:
     """
     ends = {0}
     for choices in _parts(pattern):
-        ends = set().union(*(_ends(name, ends, texts) for texts in choices if all(text in name for text in texts)))
+        ends = set().union(*[_ends(name, ends, texts) for texts in choices]) if ends else ends
     return len(name) in ends

@@ -107,7 +107,7 @@ class ScoreAndMask(Layer):
         return bound_score(self.score, tables, visible, *settings)
 
     def _sizes(self, shape: Shape) -> Mapping[str, int]:
-        return shape.of_attention(self.sizes(shape.dim)).sizes
+        return {**shape.sizes, **self.sizes(shape.dim)}
 
     def visible(self, mask: str, shape: Shape) -> str:
         """Returns the condition under which attention evaluates the score of a query and a key. `mask` is the canonical

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from math import sqrt
 from typing import ClassVar
 
@@ -93,6 +94,7 @@ def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None 
     return _Cute({}, whole, floats=floats or {}).text(decided(expr))
 
 
+@lru_cache(maxsize=1024)
 def decided(expr: Expr) -> Expr:
     """Evaluates the parts without variables, because tensor functions do not accept plain numbers."""
     expr = rebuild(expr, decided)

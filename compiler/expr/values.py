@@ -8,6 +8,7 @@ A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a su
 exponentially. The limit bounds the work of every function in this package.
 """
 
+from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
 
@@ -38,8 +39,9 @@ class Expr:
     size: int
 
     def __post_init__(self) -> None:
-        parts = children(self)
-        size = 1 + sum(part.size for part in parts)
+        size = 1
+        for part in children(self):
+            size += part.size
         if size > LARGEST_TREE:
             raise ExprError(f"the expression or its derivative has more than {LARGEST_TREE} parts", hint="split it")
         object.__setattr__(self, "size", size)
@@ -51,7 +53,7 @@ class Expr:
         return self._hash
 
     def __str__(self) -> str:
-        return Printer().text(self)
+        return _text(self)
 
     def __add__(self, other: "Expr | float") -> "Expr":
         return Binary("+", self, as_expr(other))
@@ -177,6 +179,11 @@ class Read(Expr):
 
 def as_expr(value: Expr | float) -> Expr:
     return value if isinstance(value, Expr) else Const(value)
+
+
+@lru_cache(maxsize=2**14)
+def _text(expr: Expr) -> str:
+    return Printer().text(expr)
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:

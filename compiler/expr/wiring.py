@@ -119,6 +119,7 @@ def _is_dotted(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_dotted(node.value))
 
 
+@lru_cache(maxsize=1024)
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
     """Returns the expression E for which `base`, with E in place of the variable `name`, equals `expr`. None if there
     is no such E."""
@@ -144,6 +145,7 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
     return inside
 
 
+@lru_cache(maxsize=1024)
 def repeated(expr: Expr) -> Expr | None:
     """Returns the largest subexpression that occurs several times and has a variable other than the names in NUMBERS.
     None if there is no such subexpression."""
