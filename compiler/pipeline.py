@@ -203,8 +203,14 @@ def deployed(spec: Spec, target: str) -> Programs | None:
     programs have no fusion points, because the operations after an int8 product become the epilogue of the product.
     Raises LoweringError if the spec cannot be lowered.
     """
-    schemes = allocation(spec.quant, lower(spec, target).stored)
-    return run(spec, target, form="deployed") if any(scheme.integer for scheme in schemes.values()) else None
+    return run(spec, target, form="deployed") if _has_integer_products(spec, target) else None
+
+
+def _has_integer_products(spec: Spec, target: str) -> bool:
+    quant = spec.quant
+    if quant is None or not any(scheme.integer for scheme in (quant.default, *quant.rules)):
+        return False
+    return any(scheme.integer for scheme in allocation(quant, lower(spec, target).stored).values())
 
 
 def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
@@ -240,9 +246,8 @@ def reads_codes(spec: Spec, target: str) -> bool:
     """
     if spec.quant is None or not TARGETS[target].arch:
         return False
-    programs = lower(spec, target)
-    integer = any(scheme.integer for scheme in allocation(spec.quant, programs.stored).values())
-    return not integer and any(graph.name in DECODING for graph in programs.programs)
+    decodes = any(graph.name in DECODING for graph in lower(spec, target).programs)
+    return decodes and not _has_integer_products(spec, target)
 
 
 def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) -> Plan:
