@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import field
+from itertools import zip_longest
 from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
@@ -28,14 +29,13 @@ def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
 
     Raises TypeRuleError if the shapes do not broadcast.
     """
-    longest = max(shapes, key=len)
     result: list[Dim] = []
-    for back in range(len(longest), 0, -1):
-        dims = {shape[-back] for shape in shapes if len(shape) >= back} - {1}
+    for column in zip_longest(*map(reversed, shapes), fillvalue=1):
+        dims = {*column} - {1}
         if len(dims) > 1:
             raise TypeRuleError(f"cannot broadcast {' with '.join(str(list(shape)) for shape in shapes)}", (0, 1))
         result.append(next(iter(dims), 1))
-    return tuple(result)
+    return tuple(reversed(result))
 
 
 @record

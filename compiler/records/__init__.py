@@ -18,7 +18,8 @@ def record(cls: type[T]) -> type[T]:
     dataclass(init=False, repr=False, eq=False)(cls)
     members = fields(cls)  # type: ignore[arg-type]
     assert all(member.init and member.hash is None for member in members), f"{cls.__name__}: such fields need dataclass"
-    values = _values([member.name for member in members if member.compare])
+    compared = [member.name for member in members if member.compare]
+    values: Callable[[Any], object] = attrgetter(*compared) if compared else type
 
     def __init__(self: T, *args: Any, **kwargs: Any) -> None:
         cls.__init__ = _init(cls, members)  # type: ignore[method-assign]
@@ -46,13 +47,6 @@ def record(cls: type[T]) -> type[T]:
         if vars(cls).get(method.__name__) is None:  # None is the `__hash__` of a class that defines only `__eq__`
             setattr(cls, method.__name__, method)
     return cls
-
-
-def _values(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that returns the attributes `names` of an object as a tuple."""
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda value: tuple(getattr(value, name) for name in names)
 
 
 def _init(cls: type, members: Sequence[Field[Any]]) -> Callable[..., None]:
