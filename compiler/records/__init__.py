@@ -52,7 +52,7 @@ def record(cls: type[T]) -> type[T]:
 def _init(cls: type, members: Sequence[Field[Any]]) -> Callable[..., None]:
     """Compiles the method `__init__` of a record."""
     known: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
-    parameters, lines = ["self"], []
+    parameters, values = ["self"], []
     for member in sorted(members, key=attrgetter("kw_only")):
         name, default, value = member.name, f"_default_{member.name}", member.name
         if member.kw_only and "*" not in parameters:
@@ -66,9 +66,9 @@ def _init(cls: type, members: Sequence[Field[Any]]) -> Callable[..., None]:
             parameters.append(f"{name}={default}")
         else:
             parameters.append(name)
-        lines.append(f" _set(self, {name!r}, {value})")
-    lines.append(" self.__post_init__()" if hasattr(cls, "__post_init__") else " pass")
-    exec(f"def __init__({', '.join(parameters)}):\n" + "\n".join(lines), known)
+        values.append(f"{name!r}: {value}")
+    after = "self.__post_init__()" if hasattr(cls, "__post_init__") else ""
+    exec(f"def __init__({', '.join(parameters)}): _set(self, '__dict__', {{{', '.join(values)}}}); {after}", known)
     init: Callable[..., None] = known["__init__"]
     init.__qualname__ = f"{cls.__qualname__}.__init__"
     return init

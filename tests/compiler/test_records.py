@@ -53,7 +53,8 @@ class Single:
 
 def both(body: type) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A record and a frozen dataclass with the fields of a class."""
-    record_of, dataclass_of = (type("Both", body.__bases__, dict(vars(body))) for _ in range(2))
+    inside = {name: value for name, value in vars(body).items() if name not in ("__dict__", "__weakref__")}
+    record_of, dataclass_of = (type("Both", body.__bases__, dict(inside)) for _ in range(2))
     return record(record_of), dataclass(frozen=True)(dataclass_of)
 
 
