@@ -1,10 +1,8 @@
 """Base classes and field types of spec models, with strict types, immutable values, and no unknown keys."""
 
 import keyword
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -12,12 +10,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
 from specc.compiler.records import record
-
-# Before the first schema, Pydantic searches all installed packages for plugins. This module takes the place of the
-# search: packages cannot change how specs are checked, and a command does not wait for importlib.metadata.
-_NO_PLUGINS = ModuleType("pydantic.plugin._loader")
-_NO_PLUGINS.get_plugins = tuple  # type: ignore[attr-defined]
-sys.modules.setdefault(_NO_PLUGINS.__name__, _NO_PLUGINS)
 
 
 def _usable(name: str) -> str:
