@@ -20,6 +20,7 @@ from specc.compiler.programs.cost import decode_cost
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.eval.text import Adapted
+from specc.runtime.verify.deployed import verify_deployed
 from specc.runtime.verify.verify import verify
 
 POST = {"kind": "rms", "places": ["stream"]}
@@ -133,6 +134,14 @@ def test_it_compiles(name: str) -> None:
 def test_it_is_verified(name: str) -> None:
     wrong = [check for check in verify(spec_of(VERIFIED[name]), ("cpu",)) if not check.ok]
     assert not wrong
+
+
+def test_int8_products_beside_modules_ahead_are_verified() -> None:
+    rules = [{"match": "*.{up,down}", "scheme": "int8"}]
+    quant = {"default": {"scheme": "none", "dtype": "f16"}, "rules": rules}
+    spec = spec_of(text({"losses": [{"kind": "next_token"}, AHEAD]}, quant=quant))
+    checks = [*verify_deployed(spec, ("cpu",))]
+    assert checks and all(check.ok for check in checks)
 
 
 @pytest.mark.parametrize(
