@@ -24,6 +24,7 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.verify.random_inputs import random_tensor
 
 RMS, PEAK = 1.005, 2.0  # the allowed RMS and largest error of a kernel, as multiples of those of eager Torch
+MANY = 1000  # the least number of values whose RMS error is compared by RMS
 ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of one rounding
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
 TINIEST = 1e-30  # the minimum tolerance, which is needed for outputs that are exactly 0 in both f64 and eager Torch
@@ -47,14 +48,19 @@ FLOOR = 1e-3  # the value of this limit for other dtypes
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The RMS error and the largest error of one output, each divided by its limit in `Judge.bars`."""
+    """The RMS error and the largest error of one output, each divided by its limit in `Judge.bars`.
+
+    `count` is the number of values. The RMS error of fewer than MANY values may be as large as PEAK allows, because it
+    depends on chance.
+    """
 
     rms: float
     peak: float
+    count: int
 
     @property
     def ok(self) -> bool:
-        return self.rms <= RMS and self.peak <= PEAK
+        return self.rms <= (RMS if self.count >= MANY else PEAK) and self.peak <= PEAK
 
     @property
     def words(self) -> str:
@@ -208,15 +214,15 @@ class Judge:
         if sample is not None and sample.has(type):
             shape = torch.Size((*self.inputs[0].shape[: len(sample.dims)], *want.shape[1:]))
         if value.shape != shape or not bool(value.double().isfinite().all()):
-            return Errors(float("inf"), float("inf"))
+            return Errors(float("inf"), float("inf"), want.numel())
         error = ((sample(value, type) if sample is not None else value).double() - want).abs()
         if type.dtype in FORMATS:
             return _errors_of_codes(error, want, DTYPES[type.dtype], bars)
-        errors = Errors(rms_of(error) / bars[0], error.max().item() / bars[1])
+        errors = Errors(rms_of(error) / bars[0], error.max().item() / bars[1], want.numel())
         if errors.ok or any(isinstance(dim, str) for dim in type.shape) or want.numel() > FEW:
             return errors
         bound = self.rounding_of_sum(i, value.dtype)
-        return Errors(rms_of(error) / max(bars[0], bound), error.max().item() / max(bars[1], bound))
+        return Errors(rms_of(error) / max(bars[0], bound), error.max().item() / max(bars[1], bound), want.numel())
 
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
         """Returns a bound on the rounding error of output `i`, which is a sum over rows.
@@ -298,7 +304,7 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
     """
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
-    return Errors((error > 0).double().mean().item() / share, (error / (step + floor)).max().item())
+    return Errors((error > 0).double().mean().item() / share, (error / (step + floor)).max().item(), error.numel())
 
 
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:

@@ -44,7 +44,7 @@ from specc.compiler.ops.saved_attention import (
     SeenAttention,
     SeenAttentionGrad,
 )
-from specc.runtime.verify.judge import PEAK, RMS, SEQUENCE, Judge, inputs_of, many, within
+from specc.runtime.verify.judge import MANY, PEAK, RMS, SEQUENCE, Judge, inputs_of, many, within
 
 # Int8 products are compared exactly: test_int8_products.py. The calls that an op states have no function of their own.
 KERNELS = {
@@ -55,7 +55,6 @@ KERNELS = {
 Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
 TRIES = 200
 SUMS, AGAIN = 8, range(1_001, 1_006)
-MANY = 1000  # of so many numbers the RMS error is not decided by chance
 SHAPES_OF_A_NODE = {"cutlass": 100, "cuda": 50}
 
 

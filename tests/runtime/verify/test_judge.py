@@ -21,7 +21,7 @@ from specc.runtime.model.load import Loaded, instantiate
 from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
 from specc.runtime.verify import judge as judging
-from specc.runtime.verify.judge import Composed, Judge, composed, inputs_of, many_sizes, on_domain
+from specc.runtime.verify.judge import MANY, Composed, Errors, Judge, composed, inputs_of, many_sizes, on_domain
 from specc.runtime.verify.random_inputs import Operands, sizes_of
 from specc.runtime.verify.verify import Check, verify
 
@@ -285,3 +285,8 @@ def test_a_bench_takes_the_inputs_of_the_judge(site: Site) -> None:
     given = inputs_of(site, sizes_of(spec), "cpu", seed=3)
     assert all(map(torch.equal, inputs[:2], given[:2])) and bool((inputs[2] < 0).any())
     assert torch.equal(given[2], inputs[2].abs()) and torch.equal(on_domain(site, inputs, inputs)[2], given[2])
+
+
+def test_the_rms_error_of_few_values_depends_on_chance() -> None:
+    assert Errors(1.5, 1.5, MANY - 1).ok and Errors(1.0, 1.5, MANY).ok
+    assert not Errors(1.5, 1.5, MANY).ok and not Errors(2.1, 1.5, MANY - 1).ok
