@@ -1,4 +1,4 @@
-"""Compares a folder of generated files with a build, and writes the folder without losing edits by hand."""
+"""Compares a folder of generated files with a build, and writes the folder without losing manual edits."""
 
 import difflib
 import errno
@@ -142,13 +142,13 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     Args:
         folder: the generated folder. It is created if missing.
         files: the texts, by file name, including the manifest.
-        force: whether to overwrite hand edits and files built from another spec file.
+        force: whether to overwrite manual edits and files built from another spec file.
 
     Returns:
         A pair (state, name) for each changed file, sorted by name. The state is `new`, `changed` or `removed`.
 
     Raises:
-        HandEdited: if a file was edited by hand and `force` is False, or if a subfolder is a link. Nothing is written.
+        HandEdited: if a file was edited manually and `force` is False, or if a subfolder is a link. Nothing is written.
         OtherSource: if the last build of `folder` was from another spec file and `force` is False. Nothing is written.
         EnvironmentProblem: if the disk is full or cannot be written.
     """
@@ -200,7 +200,7 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
 def _require_same_source(folder: Path, files: Files) -> None:
     try:
         previous = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError):  # there is no valid manifest, so the check for hand edits decides
+    except (OSError, ValueError, AttributeError):  # there is no valid manifest, so the check for manual edits decides
         return
     if (source := _source(folder.name, files[MANIFEST])) != previous:
         hint = f"give {source} another `name`, or build with --force to replace the files"

@@ -23,8 +23,8 @@ def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
-    """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`. A
-    match consists of `texts` in order, with any characters between them."""
+    """Returns the end positions of all matches in `name` that begin at a position of `starts`. A match consists of all
+    `texts` in order, with any characters between two consecutive texts."""
     for i, text in enumerate(texts):
         if text not in name:
             return set()

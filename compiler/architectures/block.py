@@ -63,13 +63,15 @@ class Block(StrictModel):
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
         """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may use. For a value
-        of a layer, these are the sizes of the layer. For a value of the block, these are the sizes of the first
-        attention layer. Empty without attention. `dim` is the number of features of the model."""
+        of an attention layer, these are the sizes of this layer. For any other value, these are the sizes of the first
+        attention layer of the block. Empty if the block has no attention layer. `dim` is the number of features of the
+        model."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
     def shape_of(self, shape: Shape, path: str = "") -> Shape:
-        """Returns `shape` with the attention sizes that the learned value `path` may use."""
+        """Returns a copy of `shape`, the sizes of the model, with the attention sizes that the learned value `path` may
+        use. `path` is LAYER.NAME for a learned value of a layer (see `sizes`)."""
         return shape.of_attention(self.sizes(shape.dim, path))
 
     def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:

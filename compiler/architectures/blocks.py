@@ -127,8 +127,8 @@ class Blocks(Block):
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The index of the block that each run executes, in the last order of the schedule. A run is one execution of a
-        block."""
+        """The index of the block that each run executes. A run is one execution of a block. If the execution order
+        changes during training, these are the runs of the last order."""
         return self.orders[-1][1]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:

@@ -79,8 +79,9 @@ class Side:
         return ("model", self.name, list(self.stages).index(stage))
 
     def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
-        """Returns the context of a stage outside of loops, with the cache and the call site of the stage. The first
-        recurrent stage also gets the initial state."""
+        """Returns a copy of `context` for a stage outside of loops. The copy has the call site of the stage, and only
+        the entries of the cache that belong to the stage. The initial state of `context` is kept for the first
+        recurrent stage, and removed for all other stages."""
         at = f"{self.name}.{stage.title}"
         first = next((other for other in self.stages if "recurrent" in other.traits), None)
         initial = context.initial if stage is first else {}

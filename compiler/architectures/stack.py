@@ -282,11 +282,16 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields two mappings from input names to values of the block: the values that all blocks read, then the values
-        that only some blocks read.
+        """Yields two mappings from input names of the block's function to the refs that the call passes. The first
+        mapping has the inputs that all blocks of the stack have. The second mapping has the inputs that only some
+        blocks have.
 
         In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and
-        values of the source.
+        values that were computed from this output.
+
+        Args:
+            source: The refs of the values that the block reads from earlier runs of blocks.
+            labels: The input names of these values.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]

@@ -25,7 +25,7 @@ Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "
 
 class Scaling(StrictModel):
     """Frequency scaling. Slow pairs of channels rotate `factor` times slower. Fast pairs are unchanged. The frequency
-    of any other pair is a linear blend of the slowed and the unchanged frequency.
+    of any other pair is a weighted mean of the slowed and unchanged frequencies.
 
     Attributes:
         factor: the divisor of slow frequencies.
@@ -49,9 +49,10 @@ class Scaling(StrictModel):
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns an expression for the weight, from 0 to 1, of the unchanged frequency in the blended frequency of a
-        pair of channels. The expression reads `f`, the unchanged frequency, and `pair`, the index of the pair. `dims`
-        is the number of rotated channels, and `base` is the base of the frequencies."""
+        """Returns an expression for a weight from 0 to 1. The scaled frequency of a pair of channels is
+        weight * f + (1 - weight) * f / factor, where `f` is the unchanged frequency. The expression may read `f`, and
+        `pair`, the index of the pair. `dims` is the number of rotated channels, and `base` is the base of the
+        frequencies."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
@@ -61,7 +62,8 @@ class Scaling(StrictModel):
 
 
 class Llama3(Scaling):
-    """The scaling of Llama 3.1: the blend is linear in the number of turns.
+    """The scaling of Llama 3.1. A pair that is neither slow nor fast has a weighted mean of the slowed and unchanged
+    frequencies. The weight is linear in the number of turns of the pair over `trained` tokens.
 
     Attributes:
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
@@ -75,12 +77,12 @@ class Llama3(Scaling):
 
 
 class Yarn(Scaling):
-    """YaRN (Peng et al., 2023). The blend is linear in the index of the pair. Queries and keys are multiplied by
-    `magnitude`.
+    """YaRN (Peng et al., 2023). A pair that is neither slow nor fast has a weighted mean of the slowed and unchanged
+    frequencies. The weight is linear in the index of the pair. Queries and keys are multiplied by `magnitude`.
 
     Attributes:
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
-        whole: whether the bounds of the blend are rounded outward to whole pairs.
+        whole: whether the two pair indices between which the weight changes are rounded outward to whole numbers.
         magnitude: the factor of queries and keys after the rotation: a number or a formula of `factor`.
     """
 

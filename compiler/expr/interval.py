@@ -317,9 +317,9 @@ class Box:
 
 
 class Question(NamedTuple):
-    """A comparison, compiled to two functions of a box. `some` states whether the comparison may hold in the box.
-    `every` states whether the comparison holds in the whole box. `sides` lists the sides of the box on which the
-    comparison depends. The side `d` is i - j."""
+    """A comparison, compiled to two functions of the bounds of a box. `some` returns whether the comparison may hold in
+    the box. `every` returns whether the comparison holds in the whole box. `sides` names the variables whose bounds the
+    comparison depends on: `i`, `j`, `h`, or `d` for i - j."""
 
     some: Callable[..., int]
     every: Callable[..., int]

@@ -3,9 +3,9 @@
 To add a function, add an entry: a `WholeFunction` if it returns whole numbers, a `HeadFunction` if it depends on the
 number of heads. No other change is needed.
 
-Two entries are incomplete. `slope` depends on the number of heads, so it has no value, bounds or text. When the number
-of heads is known, a formula replaces `slope`. `document` has only a name, because document numbers are never computed.
-A mask may only compare the documents of two positions, and parse.py and mask.py treat this comparison as one
+Two entries have no functions that compute values. `slope` depends on the number of heads. When this number is known, a
+formula replaces each call of `slope`. Document numbers are never computed: a mask can call `document` only to compare
+the documents of two positions, as in document(i) == document(j). parse.py and mask.py treat the comparison as one
 condition.
 """
 

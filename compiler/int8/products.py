@@ -56,8 +56,9 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
         quant: The quantization of the spec. If it is None, the programs are returned unchanged.
 
     Raises:
-        LoweringError: If a parameter with an integer scheme has a reader that is not a product. Also if only some of
-            the blocks that share a function quantize a parameter. The error lists all problems.
+        LoweringError: If a node other than a matrix product reads a parameter with an integer scheme. Also if a product
+            cannot be computed in int8, for example because several blocks share its code, but its weight has an integer
+            scheme in only some of these blocks. The error lists all problems.
     """
     schemes = allocation(quant, programs.stored)
     if quant is None:

@@ -27,8 +27,9 @@ class LossTerm(StrictModel):
     def per_token(self) -> str:
         """The loss of a token, as an expression. Empty for an auxiliary loss.
 
-        The variables of the expression are `nats` (the cross-entropy of the token), `lse` (log(sum(exp(logits)))), and
-        `nats_n` for each `n` of `targets`.
+        The variables of the expression are `nats` (the cross-entropy of the next token), `lse`
+        (log(sum(exp(logits)))), and `nats_NAME` (the cross-entropy of an additional target) for each NAME that the
+        method `targets` returns.
         """
         return ""
 
@@ -53,8 +54,10 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds nodes that compute additional targets for the logits of the next token. Returns the targets, i64 [B, T],
-        by name. A missing target is -1. `per_token` reads the cross-entropy of the targets named `n` as `nats_n`.
+        """Adds nodes that compute additional targets, such as the token after the next token. The loss compares the
+        logits of the next token with each additional target. Returns the refs of the additional targets, i64 [B, T], by
+        name. A token without an additional target has the target -1. In the expression `per_token`, the variable
+        `nats_NAME` is the cross-entropy of the additional target NAME.
 
         Args:
             b: The builder of the program.

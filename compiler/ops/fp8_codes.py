@@ -1,6 +1,6 @@
-"""The parts of `Fp8Linear` with delayed scaling: the rounding of a factor to codes, and the three products of codes.
+"""The parts of `Fp8Linear` with delayed scaling: the rounding of an operand to codes, and the three products of codes.
 
-The ops are separate, so that a kernel of a fused group can compute a factor and also write the factor's codes.
+The ops are separate, so that a kernel of a fused group can compute an operand and also write the operand's codes.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ Role = Literal["y", "dx", "dw"]
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
-    """Divides a factor of a product by the scale in `state`, and rounds the quotient to the factor's 8-bit format.
-    `factor` is 0 for x, 1 for the weight and 2 for dy. The dtype of the result is that of `value`, in which the
-    rounded numbers are exact."""
+    """Converts `value`, an operand of a matrix product, to 8-bit codes. The function divides `value` by its scale in
+    `state`, clamps the quotient to the range of an 8-bit format, and rounds it to this format. `factor` selects the
+    scale and the format: 0 for x, 1 for the weight, 2 for dy. The result has the dtype of `value`, which represents the
+    rounded numbers exactly."""
     import torch
 
     scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])
@@ -30,14 +31,15 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 
 @record
 class Fp8Codes(SupportCall):
-    """Divides a factor of a product by its scale, clamps the quotient to the range of an 8-bit format, and rounds it.
+    """Converts an operand of a matrix product to 8-bit codes: divides the operand by its scale, clamps the quotient to
+    the range of an 8-bit format, and rounds it.
 
-    The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
-    magnitude of the factor in the state. Gradients ignore the rounding: the gradient of the factor is the gradient of
+    The inputs are the operand and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
+    magnitude of the operand in the state. Gradients ignore the rounding: the gradient of the operand is the gradient of
     codes * scale.
 
     Attributes:
-        factor: 0 for x, 1 for the weight, 2 for the gradient of y.
+        factor: The operand: 0 for x, 1 for the weight, 2 for the gradient of y.
     """
 
     name: ClassVar[str] = "fp8_codes"
@@ -113,10 +115,10 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 @record
 class Fp8Product(MatrixProduct):
     """One of the three products of a linear layer: y = x w^T, dx = dy w, or dw = dy^T x. The op multiplies codes in
-    f32, and applies the scales of both factors.
+    f32, and multiplies the product by the scales of both operands.
 
-    The inputs are the codes of two factors and the state with the scales. For dx, the second input is the transposed
-    weight, because tensor cores require 8-bit factors that are contiguous along the summed dim.
+    The inputs are the codes of two operands and the state with the scales. For dx, the second input is the transposed
+    weight, because tensor cores require 8-bit operands that are contiguous along the summed dim.
 
     Attributes:
         role: Which of the three products the op computes.

@@ -12,7 +12,9 @@ from specc.compiler.records import record
 
 
 class Positions(Op):
-    """The positions i64[T] of ids [B, T]: 0, 1, ..., plus `start` (i64[]), an optional second input."""
+    """The positions i64[T] of the tokens in ids [B, T]. They are consecutive numbers. The first position is 0, or the
+    optional second input, i64[].
+    """
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False

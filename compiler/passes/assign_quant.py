@@ -32,9 +32,9 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: The names of the weights whose inputs calibration observes, from `observed`. If None, the function does
-            not check whether calibration observes what the schemes need.
-        looked: The names of the embedding tables whose lookups calibration observes, from `observed`.
+        seen: The first result of `observed`: the names of the weights of matrix products that calibration observes. If
+            None, the function does not check whether calibration observes what the schemes need.
+        looked: The second result of `observed`: the names of the embedding tables whose lookups calibration observes.
 
     Raises:
         LoweringError: If a rule matches nothing, overlaps another rule, or does not fit a parameter. Also if a scheme
@@ -221,9 +221,10 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
-    """Returns two sets of parameters whose inputs calibration observes: the weights of matrix products, and the
-    embedding tables. Calibration observes the program `score` of a text model. For other models, both sets are empty.
-    `programs` are the programs before any pass that rewrites graphs."""
+    """Returns two sets of parameter names: the weights of the matrix products that calibration observes, and the
+    embedding tables whose lookups calibration observes. Calibration runs the program `score` of a text model, and
+    observes all products and lookups of this program. For other models, both sets are empty. `programs` are the
+    programs before any pass that rewrites graphs."""
     nodes = _scored(programs)
     return frozenset(_reads(nodes, Linear, GroupedLinear)), frozenset(_reads(nodes, Embedding))
 

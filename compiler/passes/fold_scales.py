@@ -1,4 +1,4 @@
-"""Multiplies factors of the outputs of linear layers into the matrices of these layers.
+"""Scales the matrices of linear layers, instead of the outputs of these layers.
 
 In `x + scale * linear(h)`, the gradient of `scale` reads `linear(h)` for all tokens. The gradient of `linear(h)` is a
 separate tensor. If the layer multiplies by the matrix `scale * w` instead of `w`, the gradient of its output equals the
@@ -26,13 +26,13 @@ MATRIX = "w"  # the name of the matrix in the expression of the scaled matrix
 
 
 def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
-    """Multiplies factors of matrix products into the matrices, in programs over whole sequences. Returns the new
-    programs.
+    """Scales the matrices of linear layers, instead of the outputs of these layers. `scale * linear(h)` becomes a
+    linear layer with the matrix `scale * w`. Returns the new programs.
 
-    A factor is folded if it consists of one number, or of one number per feature, and is a constant or a function of
-    parameters. The product may be the last node of a fused group. Dropout may lie between the product and the factor.
-    Training and scoring multiply with the same matrices. Decoding programs are unchanged, because they read few bytes
-    other than the matrices.
+    The pass applies to a scale that is a constant or a function of parameters, and that has one number, or one number
+    per feature. The linear layer may be the last node of a fused group. Dropout may lie between the linear layer and
+    the scaling. The pass changes programs over whole sequences, such as the programs for training and scoring. Decoding
+    programs are unchanged, because they read few bytes other than the matrices.
 
     Args:
         programs: The programs, with fused groups.

@@ -194,8 +194,9 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, most frequent first. `passed` maps each program to the ref that the
-        program passes. The candidates are the names of these values in programs and in loops."""
+        """Returns candidate names of a method parameter, most frequent first. `passed` maps the index of each program
+        to the ref of the value that the program passes as the argument. For each program, the candidates are the name
+        of this value in the program, and the names of the loop inputs that receive the value."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]

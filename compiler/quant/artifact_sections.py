@@ -109,8 +109,9 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
 
 def _columns(stored: Stored) -> int:
-    """Returns the number of items per row of an array. The number is 1 for a scalar, and for rows that are too long for
-    a section."""
+    """Returns the number of columns with which an array is stored: the number of items per row, where a row has one
+    index in the first dim. Returns 1 for a scalar. Also returns 1 if a row is larger than CHUNK_BYTES, the largest size
+    of a section, so that the row can be divided between sections."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

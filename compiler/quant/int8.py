@@ -101,10 +101,10 @@ class Int8(PerRow):
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
         """Returns the codes of GPTQ, or `nearest` for rows whose error GPTQ does not reduce.
 
-        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k,
-        where r_k is the scale of feature k relative to the largest scale. The solver therefore uses the second moments
-        of these values, including the variance of the rounding. The damping is this variance, and at least
-        LEAST_DAMPING.
+        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The stored weights are multiplied by rounded
+        values of x_k / r_k, instead of by x_k. r_k is the scale of feature k relative to the largest scale. The solver
+        therefore uses the second moments of the rounded values: the second moments of x_k / r_k, plus the variance of
+        the rounding. This variance also acts as damping, so the solver adds only LEAST_DAMPING.
         """
         import torch
 

@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         name: the name of the parameter.
         suffix: the suffix of the array, such as `codes`.
-        dtype: the dtype, such as `i8`. Dtypes that the compiler does not store have numpy's name.
+        dtype: the dtype: `i8`, `i32`, `f16`, `bf16` or `f32`. For any other dtype, numpy's name, such as `float64`.
         shape: the shape of the array.
         order: the memory order of the array, ROWS for row-major or COLUMNS for column-major.
         checksum: the CRC-32 of the items in row-major order.

@@ -46,7 +46,9 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The name of the last node. Nodes outside the group read only the value of this node."""
+        """The name of the group's last node, whose value is the output of the group. Nodes outside the group read no
+        other value of the group.
+        """
         return self.nodes[-1].name
 
 

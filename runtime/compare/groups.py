@@ -53,8 +53,8 @@ class Member:
 
     @cached_property
     def kind(self) -> str:
-        """A digest of the spec without the seed, the target, and the data. Runs with equal digests differ at most in
-        the seed.
+        """A digest of the target, of the data, and of the spec without its seed. Runs with equal digests differ at most
+        in the seed.
         """
         spec = self.run.spec
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
@@ -79,11 +79,11 @@ class Group:
 
 
 def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
-    """Returns the groups of runs that `words`, the arguments of `specc compare`, name.
+    """Groups the runs that the arguments `words` of `specc compare` name.
 
-    An argument is a list of entries, separated by commas. An entry is a run directory, the folder of a sweep, or a
-    pattern such as `runs/a-*`. An argument may have the form `NAME=LIST`: all its runs then form one group NAME. All
-    other runs are in the same group if they differ only in the seed.
+    An argument has the form LIST or NAME=LIST. LIST contains entries, separated by commas. An entry is a run directory,
+    the folder of a sweep, or a pattern such as `runs/a-*`. The runs of a NAME=LIST argument form one group with the
+    name NAME. Runs of arguments without a NAME are in the same group if they differ only in the seed.
 
     Raises:
         CompareError: if an argument names no runs, a name is used twice, or a run is named twice.

@@ -15,8 +15,10 @@ from specc.runtime.open_model import OpenedModel
 
 
 def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
-    """Reads task files. Raises EvaluateError if `options` also selects data, because only tasks or data can be scored.
-    Raises the errors of `read_task`.
+    """Reads task files. Returns pairs (path of the file, task).
+
+    Raises EvaluateError if `options` has `data`, `adapt` or `max_tokens`, because these options do not apply to tasks.
+    Also raises the errors of `read_task`.
     """
     for option in ("data", "adapt", "max_tokens"):
         if getattr(options, option) is not None:

@@ -203,10 +203,13 @@ class Account:
         return int(self._stream.read_bytes(first, int(places.max()) - first + 1)[places - first].sum())
 
     def total(self, share: Share = WHOLE) -> BitsPerByte:
-        """Returns the result over all processes.
+        """Returns the result over all processes. `share` is the part of the targets that this process has scored.
 
-        Raises DataError if the targets have no bytes, and DataIntegrityError if the tokenizer is lossless but the two
-        byte counts differ.
+        Raises:
+            DataError: the scored tokens represent no bytes of text.
+            DataIntegrityError: the byte counts that are stored with the tokens do not sum to the number of bytes of the
+                documents. Also if the tokenizer is lossless, but the scored tokens represent a different number of
+                bytes than the documents have.
         """
         sums = share.total(self._sums)
         tokens, size, byte_count = (int(value) for value in sums[-3:])
@@ -257,8 +260,9 @@ def evaluate_bits(
         The result over all processes.
 
     Raises:
-        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
-        DataIntegrityError: a shard is damaged, or the tokenizer is lossless but the two byte counts differ.
+        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS. Also if the
+            scored tokens represent no bytes of text.
+        DataIntegrityError: a shard is damaged, or a number of bytes is wrong (see `Account.total`).
     """
     import torch
 

@@ -89,9 +89,10 @@ class Composed:
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
         """Returns whether the error of the generated kernels is acceptable.
 
-        The error may be LOOSER times the error of the unfused code, and may always be FLOORS[dtype]. NaN is not
-        acceptable. `count` is the number of compared values. If `count` is small, the error of the unfused code may be
-        small by chance, so the limit is larger.
+        The error must not exceed the larger of two limits. The first limit is the error of the unfused code, multiplied
+        by LOOSER. The second limit is FLOORS[dtype], an error that is always allowed. NaN is not acceptable. `count` is
+        the number of compared values. If there are only a few values, the error of the unfused code may be small by
+        chance, so larger errors are acceptable.
         """
         room, floor = LOOSER, FLOORS.get(dtype, FLOOR)
         if count <= FEW:

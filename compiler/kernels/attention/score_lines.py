@@ -219,7 +219,8 @@ class Reading:
         return f"tl.store({self.name}_place, tl.sum({name}{error}))"
 
     def finish_sums(self) -> list[str]:
-        """Returns the lines of the launch function that add the stored sums of all rows of tiles to the gradient."""
+        """Returns the lines of the launch function that compute the gradient of the table. These lines run after the
+        kernels. They add the partial sums that the kernels have stored to the elements of the gradient."""
         grad, sums = f"d{self.table}_table", f"{self.name}_sums"
         if self.general:
             return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]

@@ -154,8 +154,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def prefix_reason(site: Site) -> str | None:
-    """Returns the reason to reject a site whose mask is not causal. None for causal masks. The kernels for attention
-    with a score and a mask list only the tiles of causal masks."""
+    """Returns None if the mask of a site is causal. Otherwise, returns the reason why a kernel rejects the site. The
+    kernels that apply scores and masks to attention support only causal masks."""
     if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
         return "takes causal masks; this one lets the tokens of a prefix attend to each other"
     return None

@@ -13,10 +13,11 @@ from specc.compiler.records import record
 @record
 class Lookups(Op):
     """Reads rows of tables, as `Embedding` and `RopeRows` do. The inputs are indices and a table for each embedding,
-    then positions i64[T] for each table of angles. The outputs are the rows of each table, then cos and sin for each
-    table of angles.
+    then positions i64[T] for each table of angles. The outputs are the rows of each embedding, then cos and sin for
+    each table of angles.
 
     Attributes:
+        tables: The number of embeddings.
         ropes: The settings of each table of angles: the number of rotated channels, the base, and the number of
             positions.
         labels: The names of the outputs in generated code.
@@ -68,6 +69,7 @@ class Lookups(Op):
         return (*rows, *(value for pair in angles for value in pair))
 
     def _read(self, inputs: Sequence[Any]) -> tuple[list[tuple[Any, Any]], Sequence[Any]]:
-        """Returns pairs of indices and tables, then the positions of each table of angles."""
+        """Splits the inputs of the op. Returns a list with a pair (indices, table) for each embedding, and a sequence
+        with the positions to look up in each table of angles."""
         count = 2 * self.tables
         return list(zip(inputs[:count:2], inputs[1:count:2], strict=True)), inputs[count:]

@@ -37,8 +37,15 @@ def likely_kinds(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Path, str, bool], ...]:
     """Returns an entry for each value whose kind is missing or unknown: the path of the kind, the likely kind, and
-    whether the name of the likely kind resembles the stated kind. The arguments have the meaning of the arguments of
-    `diagnostics_of`. A value with several likely kinds is left out."""
+    whether the name of the likely kind resembles the stated kind. A value without a likely kind, or with several likely
+    kinds, is left out.
+
+    Args:
+        error: the errors.
+        source: the data and its positions.
+        models: the Pydantic model that is expected at each path.
+        root: the Pydantic model of the whole data.
+    """
     words = Words(source, models, root)
     errors = (_located(details, source.data) for details in error.errors(include_url=False))
     kinds = (words.likely_kind(fault) for fault in errors if fault.kind in TAGS)
