@@ -55,8 +55,9 @@ class Schedule(StrictModel):
             )
         elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
             limit = "below" if self.between == "step" else "at most"
-            hint = f"times are shares of the run, {limit} 1; use `by: step` for times in updates"
-            yield Problem(("at", len(times) - 1, 0), "S250", f"the time of the last point is {times[-1]:g}", hint)
+            message = f"the time of the last point is {times[-1]:g}, but a time is a share of the run, {limit} 1"
+            hint = "write an earlier time, or use `by: step` for times in updates"
+            yield Problem(("at", len(times) - 1, 0), "S250", message, hint)
 
     @property
     def words(self) -> str:
@@ -142,7 +143,9 @@ def formula(most: float = math.inf) -> AfterValidator:
 
     def check(text: str) -> str:
         if "t" not in variables(parse(text, ("t", "pi"))):
-            raise ExprError(f"{text} does not read t", hint="write a number without quotes, or a formula in `t`")
+            raise ExprError(
+                f"`{text}` is text, but not a formula in t", hint="write a number without quotes, or a formula in `t`"
+            )
         for i in range(TIMES):
             t = i / (TIMES - 1)
             try:
@@ -150,7 +153,9 @@ def formula(most: float = math.inf) -> AfterValidator:
             except ExprError as error:
                 if not error.message.endswith("a finite number"):  # a syntax error, whose column is known
                     raise
-                raise ExprError(f"{error.message}, at t = {t:g}", hint="t is from 0 to 1") from None
+                raise ExprError(
+                    f"{error.message}, at t = {t:g}", hint="change the formula; t goes from 0 to 1"
+                ) from None
             if not -1e-12 <= value <= most:
                 limit = "at least 0" if value < 0 else f"at most {most:g}"
                 hint = f"for t from 0 to 1, the value must be {limit}"

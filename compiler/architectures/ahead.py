@@ -90,14 +90,10 @@ class Modules(NamedTuple):
         call = BlockCall(self.stack, b, shape.layer, (STREAM,), context)
         scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
-            message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"
-            raise LoweringError(
-                (
-                    Problem(
-                        ("train", "losses", self.place), "S265", message, "use numbers that do not depend on the layer"
-                    ),
-                )
-            )
+            number = next(iter(b.scalars))
+            message = f"the modules of `module_ahead` repeat the last block, but its {number} depends on the layer"
+            hint = "write the last block without `layer`, or use `later_token`"
+            raise LoweringError((Problem(("train", "losses", self.place), "S265", message, hint),))
         return scope.joined()
 
 
@@ -106,12 +102,12 @@ def module_problems(block: Block, common: Collection[str], head: LogitHead, same
     `common` contains the names of the values that all blocks share. `same_width` states whether the token table has as
     many features as the model."""
     if block.circuit.earlier:
-        yield "the last block reads values of earlier runs of blocks"
+        yield "they repeat the last block, which calls `output(...)` or `value(...)`"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):
-        yield "the last block has several streams"
+        yield "they repeat the last block, which reads or writes several streams"
     if any(name in ("x0", "ids", *common) for name in block.circuit.reads):
-        yield "the last block reads the embedding or values that all blocks share"
+        yield "they repeat the last block, which reads `x0`, `ids` or a value of `common`"
     if head.bias:
-        yield "the head has a bias"
+        yield "they use the head, which has a `bias`"
     if not same_width:
-        yield "the token table has another number of features than the model"
+        yield "they read the token table, whose width is not the `dim` of the model"

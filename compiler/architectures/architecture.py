@@ -68,7 +68,7 @@ class Architecture(StrictModel):
 
     def refuses_modules(self) -> Iterator[str]:
         """Yields the reasons why the model cannot have modules that predict later tokens."""
-        yield "only models of kind decoder have them"
+        yield "only a model of kind `decoder` has them"
 
     @property
     def losses(self) -> frozenset[str]:

@@ -164,7 +164,7 @@ class Blocks(Block):
         yield from circuit.problems((), ("x0",), None, self.count, reads)
         for name, value in self.common.items():
             if name in VALUES:
-                message = f"{name} is the name of another value of the model"
+                message = f"another value of the model has the name `{name}`"
                 yield Problem(("learn", name), "S207", message, "choose another name")
             for block in filter(lambda block: block.reads_value(name), self.every):
                 yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
@@ -180,12 +180,12 @@ class Blocks(Block):
                 yield from problems
                 return
         if not any(test() for test in holds):
-            hint = f"layers are counted from 0 to {self.count - 1}"
-            yield Problem(path, "S240", f"`{change.where}` holds in none of the {self.count} layers", hint)
+            hint = f"layers are counted from 0 to {self.count - 1}" if self.count > 1 else "the only layer is 0"
+            yield Problem(path, "S240", f"`{change.where}` is true in no layer", hint)
         titles = [layer.title for layer in self.layers]
         for key in change.model_extra or {}:
             if key not in titles:
-                message = f"a block has no layer named {key}"
+                message = f"a block has no layer with the name `{key}`"
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
@@ -219,12 +219,14 @@ class Blocks(Block):
             source = order[formula_value(value.index, index_values(run, order, self.count))]
             sizes = next((part.head_values(dim) for part in self.every[source].layers if part.title == title), None)
             if sizes is None:
-                message = f"layer {order[run]} reads {value}, but layer {source} has no attention named {title}"
+                message = (
+                    f"layer {order[run]} reads `{value}`, but layer {source} has no attention with the name `{title}`"
+                )
                 hint = "read the values of another layer"
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
             elif sizes != (wanted := layer.head_values(dim)):
                 (heads, size), have = wanted or (0, 0), f"{sizes[0]} heads of {sizes[1]} channels"
-                message = f"layer {order[run]} has values of {heads} heads of {size} channels, but {value} has {have}"
+                message = f"layer {order[run]} has values of {heads} heads of {size} channels, but `{value}` has {have}"
                 hint = "make `kv_heads` and `head_dim` of the two layers equal"
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
 
@@ -237,7 +239,7 @@ class Blocks(Block):
                     yield from problems
                     return
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):
-            message = f"{module.name} is the name of another part of the model"
+            message = f"another part of the model has the name `{module.name}`"
             yield Problem(("name",), "S207", message, "choose another `name:`")
         for name, learned in module.learn.items():
             yield from learned.size_problem(shape.sizes, "learn", name)
@@ -313,7 +315,8 @@ def earlier_problems(
             continue
         if not 0 <= source < run:
             read = replace(value, index=str(source))
-            message = f"run {run}, of block {layer}, reads {read}, which is not computed before this run"
-            first = "run 0 reads `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
-            hint = f"runs 0 to {run - 1} are before it; limit `where`, or change the formula" if run else first
+            message = f"run {run} (block {layer}) reads `{read}`, but can read only earlier runs"
+            first = "in run 0, read `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
+            earlier = f"runs 0 to {run - 1}" if run > 1 else "run 0"
+            hint = f"read one of {earlier}: limit `where`, or change the formula" if run else first
             yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))

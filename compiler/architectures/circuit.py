@@ -95,9 +95,15 @@ class Circuit:
         for i, title in enumerate(titles):
             if (first := titles.index(title)) != i:
                 related = (("first use", ("layers", first)),)
-                yield Problem(("layers", i), "S207", f"two parts are named {title}", "name one of them", related)
+                yield Problem(
+                    ("layers", i),
+                    "S207",
+                    f"two parts have the name `{title}`",
+                    "give one of them another `name:`",
+                    related,
+                )
             if self.write is not None and "write" in self.layers[i].wirings:
-                message = f"both the block and its layer {title} have a `write`"
+                message = f"both the block and its layer `{title}` have a `write`"
                 yield Problem(("layers", i, "write"), "S247", message, "remove one of the two")
         read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values} | {*also, *self.reads}
         sources: dict[str, set[str]] = {}
@@ -120,30 +126,37 @@ class Circuit:
             for variable, name in wiring.names.items():
                 if name not in names:
                     message = f"{where}`{name}` is not a known value"
-                    hint = f"choose from {', '.join(sorted(names))}" if names else "remove it: no value is known here"
+                    hint = (
+                        f"choose from {', '.join(sorted(names))}"
+                        if names
+                        else "remove it; an expression here can read no value"
+                    )
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             for variable, value in wiring.earlier.items():
                 if title and layer is None:
-                    message = (
-                        f"a stage runs once, so it cannot read `{value}`, which belongs to an earlier run of a block"
-                    )
+                    message = f"a stage cannot read `{value}`, because only blocks have earlier runs"
                     hint = "read the output of an earlier stage by its name"
                     yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
-                    message = f"{where}`{value}` has one vector per head, which this expression cannot read"
+                    message = f"{where}this expression cannot read `{value}`, which has one vector per head"
                     hint = "read it in the expression `v` of an attention layer"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
         used = {name for _, wiring, _ in self.expressions for name in wiring.names.values()}
         for i, title in enumerate(titles):
             if self.write is not None and title not in used:
-                message = f"{where}no expression reads the result of {title}"
+                message = f"{where}no expression reads `{title}`, the result of this layer"
                 yield Problem(
                     ("layers", i), "S247", message, "read it in the `write` of the block, or remove the layer"
                 )
         if circle := first_circle(sources):
             message = f"the learned value `{circle}` depends on itself"
-            yield Problem((*self.place(circle), "of"), "S246", message, "remove one of the reads")
+            yield Problem(
+                (*self.place(circle), "of"),
+                "S246",
+                message,
+                "change `of`, so that no value reads itself, directly or through another value",
+            )
         for name, learned in self.learned.items():
             yield from number_problem(learned.init, (*self.place(name), "init"), layer, layers)
             if name not in read:

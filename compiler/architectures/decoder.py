@@ -53,7 +53,7 @@ def indices(text: str) -> tuple[int, ...]:
     for word in text.split(" "):
         match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", word, re.ASCII)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"`{word}` is neither an index nor a range such as 3..5")
+            raise ValueError(f"`{word}` is neither the index of a block nor a range such as 3..5")
         indices += range(int(match[1]), int(match[2] or match[1]) + 1)
         if len(indices) > 4000:
             raise ValueError("an order has at most 4,000 runs")
@@ -98,9 +98,9 @@ class DecoderBlocks(Blocks):
         stated = {i for _, order in self.orders for i in order}
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
-            verb = "has" if wrong in stated else "omits"
-            message = f"the order {verb} block {wrong}, but the model has blocks 0 to {self.count - 1}"
-            yield Problem(("order",), "S243", message, f"use each block from 0 to {self.count - 1} at least once")
+            verb = "lists" if wrong in stated else "omits"
+            message = f"`order` {verb} block {wrong}, but the blocks of the model are 0 to {self.count - 1}"
+            yield Problem(("order",), "S243", message, f"list each block from 0 to {self.count - 1} at least once")
             return
         yield from super().problems_in(shape)
 
@@ -193,12 +193,12 @@ class Decoder(Architecture):
             yield from number_problem(self.norm.scale, ("norm", "scale"), None, self.blocks.count)
         for name in ("places", "shared"):
             if self.norm is not None and getattr(self.norm, name) != type(self.norm).model_fields[name].default:
-                message = f"`{name}` is a field of the norm of blocks, not of the norm after the last one"
+                message = f"`{name}` applies to the norm of blocks, not to the norm after the last block"
                 yield Problem(("norm", name), "S285", message, f"remove `{name}`")
         for (_, *at), mark in self.marks:
             if mark >= self.vocab:
-                message = f"bos is {mark}, but the largest id is {self.vocab - 1}"
-                hint = "use the id that the tokenizer puts before a document, or remove bos"
+                message = f"`bos` is {mark}, but the largest id of the vocabulary is {self.vocab - 1}"
+                hint = "use the id that the tokenizer puts before a document, or remove `bos`"
                 yield Problem(tuple(at), "S249", message, hint)
         problems = tuple(self.blocks.problems_in(shape))
         yield from (problem.under("blocks") for problem in problems)
@@ -207,8 +207,8 @@ class Decoder(Architecture):
             yield Problem(("prefix",), "S279", message, f"use at most {self.context // 2}")
         layers = (layer for _, _, layer in self.blocks.all_layers)
         if self.prefix and not problems and not any(layer.sees_later(shape) for layer in layers):
-            message = f"the prefix is {self.prefix}, but no mask lets a token attend to a later one"
-            yield Problem(("prefix",), "S279", message, "set `mask: j <= i or j < prefix`, or remove prefix")
+            message = f"`prefix` is {self.prefix}, but no `mask` lets a token attend to a later token"
+            yield Problem(("prefix",), "S279", message, "set `mask: j <= i or j < prefix`, or remove `prefix`")
 
     @property
     def unscored(self) -> int:
@@ -365,19 +365,19 @@ class _Lowering:
         stored as codes."""
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
-                message = f"an 8-bit cache holds only keys, values and latents, but the model has another state, {name}"
-                hint = "remove `dtype` of the cache, or the part of the model that has this state"
+                message = f"an 8-bit cache holds only keys, values and latents, but this model also stores {name}"
+                hint = "remove `dtype` under `cache`, or the part of the model that needs more than these"
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:
         states = self.states()
         if not states:
-            message = "a paged cache holds keys and values, but no layer of the model has any"
+            message = "a paged cache holds keys and values, but no layer of this model has any"
             raise LoweringError((Problem(("model", "cache"), "S290", message, "remove `cache`"),))
         for name, type in states.items():
             if type.shape[:2] != ("P", page):
-                message = f"a paged cache holds only keys and values, but the model has another state, {name}"
-                hint = "remove `cache`, or the part of the model that has this state"
+                message = f"a paged cache holds only keys and values, but this model also stores {name}"
+                hint = "remove `cache`, or the part of the model that needs more than keys and values"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def states(self) -> Mapping[str, TensorType]:
@@ -435,7 +435,7 @@ class _Lowering:
         return x, state
 
     def head(self, b: Builder, x: str) -> str:
-        b.scope, hint = "head", f"make the widths equal; the model's dim is {self.model.dim}"
+        b.scope, hint = "head", f"make the widths equal; the model's `dim` is {self.model.dim}"
         with refused_at(("model", "head"), hint, related=(("the token table", ("model", "embed", 0)),)):
             return self.model.head.lower(b, x, self.shape, "@embed.token", self.title)
 

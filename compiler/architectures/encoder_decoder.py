@@ -113,10 +113,11 @@ class EncoderDecoder(Architecture):
             yield from position_problems(side, stages)
             yield from name_problems(side, stages)
         for path, _ in values_in(self, Schedule):
-            hint = "write the last value instead of the schedule; only numbers of `train` can have a schedule"
-            yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder cannot have a schedule", hint)
+            hint = "write the last value of the schedule; in this kind of model, only `train` can have schedules"
+            message = f"`{path[-1]}` cannot have a schedule in a model of kind `encoder_decoder`"
+            yield Problem((*path, "at"), "S267", message, hint)
         if self.bridge is None and not any({"reads_source", "reads_final"} & stage.traits for stage in self.decoder):
-            hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
+            hint = "add attention with `of: encoder` to the decoder, or a `bridge:` if both sides have an lstm"
             yield Problem(("decoder",), "S253", "no stage of the decoder reads the encoder", hint)
 
     def lower(self, name: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
@@ -228,8 +229,8 @@ class _Lowering:
         b.scope = "bridge"
         if first is None or not final:
             side = "decoder" if first is None else "encoder"
-            message = f"the bridge needs a recurrent stage on both sides, but the {side} has none"
-            raise LoweringError((Problem(("model", "bridge"), "S238", message, "remove the bridge"),))
+            message = f"`bridge` needs an lstm on both sides, but the {side} has none"
+            raise LoweringError((Problem(("model", "bridge"), "S238", message, "remove `bridge`"),))
         width = first.state(self.decoder.shape)["h"].width
         assert isinstance(width, int)
         with refused_at(("model", "bridge"), "use `bridge: linear`"):
@@ -240,7 +241,7 @@ class _Lowering:
         place, hint = ("model", "head"), "set `tied: false`, or make the widths equal"
         table = f"@decoder.{self.model.decoder[0].title}.token"
         if head.tied and table not in b.types:
-            message = "the head is tied, but the decoder has no token table"
+            message = "`head` is tied to the token table of the decoder, but the decoder has none"
             begin = "set `tied: false`, or begin the decoder with `embed`"
             raise LoweringError((Problem(place, "S301", message, begin),))
         with refused_at(place, hint):

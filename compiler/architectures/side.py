@@ -108,7 +108,7 @@ class Side:
         x = scope.input(stage)
         ref = context.final.get("h", "") if "reads_final" in stage.traits else x
         if "reads_final" in stage.traits and not ref and not context.extends:
-            message = f"{stage.title} repeats the last state of the encoder, but the encoder has no recurrent stage"
+            message = f"{stage.title} repeats the last state of an lstm of the encoder, but the encoder has no lstm"
             raise LoweringError((Problem(self.place(stage), "S239", message, "put an lstm last in the encoder"),))
         width = scope.b.types[ref].width if ref else self.widths.get(stage.title, 0)
         assert isinstance(width, int)
@@ -143,7 +143,7 @@ class Side:
         for name, learned in stage.learned.items():
             problems += learned.size_problem(shape.sizes, "learn", name)
         if any(value.state() for value in stage.shared(shape)):
-            message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
+            message = f"{stage.title} sets `bos`, the id that starts a document, but this model reads lines"
             problems = [Problem((), "S248", message, "remove `bos`")]
         if problems:
             raise LoweringError(tuple(problem.under(*self.place(stage)) for problem in problems))

@@ -319,7 +319,7 @@ class BlockCall:
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{site.at}.{self.i}.{node}", 1)
         related = ((f"{origin} is computed here", places[origin]),) if origin in places and not error.hint else ()
-        hint = error.hint or f"make the widths equal; the model's dim is {self.stack.shape.dim}"
+        hint = error.hint or f"make the widths equal; the model's `dim` is {self.stack.shape.dim}"
         return Problem((*site.place, *self.stack.blocks.source_of(part, self.i)), "S301", message, hint, related)
 
 

@@ -9,7 +9,7 @@ from specc.compiler.strict import Problem
 
 LOOP = "a loop over time"
 FIRST = "put `embed` (or, in a decoder, `repeat`) first, and only there"
-BEFORE_THE_LOOP = "put it before the stage that attends with the state of a later stage"
+PER_TOKEN = "cannot stand between an additive stage and its `query`, because these stages run token by token"
 
 
 def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
@@ -24,29 +24,28 @@ def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
 
         title, traits, query = stage.title, stage.traits, stage.query_stage
         if i == 0 and "starts" not in traits:
-            yield problem("S233", f"the {side} starts with {title}", FIRST)
+            yield problem("S233", f"{title} cannot be the first stage of the {side}", FIRST)
         if i > 0 and "starts" in traits:
-            yield problem("S233", f"{title} is not the first stage of the {side}", FIRST)
+            yield problem("S233", f"{title} can only be the first stage of the {side}", FIRST)
         if side == "encoder" and (traits & {"reads_source", "reads_final"} or query is not None):
-            yield problem("S234", f"{title} reads an encoder, but is a stage of the encoder", "move it to the decoder")
+            yield problem(
+                "S234", f"{title} reads the encoder, but is itself a stage of the encoder", "move it to the decoder"
+            )
         if side == "decoder" and "reads_future" in traits:
             message = f"{title} reads later tokens, which the decoder has not generated yet"
             yield problem("S235", message, "use `directions: forward`")
         if stage.reads is not None and stage.reads not in earlier:
-            message = f"{title} reads `{stage.reads}`, which is not an earlier stage"
+            message = f"{title} reads `{stage.reads}`, but no earlier stage has this name"
             yield problem("S236", message, "name an earlier stage")
         if query is not None and query not in [other.title for other in later if "recurrent" in other.traits]:
-            message = f"{title} attends with the state of `{query}`, which is not a later recurrent stage"
+            message = f"{title} attends with the state of `{query}`, but no later lstm has this name"
             yield problem("S236", message, "name a later lstm")
         if isinstance(stage.wirings.get("write"), dict):
             message = f"{title} writes several streams, but a stage has one output"
-            yield problem("S246", message, "write one expression", "write")
-        if i in looped and "in_place" in traits and "recurrent" not in traits:
-            message = f"{title} writes its cache in place, which is not possible in a loop over time"
-            yield problem("S237", message, BEFORE_THE_LOOP)
-        if i in looped and "functions" in traits and "in_place" not in traits:
-            message = f"{title} consists of several functions, which is not possible in a loop over time"
-            yield problem("S237", message, BEFORE_THE_LOOP)
+            yield problem("S246", message, "write one expression instead of a mapping", "write")
+        whole = "recurrent" not in traits if "in_place" in traits else "functions" in traits
+        if i in looped and whole:
+            yield problem("S237", f"{title} {PER_TOKEN}", "put it before the additive stage")
 
 
 def name_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:

@@ -41,8 +41,8 @@ class AdditiveStage(Stage):
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
         if self.form == "relu" and self.width != 1:
-            message = "additive attention with form relu has no width"
-            yield Problem(("width",), "S232", message, "remove width, or use `form: tanh`")
+            message = "`width` applies only to `form: tanh`, but `form` is relu"
+            yield Problem(("width",), "S232", message, "remove `width`, or use `form: tanh`")
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         keys, values = shape.activation("B", "S", self.width), shape.activation("B", "S", shape.source)

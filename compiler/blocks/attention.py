@@ -129,23 +129,25 @@ class Attention(ScoreAndMask):
             yield self.indivisible(shape.dim)
             return
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            message = f"{self.kv_heads} kv_heads do not divide {self.heads} heads"
+            message = f"`kv_heads` is {self.kv_heads}, which does not divide `heads`, {self.heads}"
             hint = f"choose a divisor of {self.heads}"
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
         if self.rope is not None:
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(shape.dim)))
         for name in ("rope", "k", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
-                message = f"attention to the encoder cannot have {name}: the keys have positions of another sequence"
-                yield Problem((name,), "S231", message, f"remove {name}")
+                message = f"attention with `of: encoder` cannot have `{name}`, because its keys belong to another line"
+                yield Problem((name,), "S231", message, f"remove `{name}`")
         for name in ("q", "k"):
             text: str | None = getattr(self, name)
             if text is not None and name not in parse_wiring(text).names.values():
-                message = f"the expression that replaces `{name}` does not read `{name}`"
+                message = f"the expression under `{name}` must read `{name}`, the value that it replaces"
                 yield Problem((name,), "S246", message, f"for example `{name} * factor`")
         if self.qk_norm is not None and self.qk_norm.after_rope and self.qk_norm.over == "all":
-            message = "the norm of q and k covers all heads and cannot follow the rotation of single heads"
-            hint = "remove after_rope, or use `over: head`"
+            message = (
+                "`over: all` normalizes all heads together, which is not possible after RoPE has rotated each head"
+            )
+            hint = "remove `after_rope`, or use `over: head`"
             yield Problem(("qk_norm", "after_rope"), "S285", message, hint)
         yield from super().problems_in(shape)
 

@@ -93,7 +93,7 @@ class Latent(ScoreAndMask):
             yield self.indivisible(shape.dim)
             return
         if not shape.causal:
-            message = "latent attention attends to earlier tokens, but this layer attends to a whole source"
+            message = "latent attention attends only to earlier tokens, but this layer attends to a whole line"
             yield Problem(("kind",), "S275", message, "use `kind: attention`")
             return
         yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))

@@ -60,16 +60,16 @@ class FeedForward(Layer):
         dim = shape.dim
         if self.ratio is not None and self.hidden is not None:
             hint = "remove one of the two; each sets the width"
-            yield Problem(("hidden",), "S214", f"{self.kind} has both ratio and hidden", hint, (_RATIO,))
+            yield Problem(("hidden",), "S214", f"{self.kind} has both `ratio` and `hidden`", hint, (_RATIO,))
         elif self.ratio is None and self.hidden is None:
-            yield Problem((), "S214", f"{self.kind} needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
+            yield Problem((), "S214", f"{self.kind} needs exactly one of `ratio` and `hidden`", "e.g. `ratio: 4`")
         elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):
-            message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is not a whole number"
-            yield Problem(("ratio",), "S215", message, "choose another ratio, or set hidden")
+            message = f"`ratio` {self.ratio:g} times `dim` {dim} is {dim * self.ratio:g}, which is not a whole number"
+            yield Problem(("ratio",), "S215", message, "choose another ratio, or set `hidden`")
         elif self.width(dim) > 2**20:
             key = "ratio" if self.hidden is None else "hidden"
             message = f"the hidden width is {self.width(dim):,}; it may be at most 1,048,576"
-            yield Problem((key,), "S215", message, f"choose a smaller {key}")
+            yield Problem((key,), "S215", message, f"choose a smaller `{key}`")
 
     def activated(self, b: Builder, product: Callable[[str], str]) -> str:
         """Adds the matrix products and the activation. Returns the result of the activation.

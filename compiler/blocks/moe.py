@@ -8,6 +8,7 @@ from pydantic import Field
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.mlp import FeedForward, Mlp
 from specc.compiler.blocks.wiring import WiringText
+from specc.compiler.errors import counted
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_ref
 from specc.compiler.ir.op import Op
@@ -93,17 +94,20 @@ class Moe(FeedForward):
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
         yield from super().problems_in(shape)
         if self.top_k > self.experts:
-            message = f"top_k is {self.top_k}, but there are {self.experts} experts"
+            message = f"`top_k` is {self.top_k}, but `experts` is only {self.experts}"
             related = (("the experts", ("experts",)),)
             yield Problem(("top_k",), "S286", message, f"use at most {self.experts}", related)
         if wrong := next((size for size in (self.width(shape.dim), shape.dim) if size % MULTIPLE), None):
             what = "the width of an expert" if wrong == self.width(shape.dim) else "the width of the model"
-            hint = f"choose a multiple of {MULTIPLE}; the matrix products of experts need it on a GPU"
-            yield Problem(("hidden" if self.hidden else "ratio",), "S286", f"{what} is {wrong}", hint)
+            hint = f"choose a multiple of {MULTIPLE}, which the matrix products of experts need on a GPU"
+            message = f"{what} is {wrong}, which is not a multiple of {MULTIPLE}"
+            yield Problem(("hidden" if self.hidden else "ratio",), "S286", message, hint)
         if self.experts > 2**15:
-            yield Problem(("experts",), "S286", f"{self.experts:,} experts are more than 32,768", "use fewer experts")
+            yield Problem(
+                ("experts",), "S286", f"`experts` is {self.experts:,}, but must be at most 32,768", "use fewer experts"
+            )
         if self.router.normalize and self.top_k == 1:
-            hint = "remove normalize, or use a top_k of at least 2"
+            hint = "remove `normalize`, or set `top_k` to at least 2"
             yield Problem(("router", "normalize"), "S286", SINGLE_EXPERT, hint)
         yield from (problem.under("router") for problem in self._group_problems())
 
@@ -111,17 +115,20 @@ class Moe(FeedForward):
         router, size = self.router, self.experts // self.router.groups
         chosen = router.top_groups or router.groups
         if self.experts % router.groups:
-            message = f"{router.groups} groups do not divide {self.experts} experts"
+            message = f"`groups` is {router.groups}, which does not divide `experts`, {self.experts}"
             yield Problem(("groups",), "S286", message, f"choose a divisor of {self.experts}")
         elif chosen > router.groups:
-            message = f"top_groups is {chosen}, but there are {router.groups} groups"
+            message = f"`top_groups` is {chosen}, but `groups` is only {router.groups}"
             yield Problem(("top_groups",), "S286", message, f"use at most {router.groups}")
         elif chosen * size < self.top_k <= self.experts:
-            message = f"top_k is {self.top_k}, but top_groups {chosen} selects only {chosen * size} experts"
-            yield Problem(("top_groups",), "S286", message, "choose more groups, or fewer experts per token")
+            message = (
+                f"`top_k` is {self.top_k}, but `top_groups` {chosen} leaves only {counted(chosen * size, 'expert')}"
+            )
+            yield Problem(("top_groups",), "S286", message, "raise `top_groups`, or lower `top_k`")
         elif router.groups > 1 and router.group_best > size:
-            message = f"group_best is {router.group_best}, but a group has {size} experts"
-            yield Problem(("group_best",), "S286", message, f"use at most {size}")
+            default = "" if "group_best" in router.model_fields_set else " by default"
+            message = f"`group_best` is {router.group_best}{default}, but a group has only {counted(size, 'expert')}"
+            yield Problem(("group_best",), "S286", message, f"set `group_best` to {size}, or use fewer `groups`")
 
     def _has_bias(self, name: str) -> bool:
         return self.bias if isinstance(self.bias, bool) else name in self.bias

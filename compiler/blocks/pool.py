@@ -45,22 +45,27 @@ class Pool(StrictModel):
         """Yields the problems in a model of `context` tokens. This method does not check causality; `bound` does.
         `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
-            message = "pool.mask calls `document`, but the mask of the attention does not"
+            message = "`pool.mask` calls `document`, but the `mask` of the attention does not"
             yield Problem(
-                ("mask",), "S289", message, "add the condition on `document` to both masks, or remove it from pool.mask"
+                ("mask",),
+                "S289",
+                message,
+                "add the condition on `document` to both masks, or remove it from `pool.mask`",
             )
         if self.block > context:
-            message = f"a block has {self.block} tokens, but the context has only {context}"
+            message = f"`block` is {self.block} tokens, but the context has only {context}"
             yield Problem(("block",), "S289", message, f"use at most {context}")
         if self.tokens > 1 and not POOLINGS[self.by].several:
             message = f"`by: {self.by}` gives one pooled key per block, not {self.tokens}"
-            yield Problem(("tokens",), "S289", message, "remove tokens, or use `by: reservoir` or `by: latent`")
+            yield Problem(("tokens",), "S289", message, "remove `tokens`, or use `by: reservoir` or `by: latent`")
         elif self.tokens >= self.block:
-            message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
-            yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
+            message = (
+                f"`tokens` is {self.tokens}, but a block of {self.block} tokens needs fewer pooled keys than tokens"
+            )
+            yield Problem(("tokens",), "S289", message, f"use fewer than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
-            message = f"seed applies to random tokens, but {self.by} chooses none"
-            yield Problem(("seed",), "S289", message, "remove seed, or use `by: reservoir`")
+            message = f"`seed` applies to random tokens, but `by: {self.by}` chooses none"
+            yield Problem(("seed",), "S289", message, "remove `seed`, or use `by: reservoir`")
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the mask of blocks as canonical text. `mask` is the mask of single tokens. Raises ExprError if the

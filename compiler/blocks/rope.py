@@ -57,8 +57,8 @@ class Scaling(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.low >= self.high:
-            message = f"high is {self.high:g}, but must be more than low, {self.low:g}"
-            yield Problem(("high",), "S270", message, "use a larger number of turns", (("low", ("low",)),))
+            message = f"`high` is {self.high:g}, but must be more than `low`, {self.low:g}"
+            yield Problem(("high",), "S270", message, "raise `high`, or lower `low`", (("low", ("low",)),))
 
 
 class Llama3(Scaling):
@@ -166,7 +166,7 @@ class RopeSpec(StrictModel):
     def problems_in(self, size: int) -> Iterator[Problem]:
         dims, place = self.dims or size, ("dims",) if self.dims else ()
         if dims > size:
-            hint = f"use at most {size}, or remove dims to rotate all"
+            hint = f"use at most {size}, or remove `dims` to rotate all"
             yield Problem(place, "S212", f"RoPE rotates {dims} dims, but a head has {size}", hint)
         if dims > MOST_DIMS:
             message = f"RoPE has {dims:,} dims; it rotates at most {MOST_DIMS:,}"
@@ -175,8 +175,10 @@ class RopeSpec(StrictModel):
             message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
             yield Problem(place, "S213", message, "use an even number")
         elif self.trained is not None and dims == 2:
-            message = "RoPE with 2 dims has one pair, whose frequency does not depend on the base"
-            yield Problem(("trained",), "S242", message, "remove trained, or rotate more dims")
+            message = (
+                "`trained` has no effect: RoPE with 2 dims has one pair, whose frequency does not depend on the base"
+            )
+            yield Problem(("trained",), "S242", message, "remove `trained`, or rotate more `dims`")
         else:
             yield from self._scaling_problems(dims)
 
@@ -189,11 +191,11 @@ class RopeSpec(StrictModel):
             for pair in range(dims // 2):
                 number(share, f=self.base ** (-2 * pair / dims), pair=float(pair))
             if isinstance(scaling, Scaling) and scaling.multiplier <= 0:
-                raise ExprError(f"the magnitude is {scaling.multiplier:g}, but must be positive")
+                raise ExprError(f"`magnitude` is {scaling.multiplier:g}, but must be positive")
         except (ExprError, ArithmeticError) as error:
             reason = "a power of the base overflows" if isinstance(error, OverflowError) else "log(base) is 0"
             message = f"the RoPE frequencies cannot be computed: {getattr(error, 'message', reason)}"
-            yield Problem(("scaling",), "S270", message, "change the scaling, or the base")
+            yield Problem(("scaling",), "S270", message, "change `scaling` or `base`")
 
 
 @record

@@ -124,16 +124,16 @@ class ScoreAndMask(Layer):
             message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"
             yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
         if self.bos is not None and not documents and not self.reads_source:
-            message = f"bos is {self.bos}, but only a mask that calls `document` needs it"
-            hint = f"add a condition to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
+            message = f"`bos` is {self.bos}, but only a mask that calls `document` needs it"
+            hint = f"add a condition to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove `bos`"
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):
-            message = f"a table cannot have the name {name}, because another value of attention has this name"
+            message = f"a table cannot have the name `{name}`, because another value of attention has this name"
             yield Problem(("learn", name), "S207", message, "choose another name")
             return
         for name in self.read_as_tables:
-            message = f"the score reads {name} as a table, but its shape is not a list of dims"
+            message = f"`score` reads `{name}` as a table, but the `shape` of `{name}` is not a list of dims"
             hint = f"for example `{name}: {{shape: [heads, 32], init: 0}}`"
             yield Problem(("learn", name, "shape"), "S241", message, hint)
         if self.read_as_tables:
@@ -146,22 +146,26 @@ class ScoreAndMask(Layer):
             return
         for name in dims:
             if name not in {part.table for part in atoms(expr) if isinstance(part, Read)}:
-                message = f"the score does not read the table {name}"
-                yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
+                message = f"`score` does not read the table `{name}`"
+                yield Problem(
+                    ("learn", name), "S247", message, f"read an element of `{name}` in `score`, or remove `{name}`"
+                )
 
     def indivisible(self, dim: int) -> Problem:
-        hint = f"choose a divisor of {dim}, or set head_dim"
-        return Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
+        hint = f"choose a divisor of {dim}, or set `head_dim`"
+        return Problem(("heads",), "S210", f"`heads` is {self.heads}, which does not divide the width {dim}", hint)
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
         yield from self.expression_problems()
         if not shape.causal or self.reads_source:
             for name in self.of_tokens:
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    message = f"{name} applies to attention to earlier tokens, but this layer attends to a whole source"
-                    yield Problem((name,), "S275", message, f"remove {name}")
+                    message = (
+                        f"`{name}` applies only to attention to earlier tokens, but this layer attends to a whole line"
+                    )
+                    yield Problem((name,), "S275", message, f"remove `{name}`")
             return
-        hint, where = "layers are counted from 0", f"in layer {shape.layer}, "
+        hint, where = "change the formula; layers are counted from 0", f"in layer {shape.layer}, "
         yield from failure(lambda: self._scale(shape), ("scale",), "S216", hint, where)
         steps = (self._mask_problems, self.visible_problems, self._score_problems)
         yield from next(filter(None, (tuple(step(shape)) for step in steps)), ())

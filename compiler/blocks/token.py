@@ -113,8 +113,10 @@ def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
     kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):
-            message = f"embed has two steps of kind {getattr(step, 'kind', '')}"
+            message = f"`embed` has two steps of kind `{getattr(step, 'kind', '')}`"
             yield Problem((i,), "S207", message, "remove one of the two", (("first use", (first,)),))
         if isinstance(step, Token) != (i == 0):
-            message = f"embed starts with {getattr(step, 'kind', '')}" if i == 0 else "embed has a second token table"
+            message = (
+                f"`embed` starts with `{getattr(step, 'kind', '')}`" if i == 0 else "`embed` has a second token table"
+            )
             yield Problem((i,), "S206", message, "keep one `{kind: token}`, as the first item of the list")

@@ -65,13 +65,13 @@ class Learned(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.of is None and not isinstance(self.init, float | int | str):
-            message = "a learned value without `of` needs a number as its init"
+            message = "a learned value without `of` needs a number or a formula as its `init`"
             yield Problem((), "S205", message, "for example `init: 1`, or a formula of `layer`")
         if self.of is not None and isinstance(self.shape, tuple):
             message = "a learned value with `of` cannot be a table"
             yield Problem(("shape",), "S241", message, "write one number, the features per token")
         if self.features is not None and self.of in (None, IDS):
-            message = "`features` needs `of`, which states the value to read"
+            message = "`features` needs `of`, the value whose features are read"
             yield Problem(("features",), "S241", message, "remove features")
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Learned(StrictModel):
 
             def check(count: Count = count) -> None:
                 if (dim := _number(count, sizes)) < 1:
-                    raise ExprError(f"the shape has a dim of {dim}", hint="a dim must be at least 1")
+                    raise ExprError(f"`shape` has a dim of {dim}", hint="a dim must be at least 1")
 
             yield from failure(check, path, "S241", "")
 

@@ -147,6 +147,11 @@ def one_of(words: Iterable[object]) -> str:
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}" if quoted else "nothing"
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a count with its noun, such as `1 warp` or `2 warps`."""
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def safe(text: str) -> str:
     """Returns `text` with escapes in place of non-printable characters, which could move the cursor or hide other
     text."""

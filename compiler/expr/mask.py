@@ -113,12 +113,14 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
         if pair is not None:
             i, j, h = pair
             where = f" in head {h}" if "h" in variables(condition) else ""
-            message = f"pool.mask is not causal: the query at i = {i} attends to the block of token {j}{where}"
+            message = f"`pool.mask` is not causal: the query at i = {i} attends to the block of token {j}{where}"
             raise ExprError(message, hint="add the condition that the block is whole: `j + block <= i + 1 and ...`")
         visible = visible or find_pair(of_block, heads, context) is not None
     if not visible:
         message = "no query attends to a pooled block"
-        raise ExprError(message, hint="narrow the mask of single tokens: `mask: j <= i and i // 64 - j // 64 < 4`")
+        raise ExprError(
+            message, hint="let `mask` leave out older tokens, such as `mask: j <= i and i // 64 - j // 64 < 4`"
+        )
     return str(condition)
 
 

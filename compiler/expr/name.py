@@ -22,7 +22,9 @@ def name_of(expr: Expr) -> str:
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
-        raise ExprError(f"the name {name} has {len(name)} characters; it may have at most {LONGEST}", hint=HINT)
+        raise ExprError(
+            f"the name of this expression, {name}, has {len(name)} characters, more than {LONGEST}", hint=HINT
+        )
     return name
 
 

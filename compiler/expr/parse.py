@@ -230,7 +230,7 @@ class _Reader:
         if name in self.functions:
             fail(f"{name} is a function", node, f"write {self.functions[name].example}")
         if self.positions and name in dict(self.positions.tables):
-            fail(f"{name} is a table", node, f"read an element, for example {name}[h, i - j]")
+            fail(f"{name} is a table, not a number", node, f"read an element, for example {name}[h, i - j]")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
             fail(f"unknown variable {name}", node, suggest(name, known) or f"choose from {', '.join(known) or 'none'}")
@@ -286,7 +286,9 @@ class _Reader:
     ) -> tuple[Expr, float | None]:
         a, divisor = self.whole(left, depth + 1), self.read(right, depth + 1)
         if divisor[1] is None or not divisor[1].is_integer() or divisor[1] < 1:
-            fail(f"{op} divides by {divisor[0]}, which is not a positive whole constant", right, "for example i // 64")
+            fail(
+                f"{op} divides by {divisor[0]}, which is not a positive whole constant", right, f"for example i {op} 64"
+            )
         return Binary(op, a, Const(divisor[1])), None
 
     def table(self, name: str, index: ast.expr, node: ast.expr, depth: int) -> Expr:
@@ -297,7 +299,9 @@ class _Reader:
             fail(f"unknown table {name}", node, hint)
         parts = _indices(index)
         if known[name] not in (0, len(parts)):
-            message = f"{name} has {known[name]} dims; this element has {len(parts)} indices"
+            indices = "1 index" if len(parts) == 1 else f"{len(parts)} indices"
+            dims = "1 dim" if known[name] == 1 else f"{known[name]} dims"
+            message = f"{name} has {dims}, but this element has {indices}"
             fail(message, node, "give one index for each dim")
         return Read(name, tuple(self.whole(part, depth + 1) for part in parts))
 
@@ -353,7 +357,7 @@ def _document_of(node: ast.expr) -> str | None:
         case ast.Call(func=ast.Name(id="document"), args=[ast.Name(id=name)], keywords=[]):
             return name
         case ast.Call(func=ast.Name(id="document")):
-            fail("document(...) takes one position", node, "write document(i) == document(j)")
+            fail("document(...) takes a single position, i or j", node, "write document(i) == document(j)")
     return None
 
 

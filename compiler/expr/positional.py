@@ -99,7 +99,7 @@ def _refused_buckets(args: tuple[Expr, ...]) -> Refusal | None:
     count, distance = (part.value if isinstance(part, Const) else 0.0 for part in args[1:])
     if count.is_integer() and distance.is_integer() and count >= 2 and distance > count // 2:
         return None
-    hint = "give at least 2 buckets and a distance above half their number, as in bucket(i - j, 32, 128)"
+    hint = "use at least 2 buckets, and a distance above half the number of buckets: bucket(i - j, 32, 128)"
     return 1, f"bucket cannot divide distances up to {args[2]} into {args[1]} buckets", hint
 
 

@@ -276,6 +276,5 @@ def _check_index(
             f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name in variables(index)
         )
         message = f"index {place + 1} of {table}, `{index}`, may be out of range: this dim of the table has size {size}"
-        raise ExprError(
-            f"{message}, and the index is {value} at {at}", column, f"limit the index: min({index}, {size - 1})"
-        )
+        limit = f"max({index}, 0)" if value < 0 else f"min({index}, {size - 1})"
+        raise ExprError(f"{message}, and the index is {value} at {at}", column, f"limit the index: {limit}")

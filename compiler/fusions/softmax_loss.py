@@ -113,7 +113,7 @@ def _parts(members: Sequence[Node]) -> Parts | str:
     loss = reader = losses[0]
     assert isinstance(loss.op, CrossEntropy)
     if loss.op.ignore is not None:
-        return f"cannot ignore targets; {loss.name} ignores {loss.op.ignore}"
+        return f"cannot ignore targets, but {loss.name} ignores targets of {loss.op.ignore}"
     if inside := [ref for ref in loss.inputs[1:] if ref in by_name]:
         return f"needs targets from outside of the group; {inside[0]} is a member"
     producer, bound = by_name.get(node_of(loss.inputs[0])), None

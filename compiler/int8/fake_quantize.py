@@ -50,8 +50,8 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     schemes = allocation(quant, programs.stored)
     if not any(scheme.has_grid for scheme in schemes.values()):
         kinds = ", ".join(dict.fromkeys(scheme.label() for scheme in schemes.values()))
-        message = f"train.qat rounds weights as quant stores them, but quant stores them unrounded, in {kinds}"
-        hint = "remove qat, or give quant a scheme that rounds: int8, gptq or round"
+        message = f"`train.qat` rounds weights as `quant` stores them, but `quant` stores them unrounded, in {kinds}"
+        hint = "remove `qat`, or give `quant` a scheme that rounds: int8, gptq or round"
         raise LoweringError((Problem(("train", "qat"), "S244", message, hint),))
     if not train.qat.inputs or not any(scheme.integer for scheme in schemes.values()):
         return programs
@@ -99,8 +99,10 @@ def _begins(train: TrainSpec) -> float:
     if train.steps is not None:
         return 1 - left * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
-        message = "with budget_seconds and warmdown_steps, the share of the run at which train.qat begins is unknown"
-        hint = "use warmdown_fraction instead of warmdown_steps, or set `inputs: false` in qat"
+        message = (
+            "with `budget_seconds` and `warmdown_steps`, it is unknown at which share of the run `train.qat` begins"
+        )
+        hint = "use `warmdown_fraction` instead of `warmdown_steps`, or set `inputs: false` in `qat`"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)
 
@@ -171,12 +173,12 @@ class _Copied:
             if loops:
                 nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
-                    f"train.qat cannot round the inputs of int8 products in the loop over time {loop.name}, "
-                    f"which contains {nodes}; it can only do so in a loop of a single lstm"
+                    f"`train.qat` cannot round the inputs of {nodes}, because the stages between an additive stage "
+                    "and its `query` run token by token"
                 )
                 names = [name for _, name in loops]
                 rule = keeping(self._schemes[names[0]], covering(names))
-                hint = f"set `inputs: false` in qat, which rounds only weights; or {rule}"
+                hint = f"set `inputs: false` in `qat`, which then rounds only weights; or {rule}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:

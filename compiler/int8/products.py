@@ -188,8 +188,8 @@ def _left_over(
     for name in reasons:
         by_place.setdefault(stated(quant, schemes[name]), []).append(name)
     for path, names in by_place.items():
-        reader = f"it is read by {reasons[names[0]]}, which is not a product"
-        message = f"{names[0]} is int8, but {reader}{and_more(names)}"
+        reader = f"{reasons[names[0]]}, which is not a matrix product, reads it"
+        message = f"{names[0]} is int8, but {reader}{and_more(names, 'this also applies to')}"
         yield Problem(path, "S312", message, keeping(schemes[names[0]], pattern_of(names)))
 
 

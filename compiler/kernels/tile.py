@@ -1,5 +1,6 @@
 """The tile of a matrix product, and the rule for the default tile. One thread block computes one tile of the result."""
 
+from specc.compiler.errors import counted
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.epilogue import Epilogue
 from specc.compiler.records import record
@@ -17,11 +18,6 @@ BARRIERS = 1024  # bytes
 LARGEST_SIDE = 256  # the most rows or columns of a block that TMA loads
 MOST_WARPS = 32  # the most warps per program instance, and the most program instances per multiprocessor
 DEEPEST = 16  # stages
-
-
-def counted(count: int, word: str) -> str:
-    """Returns a count with its noun, such as `1 warp` or `2 warps`."""
-    return f"{count} {word}{'s' if count != 1 else ''}"
 
 
 def between(name: str, value: int, least: int, most: int) -> None:

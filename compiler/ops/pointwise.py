@@ -33,7 +33,9 @@ def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
     for column in zip_longest(*map(reversed, shapes), fillvalue=1):
         dims = {*column} - {1}
         if len(dims) > 1:
-            raise TypeRuleError(f"cannot broadcast {' with '.join(str(list(shape)) for shape in shapes)}", (0, 1))
+            written = [f"[{', '.join(map(str, shape))}]" for shape in shapes]
+            message = f"cannot combine the shapes {', '.join(written[:-1])} and {written[-1]}"
+            raise TypeRuleError(message, (0, 1))
         result.append(next(iter(dims), 1))
     return tuple(reversed(result))
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 
+from specc.compiler.errors import counted
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ops.experts.dispatch import GroupedLinear
@@ -53,9 +54,9 @@ def allocation(
         for param in covered:
             first = ruled.setdefault(param.name, i)
             if first != i:
-                message = f"rules {quant.rules[first].match} and {rule.match} both match {param.name}"
+                message = f"the rules `{quant.rules[first].match}` and `{rule.match}` both match {param.name}"
                 related = (("the first rule", ("quant", "rules", first, "match")),)
-                hint = "narrow one of the patterns; a parameter has one rule"
+                hint = "narrow one of the two patterns; a parameter can have only one rule"
                 problems.append(Problem(("quant", "rules", i, "match"), "S306", message, hint, related))
                 break
     chosen: dict[str, Scheme] = {}
@@ -72,7 +73,9 @@ def allocation(
         chosen[param.name] = scheme
     for path, reasons in refused.items():
         hint = keeping(chosen[reasons[0][0]], pattern_of([name for name, _ in reasons]), "f16")
-        problems.append(Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{and_more(reasons)}", hint))
+        problems.append(
+            Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{and_more(reasons, 'this also applies to')}", hint)
+        )
     problems += [_blind(path, names, chosen) for path, names in blind.items()]
     known = frozenset(chosen) if seen is None else seen
     problems += _promotion_problems(quant, chosen, known)
@@ -109,15 +112,15 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     return f"{narrowed}; then add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
 
 
-def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first of `items`, such as ` (and 3 more parameters)`. Empty if
-    there are no more items."""
-    return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
+def and_more(items: Sized, verb: str) -> str:
+    """Returns the end of a message about the first of `items`, such as `; so do 3 more parameters`. `verb` is the verb
+    of this end. Empty if there are no more items."""
+    return f"; {verb} {counted(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    needs = f"{chosen[names[0]].label()} needs calibration to observe products or lookups"
-    message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
+    needs = f"`scheme: {chosen[names[0]].scheme}` needs calibration, but calibration does not measure this parameter"
+    message = f"{names[0]}: {needs}{and_more(names, 'this also applies to')}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs no calibration, e.g. by a rule {rule}")
 
@@ -125,16 +128,18 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
     if (promote := quant.promote) is None:
         return
-    known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
+    known = _calibrated(("quant", "promote"), f"`{promote.match}` of `promote`", promote.match, chosen, seen, "product")
     if isinstance(known, Problem):
         yield known
         return
     able = [name for name in known if _has_more_bits(chosen[name], promote.bits)]
     if not able:
-        message = f"promote to {promote.bits} bits changes nothing: every matched parameter already has as many bits"
-        yield Problem(("quant", "promote", "bits"), "S311", message, "use more bits than the default")
+        message = f"`promote` changes nothing: every parameter that it matches already has {promote.bits} bits or more"
+        yield Problem(
+            ("quant", "promote", "bits"), "S311", message, "use more `bits` than the scheme of the parameters"
+        )
     elif promote.count is not None and promote.count > len(able):
-        message = f"promote has count {promote.count}, but only {len(able)} tensors can have {promote.bits} bits"
+        message = f"`count` is {promote.count}, but only {counted(len(able), 'parameter')} can have {promote.bits} bits"
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
 
 
@@ -142,7 +147,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
-    known = _calibrated(path, f"allocate {allocate.match}", allocate.match, chosen, seen, "product or lookup")
+    known = _calibrated(path, f"`{allocate.match}` of `allocate`", allocate.match, chosen, seen, "product or lookup")
     if isinstance(known, Problem):
         yield known
         return
@@ -152,12 +157,12 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     options = {name: counts[id(chosen[name])] for name in known}
     named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        message = f"{left[0]}: {chosen[left[0]].label()} supports none of {named} bits{and_more(left)}"
-        hint = f"use some of {_widths(chosen[left[0]])}, or narrow the match of allocate"
+        message = f"{left[0]} cannot have {named} bits as {chosen[left[0]].label()}{and_more(left, 'neither can')}"
+        hint = f"use {_widths(chosen[left[0]])}, or narrow the `match` of `allocate`"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
         labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
-        message = f"allocate has no choice: each parameter of {allocate.match} can have at most one of {named} bits"
+        message = f"`allocate` has nothing to choose: each parameter can have at most one of {named} bits"
         yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 
@@ -172,21 +177,23 @@ def _correction_problems(
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):
-        yield _unmatched(("quant", "correct", "match"), f"correct {correct.match}", chosen)
+        yield _unmatched(("quant", "correct", "match"), f"`{correct.match}` of `correct`", chosen)
         return
     able = [name for name, scheme in chosen.items() if matches(correct.match, name) and correctable(scheme)]
     ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
     count = len(able)
     if count < correct.count:
-        message = f"correct has count {correct.count}, but only {count} tensors of {correct.match} can be corrected"
+        corrected = f"only {counted(count, 'parameter')}" if count else "no parameter"
+        message = f"`count` is {correct.count}, but {corrected} of `{correct.match}` can be corrected"
         hint = f"use at most {count}" if count else "match parameters of `scheme: round` or `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
     elif (limit := ranks[correct.count - 1]) < correct.rank:
         enough = sum(rank >= correct.rank for rank in ranks)
+        large = f"only {counted(enough, 'parameter')}" if enough else "no parameter"
         message = (
-            f"correct has rank {correct.rank}, but only {enough} tensors of {correct.match} have this rank or more"
+            f"{large} of `{correct.match}` can have a correction of rank {correct.rank}, but `count` is {correct.count}"
         )
-        hint = f"use a rank of at most {limit}"
+        hint = f"use a `rank` of at most {limit}"
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
 
@@ -197,7 +204,7 @@ def _calibrated(
     if not covered:
         return _unmatched(path, what, chosen)
     hint = 'match weights of matrix products of a text model, e.g. with `match: "blocks.*"`'
-    nothing = Problem(path, "S311", f"{what} matches no parameter whose {use} calibration observes", hint)
+    nothing = Problem(path, "S311", f"{what} matches no parameter that calibration measures in a {use}", hint)
     return [name for name in covered if name in seen] or nothing
 
 

@@ -53,7 +53,7 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     problems += editor.problems
     for i, rule in enumerate(rules):
         if i not in editor.used:
-            message = f"{rule.match} matches no matrix product of training"
+            message = f"`{rule.match}` matches no matrix product of training"
             hint = f"the products are {', '.join(list(editor.products)[:8])}"
             problems.append(Problem(_path(i, "match"), "S294", message, hint))
     if problems:
@@ -84,7 +84,7 @@ def _unable(target: Target) -> Iterator[Problem]:
     if "gpu" in target.features and "fp8_mma" not in target.features:
         message = f"{target.name} ({target.title}) cannot multiply 8-bit floats"
         yield Problem(
-            _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply 8-bit floats"
+            _path(0, "match"), "S401", message, "remove `fp8`, or the target; sm89 and later multiply 8-bit floats"
         )
 
 
@@ -122,9 +122,8 @@ class _Products:
         self.used |= {i for i in chosen if i is not None}
         if len(set(chosen)) > 1:
             other = next(path for path, i in zip(paths, chosen, strict=True) if i != first)
-            message = (
-                f"{self._rules[first].match} matches {paths[chosen.index(first)]}, but not {other} with the same code"
-            )
+            pattern, covered = self._rules[first].match, paths[chosen.index(first)]
+            message = f"`{pattern}` matches {covered}, but not {other}, which shares its code"
             hint = "match all blocks that share their code, e.g. `blocks.*.mlp.*`"
             self.problems.append(Problem(_path(first, "match"), "S303", message, hint))
             return node

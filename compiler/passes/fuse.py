@@ -34,10 +34,10 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         try:
             programs = _fuse_point(programs, pattern, tuple(members), chunks, built)
         except Unfusable as error:
-            hint = "remove it from the fusion point; `specc ir --after lower` shows the graph"
+            hint = "change the nodes of the fusion point; `specc ir --after lower` shows what each node reads"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
         except ExprError as error:
-            hint = "; or ".join(filter(None, (error.hint, "remove it from the fusion point")))
+            hint = "; or ".join(filter(None, (error.hint, "remove the node from the fusion point")))
             problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
         except LoweringError as error:
             problems += (problem.under("fuse", i, pattern) for problem in error.problems)
@@ -61,13 +61,15 @@ def _fuse_point(
     chosen = [key for key, covered in places.items() if any(covered.values())]
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
-        message = f"fusion point {pattern} matches no part of the model"
+        message = f"the fusion point `{pattern}` matches no part of the model"
         raise _unmatched("S302", message, f"the parts are {_short(known)}")
     for key in chosen:
         covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
-            message = f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code"
+            message = (
+                f"the fusion point `{pattern}` matches some blocks, but not {_short(left)}, which shares their code"
+            )
             raise _unmatched("S303", message, "match all blocks that share their code, e.g. `blocks.*.mlp`")
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
@@ -80,7 +82,7 @@ def _fuse_point(
         ]
         unknown = [member for member in members if member not in known and member not in taken]
         if unknown:
-            raise _unmatched("S302", f"{pattern} has no node {unknown[0]}", f"the nodes are {_short(known)}")
+            raise _unmatched("S302", f"`{pattern}` has no node `{unknown[0]}`", f"the nodes are {_short(known)}")
     if taken:
         hint = "remove it from one of the two fusion points, or join the two points"
         raise _unmatched("S302", f"{taken[0]} of {pattern} is already in another fusion point", hint)

@@ -81,7 +81,10 @@ def build_group(
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
     if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
-        raise Unfusable(members[-1].name, "cannot be computed in chunks; only a group that ends in the loss can")
+        raise Unfusable(
+            members[-1].name,
+            "cannot be computed in chunks; only a fusion point that ends in the loss can have `chunks`",
+        )
     scope = _part(scope, members)
     words = ("fused", scope.rpartition(".")[2], *(() if rewrite.learns else graph.name.split(".")))
     replaced, last = tuple(node.name for node in members), rewrite.nodes[-1]
@@ -127,7 +130,7 @@ def _composed(selection: Selection) -> Group:
             try:
                 backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
             except NoDerivative as error:
-                reason = f"is a {error.node.op.name} that states no derivative in this model"
+                reason = f"is a {error.node.op.name}, which cannot be fused in this model"
                 raise Unfusable(error.node.name, reason) from None
         given = gradient_names(forward)
         saved = tuple(label for label, _ in backward.inputs if label not in given)
@@ -148,9 +151,9 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:
             reader = readers[0] if readers else "the caller"
-            raise Unfusable(node.name, f"is also read by {reader}, so it must be stored")
+            raise Unfusable(node.name, f"cannot be fused, because {reader}, outside of the fusion point, also reads it")
         if not graph.consumers[node.name]:
-            raise Unfusable(node.name, "is read by no other node of the group")
+            raise Unfusable(node.name, "is not read by any other node of the fusion point")
 
 
 def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
@@ -161,7 +164,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
         if not any(node.op.name in fusion.ops for node in done.nodes):
             continue
         if reason := fusion.refusal(graph, done.nodes):
-            reasons |= dict.fromkeys(fusion.ops, f"{fusion.name} {reason}")
+            reasons |= dict.fromkeys(fusion.ops, f"the fusion {fusion.name} {reason}")
         else:
             further = fusion.rewrite(graph, done.nodes)
             done = Rewrite(further.nodes, done.learns and further.learns)
@@ -169,7 +172,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
     if left:
         # The error should name a node that a fusion has refused, if there is one
         culprit = min(left, key=lambda n: n.op.name not in reasons)
-        alone = "only linear and pointwise nodes state the derivative that a group needs"
+        alone = "only linear and pointwise nodes can be fused"
         raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
         raise Unfusable(members[0].name, "is the only node, so there is nothing to fuse")
@@ -217,8 +220,8 @@ def _forward(selection: Selection, keep: Keep) -> Graph:
         if isinstance(op, Pointwise):
             for ref, name in zip(node.inputs, inputs, strict=True):
                 if ref in linear and b.types[name].shape != node.type.shape:
-                    shapes = f"{b.types[name]}, and its result is {node.type}"
-                    raise Unfusable(node.name, f"cannot be computed with the product {ref}, which is {shapes}")
+                    types = f"it is {node.type}, but the product is {b.types[name]}"
+                    raise Unfusable(node.name, f"cannot be fused with the product {ref}: {types}")
         if isinstance(op, Pointwise) and rewrite.learns and (products := accumulators(node, linear)):
             op = _with_saves(op, products, keep)
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.errors import counted
 from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
@@ -35,16 +36,17 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
         if not names:
             left = "no parameter, or only parameters of earlier optimizers" if i else "no parameter"
             hint = f"the parameters have names such as {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
-            problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
+            problems.append(Problem(path, "S308", f"the optimizer of `{optimizer.match}` matches {left}", hint))
         refusals = ((name, optimizer.refuses(shapes[name])) for name in names)
         if refusal := next(((name, reason) for name, reason in refusals if reason), None):
             name, reason = refusal
-            message = f"{reason}, but {optimizer.match} also matches {name}"
+            message = f"{reason}, but `{optimizer.match}` also matches {name}"
             hint = f"narrow the pattern, or put an optimizer for {name} before it"
             problems.append(Problem(path, "S309", message, hint))
     if orphans := [name for name in shapes if owner[name] is None]:
-        hint = 'end the list with one that takes the rest: {kind: adamw, match: "*", ...}'
-        message = f"no optimizer matches {orphans[0]}" + (f" and {len(orphans) - 1} others" if len(orphans) > 1 else "")
+        hint = 'end the list with an optimizer for all other parameters: {kind: adamw, match: "*", ...}'
+        more = f" and {counted(len(orphans) - 1, 'more parameter')}" if len(orphans) > 1 else ""
+        message = f"no optimizer matches {orphans[0]}{more}"
         problems.append(Problem(("train", "optimizers"), "S310", message, hint))
     if problems:
         raise LoweringError(tuple(problems))

@@ -43,8 +43,8 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
         having = [name for name in trained if any(_is_in(part, node) for node in functions[name].nodes)]
         if not having:
             parts_or_none = ", ".join(recomputable_parts(programs)) or "none"
-            hint = f"the parts of blocks are {parts_or_none}; {BLOCK} stands for whole blocks"
-            problems.append(Problem(_path(i), "S295", f"no block has a part {part}", hint))
+            hint = f"the parts of blocks are {parts_or_none}; `{BLOCK}` stands for whole blocks"
+            problems.append(Problem(_path(i), "S295", f"no block has a part with the name `{part}`", hint))
         for name in having:
             try:
                 functions[name] = _outlined(programs, functions[name], part, parts)
@@ -87,7 +87,7 @@ def _is_in(part: str, node: Node) -> bool:
 
 def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
     if not trained:
-        yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove recompute")
+        yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove `recompute`")
     for name in trained:
         if reason := _refusal(programs.function(name), programs.function(name).nodes):
             yield Problem(_path(0), "S295", f"blocks cannot be recomputed: {reason}", "remove it")

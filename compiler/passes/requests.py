@@ -72,8 +72,8 @@ class Requests:
         )
         for i, pattern in enumerate(() if self.patterns == "auto" else self.patterns):
             if i not in self._used:
-                message = f"{pattern} matches nothing that {self.step} rewrites"
-                hint = f"remove it; with `{self.key}: auto`, PLAN.md lists the nodes that {self.step} rewrites"
+                message = f"`{pattern}` matches nothing that `{self.key}` can change"
+                hint = f"remove the pattern; with `{self.key}: auto`, PLAN.md lists all that `{self.key}` changes"
                 self._problems.append(Problem((self.key, i), "S302", message, hint))
         if self._problems:
             raise LoweringError(tuple(self._problems))
@@ -94,7 +94,7 @@ class Requests:
             if len(covered) == len(paths):
                 return True
             left = next(path for path in paths if path not in covered)
-            message = f"{pattern} matches {covered[0]}, but not {left}, which has the same code"
+            message = f"`{pattern}` matches {covered[0]}, but not {left}, which shares its code"
             hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
             self._report(Problem((self.key, i), "S303", message, hint))
             return False

@@ -106,7 +106,7 @@ def _chosen(
         else:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice)
             message = f"no kernel for {request.target.name} computes {site.label}"
-            hint = f"{reasons}. Change the sizes, or remove the node from fuse"
+            hint = f"change the sizes, or remove the node from `fuse`. No kernel fits: {reasons}"
             problems.append(Problem(_place(programs, group, graph, node), "S401", message, hint))
     return tuple(choices), problems
 
@@ -235,7 +235,7 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         alike = files.setdefault(file, site)
         message = ""
         if _computed(first) != _computed(site):
-            message = f"two epilogues have the name {function}: {_shown(first)} and {_shown(site)}"
+            message = f"two fused expressions have the name {function}: {_shown(first)} and {_shown(site)}"
         elif (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
             types = [", ".join(map(str, (*clashing.inputs, *clashing.node.types))) for clashing in (alike, site)]
             message = f"two kernels are named {file}, of {types[0]} and of {types[1]}"

@@ -81,7 +81,10 @@ class Init(StrictModel):
             stated = " and ".join(names) or "none"
             hint = "set one of them, e.g. `init: {normal: 0.02}`"
             yield Problem(
-                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; it has {stated}", hint
+                (),
+                "S205",
+                f"`init` needs exactly one of normal, uniform, orthogonal and constant, but has {stated}",
+                hint,
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
@@ -102,9 +105,9 @@ class Init(StrictModel):
         except ExprError as error:
             return error.message
         if not abs(value) <= LARGEST:
-            return f"{field} is {value:g}, which f32 cannot represent"
+            return f"`{field}` is {value:g}, which f32 cannot represent"
         if field in ("normal", "uniform") and value < 0:
-            return f"{field} is {value:g}; it must be at least 0"
+            return f"`{field}` is {value:g}, but must be at least 0"
         return None
 
 

@@ -54,7 +54,7 @@ class Gptq(PerRow):
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) not in (2, 3):
-            return f"{self.label()} needs a matrix, or one matrix per expert, but the shape is {list(shape)}"
+            return f"`scheme: gptq` needs a matrix, or one matrix per expert, but the shape is {list(shape)}"
         return super().rejects(shape)
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:

@@ -67,7 +67,7 @@ class PerRow(Scheme):
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
-            return f"{self.label()} needs rows and columns, but the shape is {list(shape)}"
+            return f"`scheme: {self.scheme}` needs rows and columns, but the shape is {list(shape)}"
         if len(shape) > 2 and self.correction_rank:
             return f"a correction needs a matrix, but the shape is {list(shape)}"
         return f"the shape {list(shape)} holds no values" if math.prod(shape) == 0 else None

@@ -83,7 +83,7 @@ class ScheduleSpec(StrictModel):
     def problems(self) -> Iterator[Problem]:
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
-                message = f"{name} is set in steps and as a fraction"
+                message = f"`{name}_steps` and `{name}_fraction` are both set"
                 yield Problem((f"{name}_fraction",), "S229", message, "remove one of the two")
         values = [self.down(1 - i / 100) for i in range(101)]
         if (rise := next((i for i in range(100) if values[i + 1] > values[i] + 1e-12), None)) is not None:

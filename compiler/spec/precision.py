@@ -30,8 +30,8 @@ class LossScaleSpec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.initial < self.least:
-            message = f"the loss scale begins at {self.initial:g}, below its least value {self.least:g}"
-            yield Problem(("initial",), "S293", message, "raise initial, or lower least")
+            message = f"`initial` is {self.initial:g}, which is below `least`, {self.least:g}"
+            yield Problem(("initial",), "S293", message, "raise `initial`, or lower `least`")
 
 
 class Fp8Spec(StrictModel):
@@ -60,11 +60,11 @@ class Fp8Spec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.scaling == "delayed" and self.scale == "row":
-            message = "row scales cannot be delayed, because a row contains other tokens in each step"
+            message = "`scale: row` cannot have `scaling: delayed`, because a row contains other tokens in each step"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
         if self.scaling == "current" and self.history is not None:
-            message = "history applies to delayed scales, but scaling is current"
-            yield Problem(("history",), "S293", message, "add `scaling: delayed`, or remove history")
+            message = "`history` applies only to `scaling: delayed`, but `scaling` is current"
+            yield Problem(("history",), "S293", message, "add `scaling: delayed`, or remove `history`")
 
 
 class PrecisionSpec(StrictModel):

@@ -107,8 +107,8 @@ class Allocate(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
-            hint = "list several bits, or several clip_stds"
-            yield Problem(("bits",), "S268", "allocate has a single option, so there is nothing to choose", hint)
+            hint = "list several `bits`, or several `clip_stds`"
+            yield Problem(("bits",), "S268", "`allocate` has a single option, so there is nothing to choose", hint)
 
 
 class Correct(StrictModel):
@@ -151,8 +151,8 @@ class Calibrate(StrictModel):
     def problems(self) -> Iterator[Problem]:
         for name in ("length", "temperature", "begin"):
             if self.source != "self" and name in self.model_fields_set:
-                message = f"calibrate has {name}, which only applies to `source: self`"
-                yield Problem((name,), "S260", message, f"add `source: self`, or remove {name}")
+                message = f"`{name}` applies only to `source: self`"
+                yield Problem((name,), "S260", message, f"add `source: self`, or remove `{name}`")
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """Yields a problem if the model cannot generate the calibration text, or if the windows exceed the context."""
@@ -161,7 +161,7 @@ class Calibrate(StrictModel):
             yield Problem(("source",), "S261", message, "use `source: train`")
         elif (self.length or 0) > window:
             message = f"windows of {self.length} tokens are longer than the context of {window}"
-            yield Problem(("length",), "S262", message, f"use at most {window}, or remove the key")
+            yield Problem(("length",), "S262", message, f"use at most {window}, or remove `length`")
 
 
 class QuantSpec(StrictModel):
@@ -187,14 +187,16 @@ class QuantSpec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
-            message = "promote needs a count or a byte budget"
-            yield Problem(("promote",), "S203", message, "add `count: N` here, or `budget_bytes: N` under quant")
+            message = "`promote` needs `count`, or the `budget_bytes` of `quant`"
+            yield Problem(
+                ("promote",), "S203", message, "add `count: N` under `promote`, or `budget_bytes: N` under `quant`"
+            )
         if self.allocate is not None and self.promote is not None:
-            message = "promote and allocate both choose bits"
+            message = "`promote` and `allocate` both choose bits"
             yield Problem(("allocate",), "S245", message, "remove one of the two", (("the other", ("promote",)),))
         if self.allocate is not None and self.budget_bytes is None:
-            message = "allocate needs a byte budget"
-            yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under quant")
+            message = "`allocate` needs the `budget_bytes` of `quant`"
+            yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under `quant`")
 
 
 Rewritten = Literal["auto"] | tuple[Pattern, ...]
@@ -256,10 +258,8 @@ class Spec(StrictModel):
         for path, schedule in values_in(self, Schedule):
             for i, share in schedule.changes:
                 if last < share < 1:
-                    message = (
-                        f"{path[-1]} changes at share {share:.4g} of the run, but the last step begins at {last:.4g}"
-                    )
-                    hint = "choose an earlier start, or give the run more steps"
+                    message = f"`{path[-1]}` changes at time {share:.4g}, but the last step begins at {last:.4g}"
+                    hint = "write an earlier time, or raise `steps`; a time is a share of the run, from 0 to 1"
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
@@ -277,7 +277,7 @@ class Spec(StrictModel):
             yield Problem(("eval", "window"), "S279", message, f"use at least {least} tokens")
         if self.eval.halves:
             message = "adaptation trains on all targets of a window, but the targets of the prefix have no score"
-            yield Problem(("eval", "adapt"), "S279", message, "remove adapt")
+            yield Problem(("eval", "adapt"), "S279", message, "remove `adapt`")
         if self.quant is not None and self.quant.calibrate.source == "self":
             message = f"generation begins with one token, but the prefix has {least} tokens"
             yield Problem(("quant", "calibrate", "source"), "S279", message, "use `source: train`")
@@ -294,22 +294,22 @@ class Spec(StrictModel):
             yield Problem(("compute",), "S293", message, "remove one of the two", (("the model", ("model", "dtype")),))
         if self.train.precision.masters == "bf16" and self.computes_in != "bf16":
             dtype = self.computes_in or "the dtype of its target"
-            message = f"masters in bf16 need a model that computes in bf16, but this model computes in {dtype}"
-            yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
+            message = f"`masters: bf16` needs `compute: bf16`, but this model computes in {dtype}"
+            yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove `masters`")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
             message = (
-                "masters in bf16 need a model of text; in a model of lines, "
-                "dropout and rounding would share one random generator"
+                "`masters: bf16` is only for models of kind `decoder`; "
+                "in this model, dropout and rounding would share one random generator"
             )
-            yield Problem(("masters",), "S293", message, "remove masters")
+            yield Problem(("masters",), "S293", message, "remove `masters`")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
-            message = "qat rounds copies of f32 masters, but bf16 masters have no copies"
-            yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
+            message = "`qat` rounds copies of weights in f32, but with `masters: bf16`, all weights are in bf16"
+            yield Problem(("masters",), "S293", message, "remove `masters`, or remove `qat`")
         if self.train.precision.tf32 and self.computes_in != "f32":
             message = (
-                f"tf32 changes f32 matrix products, but the model computes in {self.computes_in or 'bf16'} on a GPU"
+                f"`tf32` changes f32 matrix products, but the model computes in {self.computes_in or 'bf16'} on a GPU"
             )
-            yield Problem(("tf32",), "S277", message, "remove tf32, or set `compute: f32`")
+            yield Problem(("tf32",), "S277", message, "remove `tf32`, or set `compute: f32`")
 
     def problems(self) -> Iterator[Problem]:
         for i, target in enumerate(self.targets):
@@ -323,23 +323,23 @@ class Spec(StrictModel):
         stated = self.model.losses
         for i, term in enumerate(self.train.losses):
             if term.states and term.states not in stated:
-                message = f"no layer has the loss {term.states}"
+                message = f"no layer has a loss with the name `{term.states}`"
                 hint = (
                     f"choose from {', '.join(sorted(stated))}" if stated else "remove it; this model has no such losses"
                 )
                 yield Problem(("train", "losses", i, "name"), "S265", message, hint)
             for reason in self.model.refuses_modules() if term.count else ():
-                message = f"{term.kind} needs modules that predict later tokens, but {reason}"
+                message = f"this model cannot have the modules of `{term.kind}`: {reason}"
                 yield Problem(("train", "losses", i, "kind"), "S265", message, "use `later_token`, or remove the term")
         yield from self.train.data.problems_with(self.model)
         reads = self.model.reads
         if self.train.teacher_forcing is not None and reads != "lines":
-            message = "teacher_forcing is only for models of kind encoder_decoder"
-            yield Problem(("train", "teacher_forcing"), "S227", message, "remove teacher_forcing")
+            message = "`teacher_forcing` is only for models of kind `encoder_decoder`"
+            yield Problem(("train", "teacher_forcing"), "S227", message, "remove `teacher_forcing`")
         yield from (problem.under("train", "precision") for problem in self._problems_of_precision())
         if self.train.qat is not None and self.quant is None:
-            message = "train.qat rounds weights as quant will store them, but the spec has no quant"
-            yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
+            message = "`train.qat` rounds weights as `quant` will store them, but the spec has no `quant`"
+            yield Problem(("train", "qat"), "S244", message, "add a `quant` section, or remove `qat`")
         if self.quant is not None:
             problems = self.quant.calibrate.problems_with(self.model.window, reads)
             yield from (problem.under("quant", "calibrate") for problem in problems)

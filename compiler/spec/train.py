@@ -202,10 +202,10 @@ class TrainSpec(StrictModel):
         schedule."""
         if reads == "lines":
             if self.context is not None:
-                message = "context cuts windows of text, but the model translates lines"
-                yield Problem(("context",), "S251", message, "remove context")
+                message = "`context` cuts windows of text, but the model translates lines"
+                yield Problem(("context",), "S251", message, "remove `context`")
             if isinstance(self.batch, SizeSchedule):
-                message = "the batch of a model that translates lines cannot have a schedule"
+                message = "`batch` cannot have a schedule in a model that translates lines"
                 yield Problem(("batch",), "S251", message, "write one number of rows")
             return
         for path, tokens in values_of("context", self.context):
@@ -226,50 +226,50 @@ class TrainSpec(StrictModel):
             if size % at_once:
                 near = max(size // at_once, 1) * at_once
                 message = f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}"
-                hint = f"use {near:,} or {near + at_once:,}, or another micro_batch"
+                hint = f"use {near:,} or {near + at_once:,}, or another `micro_batch`"
                 yield Problem(path, "S217", message, hint, related)
 
     def problems(self) -> Iterator[Problem]:
         if (self.tokens_per_step is None) == (self.batch is None):
-            message = "train needs exactly one of tokens_per_step and batch"
-            hint = "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines"
+            message = "`train` needs exactly one of `tokens_per_step` and `batch`"
+            hint = "set `tokens_per_step` for text, or `batch` (in rows) for pairs of lines"
             yield Problem(("batch",) if self.batch is not None else (), "S224", message, hint)
         if self.stop_at_loss is not None and not self.validate_every:
-            message = "stop_at_loss compares the loss of each validation, but the run validates only at its end"
-            hint = "set `validate_every:`, the steps between two validations"
+            message = "`stop_at_loss` checks the loss of each validation, but the run validates only at its end"
+            hint = "set `validate_every`, the number of steps between two validations"
             yield Problem(("stop_at_loss",), "S266", message, hint)
         names = [term.title for term in self.losses]
         for i, name in enumerate(names):
             if name in names[:i]:
-                message = f"the term {name} is listed twice"
+                message = f"the term `{name}` is listed twice"
                 hint = "remove one of the two, and give the other the sum of both weights"
                 yield Problem(("losses", i), "S264", message, hint)
         if "next_token" not in names:
-            message = f"the loss has no term next_token, only {', '.join(names)}"
+            message = f"the loss has no term `next_token`, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
         for i, part in enumerate(self.recompute):
             if part in self.recompute[:i] or (part != BLOCK and BLOCK in self.recompute):
-                message = f"{part} is already recomputed"
+                message = f"an earlier entry already recomputes `{part}`"
                 yield Problem(("recompute", i), "S295", message, "remove it")
         if (self.steps is None) == (self.budget_seconds is None):
-            message = "train needs exactly one of steps and budget_seconds"
+            message = "`train` needs exactly one of `steps` and `budget_seconds`"
             hint = "set one of the two; the run ends after that many steps or seconds, and schedules follow them"
             yield Problem(("steps",) if self.steps is not None else (), "S201", message, hint)
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
         if self.steps is None and fractions > 1 + 1e-9:
-            message = f"warm-up and warm-down take {fractions:g} of the run"
-            yield Problem(("schedule", longer), "S202", message, "shorten them to at most 1 in total")
+            message = f"warm-up and warm-down together take {100 * fractions:g} % of the run"
+            yield Problem(("schedule", longer), "S202", message, "shorten them to at most 100 % in total, a sum of 1")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             path = ("schedule", longer if fractions else "warmdown_steps")
             message = (
-                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but the run has {self.steps}"
+                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but `steps` is {self.steps}"
             )
             related = (("the run's length", ("steps",)),)
             yield Problem(path, "S202", message, "shorten them, or give the run more steps", related)
         for i, optimizer in enumerate(self.optimizers):
             if self.steps is not None and optimizer.every > self.steps:
-                message = f"the optimizer updates every {optimizer.every} steps, but the run has {self.steps}"
+                message = f"the optimizer updates every {optimizer.every:,} steps, but `steps` is {self.steps:,}"
                 yield Problem(("optimizers", i, "every"), "S288", message, f"use at most {self.steps}")
         yield from self._problems_of_beginning()
 
@@ -280,16 +280,17 @@ class TrainSpec(StrictModel):
         if isinstance(self.average, SwaSpec):  # the last sample may be taken up to `every` steps before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
-                message = f"the average samples the weights every {every} steps, but the run has {self.steps}"
-                yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
+                message = f"`average` samples the weights every {every:,} steps, but `steps` is {self.steps:,}"
+                yield Problem(("average", "every"), "S269", message, f"set `every` to at most {self.steps}")
                 return
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
         for name, below, left in late:
             if (lowest := self.schedule.lowest(self.steps, left)) >= below:
                 message = (
-                    f"{name} starts when the schedule falls below {below:g}, but the schedule falls only to {lowest:g}"
+                    f"`{name}` starts when `schedule` has lowered the learning rate below {below:g} of its peak, "
+                    f"but `schedule` lowers it only to {lowest:g}"
                 )
-                hint = "lower the end of the schedule (warmdown_steps or warmdown_fraction, floor), or raise `below`"
+                hint = "set a longer `warmdown_steps` or `warmdown_fraction` or a lower `floor`, or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
                 yield Problem((name, "below"), "S269", message, hint, related)
 
@@ -328,7 +329,7 @@ class BitsSpec(StrictModel):
         name of the part with the learned positions."""
         length = self.window or window
         if reads == "lines":
-            message = "bits_per_byte is for text, but the model translates lines"
+            message = "`bits_per_byte` is for text, but the model translates lines"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
         if length > window and bounded:
@@ -336,7 +337,7 @@ class BitsSpec(StrictModel):
             yield Problem(("window",), "S218", message, f"use at most {window}, or rotary positions")
         elif self.stride is not None and self.stride > length:
             what = "context" if self.window is None else "window"
-            message = f"a stride of {self.stride} tokens skips some tokens; the {what} is {length}"
+            message = f"a stride of {self.stride} tokens skips some tokens, because the {what} is {length}"
             yield Problem(("stride",), "S218", message, f"use at most {length}")
         if self.adapt is not None:
             problems = self.adapt.problems_with(length, self.stride or length)
@@ -367,7 +368,7 @@ class ExactMatchSpec(StrictModel):
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
         if reads != "lines":
-            message = "exact_match compares lines, but the model reads one stream of tokens"
+            message = "`exact_match` compares lines, but the model reads one stream of tokens"
             yield Problem(("metric",), "S228", message, "use `metric: bits_per_byte`")
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ def refuse_old(source: Source) -> None:
     hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
     if (old := of_version_1(source.data)) or has_tf32(source.data):
         place = source.value(("spec_version",) if old else ("train", "tf32"))
-        message = "train.tf32 is now tf32 in train.precision"
+        message = "`train.tf32` is now `train.precision.tf32`"
         if old:
             message = f"the spec has version 1, but specc reads only version {VERSION}"
         raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)

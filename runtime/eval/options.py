@@ -82,7 +82,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         stride = min(stride, window)
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
-        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")
+        raise EvaluateError(f"the stride is {stride}, but must be from 1 to {window}, the {what}", "change --stride")
     if window <= spec.model.unscored:
         message = f"a window of {window} tokens is shorter than the prefix of {spec.model.unscored + 1} tokens"
         raise EvaluateError(message, "use a larger --window")

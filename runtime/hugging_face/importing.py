@@ -139,7 +139,8 @@ def family_of(config: Config) -> Family:
     if config.stated("quantization_config"):
         message = "the weights are quantized by another program"
         raise config.error("quantization_config", message, "import the model in bf16 and quantize it with specc")
-    return config.choice("model_type", "", known, "a new family is one file in runtime/families")
+    needed = "specc imports only these models; docs/families.md shows how to write a spec for a similar model"
+    return config.choice("model_type", "", known, needed)
 
 
 def _slug(path: Path) -> str:

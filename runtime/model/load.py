@@ -204,7 +204,7 @@ def choose_target(spec: Targeted, target: str | None) -> str:
     fitting = [name for name in spec.targets if unavailable(TARGETS[name]) is None]
     if not fitting:
         message = f"no target of {spec.name} runs on this machine"
-        raise RunFailure(message, f"add cpu to the targets ({', '.join(spec.targets)})")
+        raise RunFailure(message, f"the targets are {', '.join(spec.targets)}; add cpu to run without such a GPU")
     return max(fitting, key=lambda name: TARGETS[name].arch)
 
 

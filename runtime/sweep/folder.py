@@ -267,7 +267,7 @@ def require_free_or_begun(directory: Path) -> None:
     if not directory.exists() or (directory / RECORD).is_file():
         return
     if not directory.is_dir() or any(entry.name[0] != "." for entry in directory.iterdir()):
-        raise SweepError(f"{directory} is not empty, and not the folder of a sweep", "name another folder with --out")
+        raise SweepError(f"{directory} is neither empty nor the folder of a sweep", "name another folder with --out")
 
 
 def _require_unchanged(directory: Path, known: SweepRecord, new: SweepRecord, extend: bool) -> None:

@@ -117,7 +117,10 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
     if not plan.target.arch:
-        raise TuneError(f"{plan.target.name} has no kernels with tiles to search", "select a GPU target with --target")
+        raise TuneError(
+            f"specc tune measures kernels of a GPU, but the target is {plan.target.name}",
+            "select a GPU target with --target",
+        )
     choices = _chosen(options, plan) if options.search else ()
     if options.compile_only:
         return tuple(_compiled(choice, plan, say) for choice in choices)

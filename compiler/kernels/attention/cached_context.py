@@ -1,11 +1,12 @@
 """The template context for attention over a cache, and the tile of its kernel."""
 
+from specc.compiler.errors import counted
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.attention import table_name
 from specc.compiler.kernels.attention.score_tile import NARROWEST
 from specc.compiler.kernels.generated import GeneratedFunction, number_of
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.kernels.tile import between, counted, power
+from specc.compiler.kernels.tile import between, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.records import record

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
+from specc.compiler.errors import counted
 from specc.compiler.kernels.generated import constants
-from specc.compiler.kernels.tile import between, counted, power
+from specc.compiler.kernels.tile import between, power
 from specc.compiler.records import record
 from specc.compiler.targets import Target
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+from specc.compiler.errors import counted
 from specc.compiler.kernels.attention.attention import (
     attention_function,
     fake_outputs,
@@ -15,7 +16,7 @@ from specc.compiler.kernels.attention.attention import (
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, lacks_memory
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
+from specc.compiler.kernels.tile import MOST_WARPS, between, power
 from specc.compiler.ops.saved_attention import (
     CausalAttention,
     CausalAttentionGrad,

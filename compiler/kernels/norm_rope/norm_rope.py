@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+from specc.compiler.errors import counted
 from specc.compiler.expr import ExprError, reread, torch_text, triton_text
 from specc.compiler.expr.python_lines import BODY, fitted, operand
 from specc.compiler.ir.types import DTYPES
@@ -11,7 +12,7 @@ from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, c
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_function, heads_of
-from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
+from specc.compiler.kernels.tile import MOST_WARPS, between, power
 from specc.compiler.ops.norm_rope import HeadRotation
 from specc.compiler.records import record
 

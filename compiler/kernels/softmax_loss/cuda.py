@@ -4,6 +4,7 @@ memory once, then read twice."""
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
+from specc.compiler.errors import counted
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
 from specc.compiler.expr.traverse import rebuild
 from specc.compiler.ir.types import BYTES
@@ -21,7 +22,7 @@ from specc.compiler.kernels.softmax_loss.softmax_loss import (
     tensors_of,
     width_of,
 )
-from specc.compiler.kernels.tile import between, counted, power
+from specc.compiler.kernels.tile import between, power
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.records import record
 from specc.compiler.targets import Target

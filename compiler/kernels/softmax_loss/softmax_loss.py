@@ -4,6 +4,7 @@ the CPU."""
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
+from specc.compiler.errors import counted
 from specc.compiler.expr import (
     Binary,
     Const,
@@ -29,7 +30,7 @@ from specc.compiler.kernels.generated import (
 )
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
 from specc.compiler.kernels.lines import flowed, listed, nested, returned
-from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
+from specc.compiler.kernels.tile import MOST_WARPS, between, power
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.records import record
 

@@ -53,5 +53,5 @@ class SlotCausal(_Fit):
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
         if stride >= window:
-            message = f"slot_causal needs windows that overlap; the window is {window} and the stride {stride}"
+            message = f"`slot_causal` needs windows that overlap, but the window is {window} and the stride {stride}"
             yield Problem((), "S259", message, f"use a stride below {window}")

@@ -28,8 +28,8 @@ class SgdSettings(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.nesterov and not self.momentum:
-            hint = "set momentum, or remove nesterov"
-            yield Problem(("nesterov",), "S259", "nesterov needs a momentum above 0", hint)
+            hint = "set `momentum`, or remove `nesterov`"
+            yield Problem(("nesterov",), "S259", "`nesterov` needs a `momentum` above 0", hint)
 
 
 class AdamWSettings(StrictModel):
@@ -112,7 +112,7 @@ class TestTimeTraining(Adaptation):
         covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
         if not covered:
             hint = f"the parameters have names such as {next(iter(shapes))}; use a pattern such as `blocks.*` or `*`"
-            yield Problem(("match",), "S305", f"ttt {self.match} matches no parameter", hint)
+            yield Problem(("match",), "S305", f"`{self.match}` of `ttt` matches no parameter", hint)
         elif self.lora is not None and not any(len(shape) == 2 for shape in covered):
-            message = f"ttt {self.match} matches no matrix; lora needs a parameter with two dimensions"
-            yield Problem(("match",), "S305", message, "widen the pattern, or remove lora")
+            message = f"`{self.match}` of `ttt` matches no matrix, but `lora` needs one"
+            yield Problem(("match",), "S305", message, "widen the pattern, or remove `lora`")

@@ -36,12 +36,12 @@ class PolynomialData(DataKind):
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
             yield Problem(
-                ("train", "data"), "S222", message, "use `data: {kind: text}`, or a model of kind encoder_decoder"
+                ("train", "data"), "S222", message, "use `data: {kind: text}`, or a model of kind `encoder_decoder`"
             )
             return
         if missing := [char for char in SYMBOLS if char not in model.characters]:
             message = f"the vocabulary lacks {', '.join(map(repr, missing))}, which the lines contain"
             yield Problem(("model", "vocab", "chars"), "S219", message, f'use "{SYMBOLS}"')
         if model.window < TOKENS:
-            message = f"a line has up to {TOKENS} tokens with its stop token, but the context is {model.window}"
+            message = f"a line has up to {TOKENS} tokens with its stop token, but `context` is {model.window}"
             yield Problem(("model", "context"), "S223", message, f"use at least {TOKENS}")

@@ -70,14 +70,14 @@ class TextData(DataKind):
             yield Problem(("tokenizer",), "S296", f"unknown tokenizer {self.tokenizer!r}", f"use {KINDS}")
             return
         for unused in sorted(self.model_fields_set & {"pattern", "special", "bos"} - (settings or frozenset())):
-            message = f"train.data.{unused} does not apply to the tokenizer {self.tokenizer}"
-            yield Problem((unused,), "S296", message, f"remove {unused}")
+            message = f"`train.data.{unused}` does not apply to the tokenizer {self.tokenizer}"
+            yield Problem((unused,), "S296", message, f"remove `{unused}`")
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
         if model.reads != self.gives:
             message = "`text` gives one stream of tokens, but the model translates lines"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")
         elif model.vocabulary < self.least_vocabulary:
-            message = f"vocab is {model.vocabulary}, but the tokenizer `bytes` has {BYTE_IDS} ids"
+            message = f"`vocab` is {model.vocabulary}, but the tokenizer `bytes` has {BYTE_IDS} ids"
             hint = f"use at least {BYTE_IDS}: one id per byte, and one that separates documents"
             yield Problem(("model", "vocab"), "S219", message, hint)

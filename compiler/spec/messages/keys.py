@@ -123,7 +123,7 @@ class Words:
         holder, key = error.path[:-1], error.path[-1]
         if isinstance(key, int):
             count = len(self._data(holder))
-            message = f"{self._name(holder)} has too few items: {count}"
+            message = f"{self._name(holder)} has too few items, only {count}"
             yield self._at(self.source.place(holder), "S104", message, f"add item {key + 1}")
             return
         model = self.models.get(holder)
@@ -146,7 +146,7 @@ class Words:
     def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
         place = self.source.place(holder) if holder else self.source.value(())
         message = f"{self._place(holder)} needs the key {quote(key)}"
-        return self._at(place, "S102", message, f"add `{key}:` and {form}")
+        return self._at(place, "S102", message, f"add `{key}:` with {form}")
 
     # kinds
 

@@ -72,8 +72,13 @@ class MuonSpec(OptimizerSpec):
 
     def _problems_of_coefficients(self, coefficients: tuple[Coefficients, ...], iterations: int) -> Iterator[Problem]:
         if len(coefficients) > iterations:
-            message = f"`coefficients` has {len(coefficients)} entries, but there are only {iterations} iterations"
-            yield Problem(("coefficients", iterations), "S287", message, "remove the last entries, or raise steps")
+            only = (
+                f"there is only {iterations} iteration"
+                if iterations == 1
+                else f"there are only {iterations} iterations"
+            )
+            message = f"`coefficients` has {len(coefficients)} entries, but {only}"
+            yield Problem(("coefficients", iterations), "S287", message, "remove the last entries, or raise `steps`")
             return
         for i in range(1, 101):
             value = start = i / 100
@@ -83,6 +88,6 @@ class MuonSpec(OptimizerSpec):
                     break
             if abs(value) > LARGEST:
                 message = f"the iterations diverge: they map the singular value {start:g} to {value:.4g}"
-                hint = f"choose numbers that map 0 .. 1 to values near 1, of at most {LARGEST:g}"
+                hint = f"choose coefficients that map values from 0 to 1 to values near 1, and to at most {LARGEST:g}"
                 yield Problem(("coefficients",), "S287", message, hint)
                 return

@@ -73,5 +73,5 @@ class OptimizerSpec(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.cautious_decay and self.weight_decay == 0:
-            message = "cautious_decay chooses the numbers that decay, but weight_decay is 0"
-            yield Problem(("cautious_decay",), "S288", message, "set weight_decay, or remove cautious_decay")
+            message = "`cautious_decay` has no effect, because `weight_decay` is 0"
+            yield Problem(("cautious_decay",), "S288", message, "set `weight_decay`, or remove `cautious_decay`")

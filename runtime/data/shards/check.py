@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specc.compiler.errors import counted
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards.record import RECORD, ShardRecord, read_record
@@ -84,18 +85,19 @@ class Checked:
         for split in reversed(SPLITS):
             content = self.splits[split]
             of = "" if self.vocab is None else f" of {self.vocab:,}"
-            yield f"{split:<6} {content.shards:,} shards, {content.tokens:,} tokens, highest {content.highest}{of}"
+            shards, tokens = counted(content.shards, "shard"), counted(content.tokens, "token")
+            yield f"{split:<6} {shards}, {tokens}, highest {content.highest}{of}"
             if content.bos is not None and content.tokens:
                 share = 100 * content.bos / content.tokens
-                yield f"{'':<6} BOS ({self.bos}) {content.bos:,} times, {share:.3f} % of the tokens"
+                yield f"{'':<6} BOS ({self.bos}) {counted(content.bos, 'time')}, {share:.3f} % of the tokens"
             if content.lengths:
                 count, most = content.lengths.total(), max(content.lengths.values())
-                yield f"{'':<6} {count:,} documents, the longest of {content.longest:,} tokens"
+                yield f"{'':<6} {counted(count, 'document')}, the longest of {counted(content.longest, 'token')}"
                 for low, high, documents in content.histogram():
                     yield f"{'':<6} {low:>9,} .. {high:<10,} {documents:>12,} {'#' * -(-40 * documents // most)}"
         yield from (f"WRONG  {finding}" for finding in self.findings)
         if self.findings:
-            yield f"{self.folder}: {len(self.findings)} problem{'s' * (len(self.findings) > 1)}"
+            yield f"{self.folder}: {counted(len(self.findings), 'problem')}"
         elif self.vocab is not None:
             yield f"{self.folder}: no problems"
         else:
@@ -167,7 +169,8 @@ class _Check:
                 self._checked.splits[split].repeated = repeated
         both, exact = shared(hashes["train"], hashes["val"])
         if both:
-            self._report("train", f"{'' if exact else 'about '}{both:,} of its documents are also in val")
+            verb = "is" if both == 1 else "are"
+            self._report("train", f"{'' if exact else 'about '}{both:,} of its documents {verb} also in val")
 
     def _report(self, where: str | Path, what: str, damage: bool = False) -> None:
         self._checked.findings.append(Finding(str(where), what, damage))
