@@ -59,9 +59,7 @@ class Pool(StrictModel):
             message = f"`by: {self.by}` gives one pooled key per block, not {self.tokens}"
             yield Problem(("tokens",), "S289", message, "remove `tokens`, or use `by: reservoir` or `by: latent`")
         elif self.tokens >= self.block:
-            message = (
-                f"`tokens` is {self.tokens}, but a block of {self.block} tokens needs fewer pooled keys than tokens"
-            )
+            message = f"`tokens` is {self.tokens} and `block` is {self.block}, so nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use fewer than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
             message = f"`seed` applies to random tokens, but `by: {self.by}` chooses none"

@@ -188,7 +188,7 @@ def _left_over(
     for name in reasons:
         by_place.setdefault(stated(quant, schemes[name]), []).append(name)
     for path, names in by_place.items():
-        reader = f"{reasons[names[0]]}, which is not a matrix product, reads it"
+        reader = f"{reasons[names[0]]} reads it, and only matrix products can read int8"
         message = f"{names[0]} is int8, but {reader}{and_more(names, 'this also applies to')}"
         yield Problem(path, "S312", message, keeping(schemes[names[0]], pattern_of(names)))
 

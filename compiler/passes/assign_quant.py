@@ -155,14 +155,14 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     schemes = {id(chosen[name]): chosen[name] for name in known}
     counts = {key: len(variants(scheme, allocate.bits, allocate.clip_stds)) for key, scheme in schemes.items()}
     options = {name: counts[id(chosen[name])] for name in known}
-    named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
+    named, path = " or ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        message = f"{left[0]} cannot have {named} bits as {chosen[left[0]].label()}{and_more(left, 'neither can')}"
+        message = f"{left[0]} ({chosen[left[0]].label()}) cannot have {named} bits{and_more(left, 'neither can')}"
         hint = f"use {_widths(chosen[left[0]])}, or narrow the `match` of `allocate`"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
         labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
-        message = f"`allocate` has nothing to choose: each parameter can have at most one of {named} bits"
+        message = f"`allocate` has nothing to choose: no parameter can have more than one of {named} bits"
         yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 

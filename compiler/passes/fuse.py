@@ -67,9 +67,7 @@ def _fuse_point(
         covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
-            message = (
-                f"the fusion point `{pattern}` matches some blocks, but not {_short(left)}, which shares their code"
-            )
+            message = f"the fusion point `{pattern}` leaves out blocks with the same code: {_short(left)}"
             raise _unmatched("S303", message, "match all blocks that share their code, e.g. `blocks.*.mlp`")
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]

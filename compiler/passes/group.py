@@ -130,7 +130,7 @@ def _composed(selection: Selection) -> Group:
             try:
                 backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
             except NoDerivative as error:
-                reason = f"is a {error.node.op.name}, which cannot be fused in this model"
+                reason = f"cannot be fused in this model, because it computes {error.node.op.name}"
                 raise Unfusable(error.node.name, reason) from None
         given = gradient_names(forward)
         saved = tuple(label for label, _ in backward.inputs if label not in given)
@@ -150,8 +150,8 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
     for node in members[:-1]:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:
-            reader = readers[0] if readers else "the caller"
-            raise Unfusable(node.name, f"cannot be fused, because {reader}, outside of the fusion point, also reads it")
+            reader = f"{readers[0]}, outside of the fusion point," if readers else "a later part of the model"
+            raise Unfusable(node.name, f"cannot be fused, because {reader} also reads it")
         if not graph.consumers[node.name]:
             raise Unfusable(node.name, "is not read by any other node of the fusion point")
 
@@ -172,8 +172,8 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
     if left:
         # The error should name a node that a fusion has refused, if there is one
         culprit = min(left, key=lambda n: n.op.name not in reasons)
-        alone = "only linear and pointwise nodes can be fused"
-        raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
+        alone = f"it computes {culprit.op.name}, and only linear and pointwise nodes can be fused"
+        raise Unfusable(culprit.name, f"cannot be fused: {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
         raise Unfusable(members[0].name, "is the only node, so there is nothing to fuse")
     return done

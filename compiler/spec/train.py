@@ -259,7 +259,7 @@ class TrainSpec(StrictModel):
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
         if self.steps is None and fractions > 1 + 1e-9:
             message = f"warm-up and warm-down together take {100 * fractions:g} % of the run"
-            yield Problem(("schedule", longer), "S202", message, "shorten them to at most 100 % in total, a sum of 1")
+            yield Problem(("schedule", longer), "S202", message, "shorten them to at most 100 % in total")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             path = ("schedule", longer if fractions else "warmdown_steps")
             message = (
@@ -287,10 +287,10 @@ class TrainSpec(StrictModel):
         for name, below, left in late:
             if (lowest := self.schedule.lowest(self.steps, left)) >= below:
                 message = (
-                    f"`{name}` starts when `schedule` has lowered the learning rate below {below:g} of its peak, "
+                    f"`{name}` starts when the learning rate is below {below:g} of its peak, "
                     f"but `schedule` lowers it only to {lowest:g}"
                 )
-                hint = "set a longer `warmdown_steps` or `warmdown_fraction` or a lower `floor`, or raise `below`"
+                hint = "raise `warmdown_steps` or `warmdown_fraction`, lower `floor`, or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
                 yield Problem((name, "below"), "S269", message, hint, related)
 

@@ -88,6 +88,6 @@ class MuonSpec(OptimizerSpec):
                     break
             if abs(value) > LARGEST:
                 message = f"the iterations diverge: they map the singular value {start:g} to {value:.4g}"
-                hint = f"choose coefficients that map values from 0 to 1 to values near 1, and to at most {LARGEST:g}"
+                hint = f"choose coefficients that map values from 0 to 1 to values near 1, never above {LARGEST:g}"
                 yield Problem(("coefficients",), "S287", message, hint)
                 return
