@@ -366,7 +366,7 @@ class _Lowering:
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
                 message = f"an 8-bit cache holds only keys, values and latents, but this model also stores {name}"
-                hint = "remove `dtype` under `cache`, or what needs more than these, such as `document` in a mask, or `pool`"
+                hint = "remove `dtype` under `cache`, or what needs more than these, such as `pool`"
                 raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
 
     def require_pages(self, page: int) -> None:

@@ -50,7 +50,7 @@ def allocation(
         covered = [param for param in params if matches(rule.match, param.name)]
         if not covered:
             names = [param.name for param in params]
-            problems.append(_unmatched(("quant", "rules", i, "match"), f"rule {rule.match}", names))
+            problems.append(_unmatched(("quant", "rules", i, "match"), f"the rule `{rule.match}`", names))
         for param in covered:
             first = ruled.setdefault(param.name, i)
             if first != i:
@@ -119,7 +119,7 @@ def and_more(items: Sized, verb: str) -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    needs = f"`scheme: {chosen[names[0]].scheme}` needs calibration, but calibration does not measure this parameter"
+    needs = f"{chosen[names[0]].label()} needs calibration, but calibration does not measure this parameter"
     message = f"{names[0]}: {needs}{and_more(names, 'this also applies to')}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs no calibration, e.g. by a rule {rule}")
@@ -155,14 +155,16 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     schemes = {id(chosen[name]): chosen[name] for name in known}
     counts = {key: len(variants(scheme, allocate.bits, allocate.clip_stds)) for key, scheme in schemes.items()}
     options = {name: counts[id(chosen[name])] for name in known}
-    named, path = " or ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
+    listed, path = [*map(str, sorted(set(allocate.bits)))], ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        message = f"{left[0]} ({chosen[left[0]].label()}) cannot have {named} bits{and_more(left, 'neither can')}"
+        message = f"{left[0]} ({chosen[left[0]].label()}) cannot have {' or '.join(listed)} bits{and_more(left, 'neither can')}"
         hint = f"use {_widths(chosen[left[0]])}, or narrow the `match` of `allocate`"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
         labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
-        message = f"`allocate` has nothing to choose: no parameter can have more than one of {named} bits"
+        message = (
+            f"`allocate` has nothing to choose: no parameter can have more than one of the widths {', '.join(listed)}"
+        )
         yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 

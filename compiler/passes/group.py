@@ -150,8 +150,8 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
     for node in members[:-1]:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:
-            reader = f"{readers[0]}, outside of the fusion point," if readers else "a later part of the model"
-            raise Unfusable(node.name, f"cannot be fused, because {reader} also reads it")
+            reader = f"{readers[0]}, which is" if readers else "a part of the model"
+            raise Unfusable(node.name, f"is also read by {reader} outside of the fusion point")
         if not graph.consumers[node.name]:
             raise Unfusable(node.name, "is not read by any other node of the fusion point")
 
@@ -220,8 +220,8 @@ def _forward(selection: Selection, keep: Keep) -> Graph:
         if isinstance(op, Pointwise):
             for ref, name in zip(node.inputs, inputs, strict=True):
                 if ref in linear and b.types[name].shape != node.type.shape:
-                    types = f"it is {node.type}, but the product is {b.types[name]}"
-                    raise Unfusable(node.name, f"cannot be fused with the product {ref}: {types}")
+                    reason = f"it is {node.type}, but the product is {b.types[name]}"
+                    raise Unfusable(node.name, f"cannot be fused with the product {ref}: {reason}")
         if isinstance(op, Pointwise) and rewrite.learns and (products := accumulators(node, linear)):
             op = _with_saves(op, products, keep)
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]

@@ -18,7 +18,7 @@ from specc.cli import app, output
 def test_errors_in_the_format_that_was_asked_for(here: Path, specc: Shell, command: str, form: str) -> None:
     name = bad(here)
     assert specc(command, name, "--format", form) == 2
-    message = "2 heads do not divide dim 7"
+    message = "`heads` is 2, which does not divide the width 7"
     if form == "json":
         (result,) = json.loads(specc.out)
         assert (result["code"], result["message"], result["file"]) == ("S210", message, name)

@@ -80,7 +80,7 @@ def test_a_spec_without_a_small_version_is_refused(
     assert app.run(["validate", "wide.yaml"]) == 0
     assert app.run(["init", "first", "--from", "wide.yaml", "--small"]) == 2
     message = capsys.readouterr().err
-    assert "wide has no small version: a stride of 200 tokens skips some tokens; the context is 128" in message
+    assert "wide has no small version: a stride of 200 tokens skips some tokens, because the context is 128" in message
     assert not Path("specs").exists()
 
 

@@ -161,7 +161,7 @@ def test_a_changed_file_is_refused(
     assert len(json.loads((copy / "sweep.json").read_text())["runs"]) == 7
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    assert "is not empty, and not the folder of a sweep" in message(text, "--out", str(tmp_path / "full"))
+    assert "is neither empty nor the folder of a sweep" in message(text, "--out", str(tmp_path / "full"))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
 
 

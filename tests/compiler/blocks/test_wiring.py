@@ -164,7 +164,7 @@ def test_errors_behind_a_removed_layer_stand_at_their_field() -> None:
         {"where": "layer == 0", "attention": None},
         {"where": "layer == 0", "mlp": {"ratio": 3.3, "hidden": None}},
     ]
-    with pytest.raises(SpecError, match=r"S215 ratio 3\.3 times dim 8") as caught:
+    with pytest.raises(SpecError, match=r"S215 `ratio` 3\.3 times `dim` 8") as caught:
         tiny((ATTENTION, MLP), blocks={"changes": changes})
     assert '"ratio": 3.3' in str(caught.value)
 

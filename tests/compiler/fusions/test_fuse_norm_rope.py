@@ -135,13 +135,13 @@ def test_the_group_takes_its_inputs_as_they_are() -> None:
     assert "        return d_x, None, None, d_q_gain\n" in text
 
 
-MORE = "is a rope; norm_rope takes only a norm, a rope and a gain"
-ALONE = "only linear and pointwise nodes state the derivative that a group needs"
+MORE = "cannot be fused: the fusion norm_rope takes only a norm, a rope and a gain"
+ALONE = "only linear and pointwise nodes can be fused"
 REFUSED = [
-    (["q.norm"], f"attention.q.norm is a rms_norm; {ALONE}"),
+    (["q.norm"], f"attention.q.norm cannot be fused: it computes rms_norm, and {ALONE}"),
     (["q.heads", "q.norm", "q.rope", "q.gain"], f"attention.q.rope {MORE}; attention.q.heads is a member too"),
     (["q.gain", "k.rope", "y"], f"attention.k.rope {MORE}; attention.q.gain is a member too"),
-    (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope is a rope; norm_rope needs one rope, not 2"),
+    (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope cannot be fused: the fusion norm_rope needs one rope, not 2"),
     (["q.gain"], "attention.q.gain is the only node, so there is nothing to fuse"),
 ]  # fmt: skip
 
@@ -236,7 +236,7 @@ def test_a_weight_of_two_parameters_is_refused() -> None:
     with pytest.raises(Unfusable) as caught:
         build_group(graph, "a", graph.nodes)
     reason = "takes a weight that is a function of one parameter; a.norm.weight is not such a function"
-    assert str(caught.value) == f"a.rope is a rope; norm_rope {reason}"
+    assert str(caught.value) == f"a.rope cannot be fused: the fusion norm_rope {reason}"
 
 
 GOOD = [(None, product("q * g", "rope", "g")), ((RmsNorm(0.5), ("x",)), product("g * q", "rope", "g")),
@@ -274,4 +274,4 @@ def test_chains_of_another_kind_are_refused(norm: Any, gain: Any, reason: str) -
     graph = chain(norm, gain)
     with pytest.raises(Unfusable) as caught:
         build_group(graph, "a", graph.nodes)
-    assert str(caught.value) == f"a.rope is a rope; {reason}"
+    assert str(caught.value) == f"a.rope cannot be fused: {reason}"

@@ -100,49 +100,53 @@ def twice_capped() -> Graph:
     return h.graph(h.loss(h.b.add("again", cap("z / 2"), (h.b.add("softcap", cap(), (h.logits,)),))))
 
 
-LINEAR = "softmax_loss takes the linear layer that computes the logits"
+LINEAR = "the fusion softmax_loss takes the linear layer that computes the logits"
 REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "operands": (
         loss_of_two,
         (),
-        "head.loss is a cross_entropy; softmax_loss takes a function of the logits alone; head.softcap reads z, scale",
+        "head.loss cannot be fused: the fusion softmax_loss takes a function of the logits alone; head.softcap reads z, scale",
     ),
     "softcap read twice": (
         shared_softcap,
         ("logits", "softcap", "loss"),
-        "head.softcap is also read by head.entropy, so it must be stored",
+        "head.softcap is also read by head.entropy, which is outside of the fusion point",
     ),
-    "softcap returned": (returned_softcap, (), "head.softcap is also read by the caller, so it must be stored"),
+    "softcap returned": (
+        returned_softcap,
+        (),
+        "head.softcap is also read by a part of the model outside of the fusion point",
+    ),
     "loss read on": (
         loss_then_more,
         (),
-        "head.loss is a cross_entropy; softmax_loss takes head.loss as the last member, not head.weighted",
+        "head.loss cannot be fused: the fusion softmax_loss takes head.loss as the last member, not head.weighted",
     ),
-    "two losses": (two_losses, (), "head.loss is a cross_entropy; softmax_loss takes one cross_entropy, not 2"),
+    "two losses": (two_losses, (), "head.loss cannot be fused: the fusion softmax_loss takes one cross_entropy, not 2"),
     "no linear layer": (
         twice_capped,
         ("again", "loss"),
-        f"head.loss is a cross_entropy; {LINEAR}; head.again reads head.softcap, which is not a member",
+        f"head.loss cannot be fused: {LINEAR}; head.again reads head.softcap, which is not a member",
     ),
     "two pointwise nodes": (
         twice_capped,
         (),
-        "head.loss is a cross_entropy; softmax_loss takes logits from a linear layer; head.softcap is a pointwise",
+        "head.loss cannot be fused: the fusion softmax_loss takes logits from a linear layer; head.softcap is a pointwise",
     ),
     "loss alone": (
         normed_logits,
         ("loss",),
-        f"head.loss is a cross_entropy; {LINEAR}; head.loss reads head.normed, which is not a member",
+        f"head.loss cannot be fused: {LINEAR}; head.loss reads head.normed, which is not a member",
     ),
     "a norm between": (
         normed_logits,
         (),
-        "head.loss is a cross_entropy; softmax_loss takes logits from a linear layer; head.normed is a rms_norm",
+        "head.loss cannot be fused: the fusion softmax_loss takes logits from a linear layer; head.normed is a rms_norm",
     ),
     "nothing to learn": (
         flat,
         (),
-        "head.loss is a cross_entropy; softmax_loss cannot train: 0 * z + 2 has gradient 0 everywhere",
+        "head.loss cannot be fused: the fusion softmax_loss cannot train: 0 * z + 2 has gradient 0 everywhere",
     ),
 }
 

@@ -94,7 +94,7 @@ def test_what_is_to_be_kept_is_said_so_that_it_can_be_done() -> None:
     assert some.path == ("quant", "rules", 1) and '{match: "blocks.*.mlp.up", ...}' in some.hint
     by_default = problem_of(default={"scheme": "int8"})
     assert by_default.path == ("quant", "default") and by_default.hint.startswith("add a rule")
-    assert by_default.code == "S312" and "embed.token is int8, but it is read by embedding" in by_default.message
+    assert by_default.code == "S312" and "embed.token is int8, but embedding reads it" in by_default.message
     assert 'match: "*.token"' in by_default.hint
 
 

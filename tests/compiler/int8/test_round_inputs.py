@@ -118,7 +118,7 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         lowered(ADDITIVE)
     (problem,) = error.value.problems
     assert problem.code == "S274" and problem.path == ("train", "qat")
-    assert "decoder.step, which contains decoder.step.additive.query and decoder.step.lstm.cell" in problem.message
+    assert "the inputs of decoder.step.additive.query and decoder.step.lstm.cell" in problem.message
     (pattern,) = re.findall(r'match: ("[^"]*")', problem.hint)
     exempt = {"match": json.loads(pattern), "scheme": "none", "dtype": "f32"}
     assert "train_rounded" in lowered(ADDITIVE, {**QUANT, "rules": [*QUANT["rules"], exempt]}).whole

@@ -123,14 +123,14 @@ ERRORS = [
     ("crop_rows{rows=8} f32[7,8]", "n crops a matrix of at least 8 rows, not f32[7,8]"),
     (
         "pointwise{outputs=('x + y',), variables=('x', 'y')} f32[B,T,8] f32[7]",
-        "n cannot broadcast ['B', 'T', 8] with [7]",
+        "n cannot combine the shapes [B, T, 8] and [7]",
     ),
     ("pointwise{outputs=('x + y',), variables=('x', 'y')} f32[B,T,8]", "n has 2 operands but is given 1 inputs"),
     (
         "pointwise{outputs=('x + z',), variables=('x', 'y')} f32[B,T,8] f32[B,T,8]",
         "n reads 'z', which is not one of its operands ['x', 'y']",
     ),
-    ("sum_to{shape=(7,)} f32[B,T,8]", "n cannot broadcast ['B', 'T', 8] with [7]"),
+    ("sum_to{shape=(7,)} f32[B,T,8]", "n cannot combine the shapes [B, T, 8] and [7]"),
     ("sum_to{shape=(2, 'B', 'T', 8)} f32[B,T,8]", "n cannot sum f32[B,T,8] to [2, 'B', 'T', 8]"),
 ]
 

@@ -69,7 +69,7 @@ def test_the_pass_changes_the_table_alone() -> None:
 def test_a_rule_that_matches_nothing() -> None:
     (problem,) = refused({"default": INT8, "rules": [{"match": "*.router", **INT8}]})
     assert (problem.code, problem.path) == ("S305", ("quant", "rules", 0, "match"))
-    assert problem.message == "rule *.router matches no parameter"
+    assert problem.message == "the rule `*.router` matches no parameter"
     assert problem.hint == "the parameters have names such as blocks.0.attention.q, blocks.1.attention.q, embed.token"
 
 
@@ -77,7 +77,7 @@ def test_two_rules_on_one_parameter_are_told_with_both_places() -> None:
     rules = [{"match": "blocks.*", **INT8}, {"match": "*.up", "scheme": "round", "bits": 4}]
     (problem,) = refused({"default": INT8, "rules": rules})
     assert (problem.code, problem.path) == ("S306", ("quant", "rules", 1, "match"))
-    assert problem.message == "rules blocks.* and *.up both match blocks.0.mlp.up"
+    assert problem.message == "the rules `blocks.*` and `*.up` both match blocks.0.mlp.up"
     assert problem.related == (("the first rule", ("quant", "rules", 0, "match")),)
 
 

@@ -129,27 +129,35 @@ def problems(**words: Any) -> tuple[Problem, ...]:
 
 
 ERRORS: list[tuple[dict[str, list[str]], str, str]] = [
-    ({"blocks.*.nope": ["up", "act"]}, "S302", "fusion point blocks.*.nope matches no part of the model"),
+    ({"blocks.*.nope": ["up", "act"]}, "S302", "the fusion point `blocks.*.nope` matches no part of the model"),
     (
         {"blocks.0.mlp": ["up", "act"]},
         "S303",
-        "fusion point blocks.0.mlp matches some blocks, but not blocks.1, which has the same code",
+        "the fusion point `blocks.0.mlp` leaves out blocks with the same code: blocks.1",
     ),
-    ({"blocks.*.mlp": ["up", "nope"]}, "S302", "blocks.*.mlp has no node nope"),
+    ({"blocks.*.mlp": ["up", "nope"]}, "S302", "`blocks.*.mlp` has no node `nope`"),
     ({"blocks.*.mlp": ["up", "up"]}, "S304", "blocks.*.mlp: mlp.up is named twice"),
     (
         {"blocks.*.mlp": ["h", "up"]},
         "S304",
-        "blocks.*.mlp: mlp.h is a rms_norm; only linear and pointwise nodes state the derivative that a group needs",
+        "blocks.*.mlp: mlp.h cannot be fused: it computes rms_norm, and only linear and pointwise nodes can be fused",
     ),
     (
         {"blocks.*.attention": ["q", "out"]},
         "S304",
-        "blocks.*.attention: attention.q is also read by attention.q.heads, so it must be stored",
+        "blocks.*.attention: attention.q is also read by attention.q.heads, which is outside of the fusion point",
     ),
-    ({"blocks.*.mlp": ["up", "x"]}, "S304", "blocks.*.mlp: mlp.up is also read by mlp.act, so it must be stored"),
-    ({"head": ["logits", "cap", "loss"]}, "S302", "head has no node cap"),
-    ({"head": ["logits", "loss"]}, "S304", "head: head.logits is also read by head.softcap, so it must be stored"),
+    (
+        {"blocks.*.mlp": ["up", "x"]},
+        "S304",
+        "blocks.*.mlp: mlp.up is also read by mlp.act, which is outside of the fusion point",
+    ),
+    ({"head": ["logits", "cap", "loss"]}, "S302", "`head` has no node `cap`"),
+    (
+        {"head": ["logits", "loss"]},
+        "S304",
+        "head: head.logits is also read by head.softcap, which is outside of the fusion point",
+    ),
     ({"head": ["logits", "softcap", "loss", "loss"]}, "S304", "head: head.loss is named twice"),
 ]
 
@@ -213,8 +221,8 @@ def test_two_epilogues_of_one_name_are_told_and_a_name_helps() -> None:
 
     result = problems(**layers("relu(x)", "relu(2 * x)"))
     assert [problem.message for problem in result] == [
-        "two epilogues have the name linear_relu: relu(x) and relu(2 * x)",
-        "two epilogues have the name dgrad_where: where(y > 0, d, 0) and where(y > 0, 2 * d, 0)",
+        "two fused expressions have the name linear_relu: relu(x) and relu(2 * x)",
+        "two fused expressions have the name dgrad_where: where(y > 0, d, 0) and where(y > 0, 2 * d, 0)",
     ]
     spec = tiny(**layers("relu(x)", {"expr": "relu(2 * x)", "name": "double"}))
     names = [choice.rendered.function for choice in pipeline.plan(spec, "cpu", "s").choices if choice.rendered.function]

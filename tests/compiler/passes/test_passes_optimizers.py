@@ -40,11 +40,11 @@ def test_an_optimizer_that_nothing_is_left_for() -> None:
         (
             "S308",
             ("train", "optimizers", 1, "match"),
-            "optimizer embed.* matches no parameter, or only parameters of earlier optimizers",
+            "the optimizer of `embed.*` matches no parameter, or only parameters of earlier optimizers",
         )
     ]
     assert problems({**REST, "match": "nope"}, REST) == [
-        ("S308", ("train", "optimizers", 0, "match"), "optimizer nope matches no parameter")
+        ("S308", ("train", "optimizers", 0, "match"), "the optimizer of `nope` matches no parameter")
     ]
 
 
@@ -53,7 +53,7 @@ def test_muon_takes_matrices_alone() -> None:
         (
             "S309",
             ("train", "optimizers", 0, "match"),
-            "muon updates only matrices, but blocks.* also matches blocks.0.mlp.residual",
+            "muon updates only matrices, but `blocks.*` also matches blocks.0.mlp.residual",
         )
     ]
 

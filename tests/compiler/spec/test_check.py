@@ -147,14 +147,14 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "write a number that is above 0 and at most 131072",
         ),
         ("lr: 0.001", "lr: .inf", "S104", "`lr` must be a finite number, not inf", "change it to a finite number"),
-        ("lr: 0.001", "lr: 1, betas: [0.9]", "S104", "`betas` has too few items: 1", "add item 2"),
+        ("lr: 0.001", "lr: 1, betas: [0.9]", "S104", "`betas` has too few items, only 1", "add item 2"),
         ("kind: decoder", "kind: encoder", "S105", "`model` has an unknown kind, `encoder`", "did you mean `decoder`?"),
         (
             "kind: mlp, ",
             "",
             "S102",
             "`model.blocks.layers.1` needs the key `kind`",
-            "add `kind:` and `attention`, `latent`, `mlp` or `moe`",
+            "add `kind:` with `attention`, `latent`, `mlp` or `moe`",
         ),
         ("relu(x)", "relux(x)", "S107", "`act`: unknown function relux", "did you mean relu?"),
         ("relu(x) ** 2", "'1'", "S106", "`act`: an activation must read x", "correct the value"),
@@ -174,7 +174,7 @@ def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
         return [f"{problem.code} {problem.message}" for problem in errors_of(text)]
 
     assert say("fast") == ["S107 `momentum`: unknown variable fast"]
-    assert say("'0.9'") == ["S107 `momentum`: 0.9 does not read t"]
+    assert say("'0.9'") == ["S107 `momentum`: `0.9` is text, but not a formula in t"]
     assert say("1 + t") == ["S107 `momentum`: the value is 1.01 at t = 0.01"]
     assert say("2") == ["S104 `momentum` must be at most 1, not 2"]
     assert say("{at: [[0, 1]], step: 3}") == ["S101 `step` is not a valid key of `train.optimizers.0.momentum`"]

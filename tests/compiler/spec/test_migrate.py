@@ -207,7 +207,7 @@ train:
   optimizers: [{kind: adamw, match: "*", lr: 0.01}]
 """
     )
-    with pytest.raises(SpecError, match=r"train.tf32 is now tf32 in train.precision"):
+    with pytest.raises(SpecError, match=r"`train.tf32` is now `train.precision.tf32`"):
         load(path)
     text = migrated_text(path)
     lines = "  steps: 2\n  precision: {tf32: false} # strict\n  optimizers"

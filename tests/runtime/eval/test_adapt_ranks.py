@@ -60,7 +60,7 @@ def test_mistakes_end_with_exit_code_2(run: Run, capsys: pytest.CaptureFixture[s
     for more, said in (
         (["--adapt", "slit"], "has an unknown kind, `slit`"),
         (["--adapt", "slot_causal"], "use a stride below 32"),
-        (["--window", "8", "--stride", "9"], "the stride 9 is not in 1 .. 8, the window"),
+        (["--window", "8", "--stride", "9"], "the stride is 9, but must be from 1 to 8, the window"),
         (["--stride", "0"], "0 is not in the range"),
         (["--adapt", "{kind: ttt, match: nothing}"], "matches no parameter"),
     ):

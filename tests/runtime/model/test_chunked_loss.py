@@ -176,7 +176,7 @@ def test_only_the_loss_has_chunks() -> None:
     with pytest.raises(LoweringError) as caught:
         pipeline.run(spec, "cpu")
     (problem,) = caught.value.problems
-    words = "mlp.down cannot be computed in chunks; only a group that ends in the loss can"
+    words = "mlp.down cannot be computed in chunks; only a fusion point that ends in the loss can have `chunks`"
     assert (problem.code, problem.message) == ("S304", f"blocks.*.mlp: {words}")
 
 

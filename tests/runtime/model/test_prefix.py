@@ -87,7 +87,7 @@ def test_terms_of_the_loss_begin_behind_the_prefix(terms: Sequence[str], tmp_pat
 def test_a_fused_loss_refuses_a_prefix_with_its_reason(more: dict[str, int], losses: list[dict[str, Any]]) -> None:
     data = spec_data((ATTENDS, MLP), prefix=PREFIX, context=CONTEXT, fuse=({"head": ["logits", "loss"], **more},))
     data["train"]["losses"] = [{"kind": "next_token"}, *losses]
-    with pytest.raises(LoweringError, match=r"cannot ignore targets; head\.loss ignores -1"):
+    with pytest.raises(LoweringError, match=r"cannot ignore targets, but head\.loss ignores targets of -1"):
         pipeline.plan(spec_of(data), "cpu", "specs/tiny.yaml")
 
 

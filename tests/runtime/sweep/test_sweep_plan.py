@@ -146,7 +146,7 @@ def test_a_problem_of_the_whole_spec_names_the_settings(tmp_path: Path) -> None:
         ),
         (
             "quantize: [{name: x, set: ['quant.default={scheme: round, bits: 6}']}]\n",
-            "sweep.yaml:3:12: S311 promote to 6 bits changes nothing",
+            "sweep.yaml:3:12: S311 `promote` changes nothing",
         ),
         ("grid: {model.dim: []}\n", "sweep.yaml:3:8: S104 `model.dim` must be a list of length at least 1"),
     ],
