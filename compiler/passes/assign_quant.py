@@ -157,7 +157,8 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     options = {name: counts[id(chosen[name])] for name in known}
     listed, path = [*map(str, sorted(set(allocate.bits)))], ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        message = f"{left[0]} ({chosen[left[0]].label()}) cannot have {' or '.join(listed)} bits{and_more(left, 'neither can')}"
+        more = and_more(left, "neither can")
+        message = f"{left[0]} ({chosen[left[0]].label()}) cannot have {' or '.join(listed)} bits{more}"
         hint = f"use {_widths(chosen[left[0]])}, or narrow the `match` of `allocate`"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:

@@ -137,11 +137,12 @@ def test_the_group_takes_its_inputs_as_they_are() -> None:
 
 MORE = "cannot be fused: the fusion norm_rope takes only a norm, a rope and a gain"
 ALONE = "only linear and pointwise nodes can be fused"
+ONE = "cannot be fused: the fusion norm_rope needs one rope, not 2"
 REFUSED = [
     (["q.norm"], f"attention.q.norm cannot be fused: it computes rms_norm, and {ALONE}"),
     (["q.heads", "q.norm", "q.rope", "q.gain"], f"attention.q.rope {MORE}; attention.q.heads is a member too"),
     (["q.gain", "k.rope", "y"], f"attention.k.rope {MORE}; attention.q.gain is a member too"),
-    (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope cannot be fused: the fusion norm_rope needs one rope, not 2"),
+    (["q.gain", "q.rope", "k.rope", "y"], f"attention.q.rope {ONE}"),
     (["q.gain"], "attention.q.gain is the only node, so there is nothing to fuse"),
 ]  # fmt: skip
 
@@ -252,10 +253,10 @@ def test_a_product_may_be_written_either_way(parts: Any) -> None:
     assert node.inputs == ("x", "cos", "sin", "g")
 
 
-BEFORE = "norm_rope takes only an rms_norm before the rope; a.norm is a pointwise"
-NUMBER = "norm_rope takes a gain of shape (4, 1), one number per head"
-BEHIND = "norm_rope takes only a product after the rope; a.gain is not a product"
-AFTER = "norm_rope takes a norm with a weight only before the rope; a.gain is after the rope"
+BEFORE = "the fusion norm_rope takes only an rms_norm before the rope; a.norm is a pointwise"
+NUMBER = "the fusion norm_rope takes a gain of shape (4, 1), one number per head"
+BEHIND = "the fusion norm_rope takes only a product after the rope; a.gain is not a product"
+AFTER = "the fusion norm_rope takes a norm with a weight only before the rope; a.gain is after the rope"
 BAD = [
     (None, (RmsNorm(affine=True), ("rope", "w")), AFTER),
     (product("q * g", "x", "g"), None, BEFORE),

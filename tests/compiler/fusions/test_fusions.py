@@ -100,12 +100,13 @@ def twice_capped() -> Graph:
     return h.graph(h.loss(h.b.add("again", cap("z / 2"), (h.b.add("softcap", cap(), (h.logits,)),))))
 
 
+LOSS = "head.loss cannot be fused: the fusion softmax_loss"
 LINEAR = "the fusion softmax_loss takes the linear layer that computes the logits"
 REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "operands": (
         loss_of_two,
         (),
-        "head.loss cannot be fused: the fusion softmax_loss takes a function of the logits alone; head.softcap reads z, scale",
+        f"{LOSS} takes a function of the logits alone; head.softcap reads z, scale",
     ),
     "softcap read twice": (
         shared_softcap,
@@ -120,9 +121,9 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "loss read on": (
         loss_then_more,
         (),
-        "head.loss cannot be fused: the fusion softmax_loss takes head.loss as the last member, not head.weighted",
+        f"{LOSS} takes head.loss as the last member, not head.weighted",
     ),
-    "two losses": (two_losses, (), "head.loss cannot be fused: the fusion softmax_loss takes one cross_entropy, not 2"),
+    "two losses": (two_losses, (), f"{LOSS} takes one cross_entropy, not 2"),
     "no linear layer": (
         twice_capped,
         ("again", "loss"),
@@ -131,7 +132,7 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "two pointwise nodes": (
         twice_capped,
         (),
-        "head.loss cannot be fused: the fusion softmax_loss takes logits from a linear layer; head.softcap is a pointwise",
+        f"{LOSS} takes logits from a linear layer; head.softcap is a pointwise",
     ),
     "loss alone": (
         normed_logits,
@@ -141,12 +142,12 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "a norm between": (
         normed_logits,
         (),
-        "head.loss cannot be fused: the fusion softmax_loss takes logits from a linear layer; head.normed is a rms_norm",
+        f"{LOSS} takes logits from a linear layer; head.normed is a rms_norm",
     ),
     "nothing to learn": (
         flat,
         (),
-        "head.loss cannot be fused: the fusion softmax_loss cannot train: 0 * z + 2 has gradient 0 everywhere",
+        f"{LOSS} cannot train: 0 * z + 2 has gradient 0 everywhere",
     ),
 }
 

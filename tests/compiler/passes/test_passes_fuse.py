@@ -202,7 +202,7 @@ def test_a_node_is_in_one_group() -> None:
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["up", "act"]}))
     assert problem.message == "up of blocks.*.mlp is already in another fusion point"
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["upper", "act"]}))
-    assert problem.message == "blocks.*.mlp has no node upper"
+    assert problem.message == "`blocks.*.mlp` has no node `upper`"
     once = {"blocks.*.attention": ["y"]}
     (problem,) = problems(fuse=(once, once))
     assert problem.message == "y of blocks.*.attention is already in another fusion point"

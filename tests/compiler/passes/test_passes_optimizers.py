@@ -63,5 +63,5 @@ def test_every_parameter_needs_one() -> None:
         ("S310", ("train", "optimizers"), "no optimizer matches embed.token")
     ]
     assert problems({**REST, "match": "embed.*"}) == [
-        ("S310", ("train", "optimizers"), "no optimizer matches blocks.0.attention.q and 13 others")
+        ("S310", ("train", "optimizers"), "no optimizer matches blocks.0.attention.q and 13 more parameters")
     ]

@@ -230,7 +230,7 @@ def test_an_mlp_that_is_too_wide_is_reported_at_the_key_that_sets_its_width(key:
     text = edited(("ratio: 4", f"{key}: 100000000"))
     (error,) = errors_of(text)
     column = text.splitlines()[error.mark.line - 1].index(f"{key}:") + 1
-    assert (error.code, error.hint) == ("S215", f"choose a smaller {key}") and error.mark.column >= column
+    assert (error.code, error.hint) == ("S215", f"choose a smaller `{key}`") and error.mark.column >= column
 
 
 def test_a_missing_or_unknown_kind_hides_no_other_errors() -> None:
