@@ -4,12 +4,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._higher_order_ops import wrap
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.fx.traceback import preserve_node_meta
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import CheckpointPolicy
 
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES
@@ -27,6 +32,24 @@ FIVE_BLOCKS = (
 
 class _Partitioned(BaseException):
     """Ends the compilation after the partition. The kernels of a GPU cannot run."""
+
+
+def tag_as_in_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks what is recomputed as Torch 2.11 does by default: operations outside of autograd functions."""
+    newer = wrap.tag_activation_checkpoint_impl
+
+    def tagged(graph: fx.GraphModule, *args: Any, **settings: Any) -> Any:
+        if "_checkpoint_context_fn" in graph.meta:
+            return newer(graph, *args, **settings)
+        region = next(wrap.uid)
+        for node in graph.graph.nodes:
+            if node.op.startswith("call_"):
+                node.meta |= {"ac_graph_id": region, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+        with preserve_node_meta():
+            return fx.Interpreter(graph).run(*args)
+
+    monkeypatch.setattr(wrap, "tag_activation_checkpoint_impl", tagged)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
 
 
 def partition(spec: Spec, target: str, folder: Path) -> tuple[fx.GraphModule, fx.GraphModule]:
