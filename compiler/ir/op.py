@@ -62,8 +62,8 @@ class Op:
     linear_in: ClassVar[int] = 0
     # If the first input is multiplied by a factor per feature, the output is multiplied by the same factor.
     homogeneous: ClassVar[bool] = False
-    # The op's Torch code concatenates values. Torch's compiler therefore stores the result and never recomputes it.
-    concatenates: ClassVar[bool] = False
+    # Torch's compiler never recomputes the result of the op's Torch code, such as a lookup or a concatenation.
+    always_stored: ClassVar[bool] = False
     # The outputs are views of the only input. The backward pass recreates the outputs, and does not save them.
     views: ClassVar[bool] = False
     # The index of the input that the op modifies in place and returns as its first output.

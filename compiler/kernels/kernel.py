@@ -146,6 +146,11 @@ class Kernel(ABC):
         """Returns the types of the values that the kernel allocates while it runs, without its outputs."""
         return ()
 
+    def written_over(self, site: Site) -> Mapping[int, int]:
+        """Maps the index of each output that the kernel writes into the memory of an input to the index of this input.
+        No node reads such an input after the kernel."""
+        return {}
+
     @abstractmethod
     def render(self, site: Site) -> Rendered:
         """Returns the files to write for a site that the kernel accepts."""

@@ -162,7 +162,7 @@ class Rope(Op):
 
     name: ClassVar[str] = "rope"
     linear_in: ClassVar[int] = 1
-    concatenates: ClassVar[bool] = True
+    always_stored: ClassVar[bool] = True
     keeps_features: ClassVar[bool] = True
     arity: ClassVar[int] = 3
     neighbors: bool = False

@@ -15,6 +15,7 @@ class Previous(Moves):
     """Shifts x [B, T, ...] by one token: row t has x of token t - 1, and the first row is `fill`."""
 
     name: ClassVar[str] = "previous"
+    always_stored: ClassVar[bool] = True
     keeps_features: ClassVar[bool] = True
     output_labels: ClassVar[tuple[str, ...]] = ("previous",)
     fill: int = 0

@@ -24,6 +24,7 @@ class Embedding(Moves):
     """Looks up row ids[...] of a table [V, D], for ids in [0, V)."""
 
     name: ClassVar[str] = "embedding"
+    always_stored: ClassVar[bool] = True
     arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

@@ -6,7 +6,7 @@ each node, it computes the gradients of the node's inputs. It then frees each va
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph, Node
@@ -179,9 +179,9 @@ class _Peak:
         most = live = 0
         roots: dict[str, str] = {}  # the tensor that a value shares, if nodes write to the value in place
         for inner in nodes:
-            if inner.op.written is not None:
-                ref = inner.inputs[inner.op.written]
-                roots[inner.outputs[0]] = roots.get(ref, ref)
+            for output, written in self._written_over(graphs, inner).items():
+                ref = inner.inputs[written]
+                roots[inner.outputs[output]] = roots.get(ref, ref)
         lasting |= {roots[ref] for ref in lasting if ref in roots}
         last = {roots.get(ref, ref): i for i, inner in enumerate(nodes) for ref in inner.inputs}
         ends: Counter[int] = Counter()
@@ -193,6 +193,12 @@ class _Peak:
             most = max(most, live + max(self._workspace(graph, inner) for graph in graphs))
             live -= ends[i]
         return most // group.chunks
+
+    def _written_over(self, graphs: Collection[Graph], node: Node) -> Mapping[int, int]:
+        if node.op.written is not None:
+            return {0: node.op.written}
+        choices = (choice for graph in graphs if (choice := self._plan.choice(graph, node)))
+        return next((choice.kernel.written_over(choice.site) for choice in choices), {})
 
     def _workspace(self, graph: Graph, node: Node) -> int:
         choice = self._plan.choice(graph, node)

@@ -14,6 +14,7 @@ from specc.compiler.expr import Expr, derive, reread, variables
 from specc.compiler.expr.values import Binary, Call, Var, children
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.types import BYTES, TensorType
+from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.programs.programs import Group, Programs, flatten
@@ -244,8 +245,9 @@ class Pass:
         """Returns the values that compiled code never recomputes. If the backward pass reads such a value, the value
         is saved.
 
-        These values are the results of three kinds of nodes: barriers, nodes that concatenate, and nodes that share an
-        input with an earlier barrier. Torch's compiler assumes that each such node would need a separate kernel.
+        These values are the results of three kinds of nodes: barriers, nodes such as lookups and concatenations, and
+        nodes that share an input with an earlier barrier. Torch's compiler assumes that each such node would need a
+        separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
         first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it
@@ -257,7 +259,7 @@ class Pass:
         for node in self.graph.nodes:
             values = [self.views.get(ref, ref) for ref in node.inputs if ref[0] not in "@$"]
             late = any(self._first_use(ref, first) < order[node.name] for ref in values)
-            if is_barrier(node) or late or node.op.concatenates:
+            if is_barrier(node) or late or node.op.always_stored:
                 final.update(self.views.get(ref, ref) for ref in node.outputs)
         return frozenset(final)
 
@@ -323,7 +325,9 @@ def _needed(group: Group, compiled: bool) -> frozenset[str]:
 
 
 def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. The derivative of a copy reads no inputs."""
+    """Returns the inputs that the derivative of a node reads. The derivatives of copies and of dropout read no inputs."""
+    if isinstance(node.op, Dropout):
+        return frozenset()
     if not isinstance(node.op, Pointwise):
         return frozenset(node.inputs[node.op.linear_in :] if node.op.flops_per_output else ())
     values = dict(zip(node.op.variables, node.inputs, strict=True))

@@ -1,6 +1,7 @@
 """Softmax cross-entropy of long rows and, in training, its gradient, in CUDA C++. A row of logits is copied to shared
 memory once, then read twice."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.kernels.softmax_loss.softmax_loss import (
     WHOLE,
     Loss,
+    gradient_over_logits,
     loss_context,
     loss_function,
     loss_of,
@@ -183,6 +185,9 @@ class SoftmaxLossCuda(Kernel):
         tiles = (StagedTile(t, v, r, copy, persistent) for t, v, r, persistent in CANDIDATES for copy in copies)
         kernels = (replace(self, tile=tile) for tile in tiles)
         return tuple(kernel for kernel in kernels if kernel.rejects(site) is None)
+
+    def written_over(self, site: Site) -> Mapping[int, int]:
+        return gradient_over_logits(site)
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or staged_tile(site)

@@ -1,6 +1,7 @@
 """Softmax cross-entropy of logits and, in training, its gradient. There is a Triton kernel, and plain Torch code for
 the CPU."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -190,6 +191,9 @@ class SoftmaxLossTriton(Kernel):
             tiles = [RowTile(max(1, size // columns), columns, warps) for size, warps in SHORT]
         return tuple(replace(self, tile=tile) for tile in dict.fromkeys(tiles))
 
+    def written_over(self, site: Site) -> Mapping[int, int]:
+        return gradient_over_logits(site)
+
     def render(self, site: Site) -> Rendered:
         tile = self.tile or row_tile(width_of(site))
         context = _context(site, tile)
@@ -293,6 +297,11 @@ def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
     for name, hit in zip(op.further, hits[1:], strict=True):
         share = Binary("+", share, Binary("*", hit, Var(f"known_{name}")))
     return simplify(share), hits
+
+
+def gradient_over_logits(site: Site) -> Mapping[int, int]:
+    """Returns `Kernel.written_over` of a kernel of templates/torch/softmax_op.py.jinja."""
+    return {1: 0} if loss_of(site).reduction == "mean" else {}
 
 
 def loss_of(site: Site) -> SoftmaxLoss:

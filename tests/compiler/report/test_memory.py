@@ -1,11 +1,14 @@
 """The memory of a step by what it holds."""
 
+import pytest
 from run_samples import small_spec
 
 from specc.compiler import pipeline
 from specc.compiler.report.memory import Memory
 from specc.compiler.report.step import step_of
 from specc.compiler.spec.spec import Spec
+
+PASSES = ("saved activations", "saved by fused groups", "gradients and temporaries")
 
 
 def memory(spec: Spec, target: str = "cpu") -> Memory:
@@ -66,3 +69,12 @@ def test_unfused_logits_are_saved_and_have_a_gradient() -> None:
     saved = wide.parts["saved activations"] - narrow.parts["saved activations"]
     assert saved == 2 * logits  # tanh of the softcap, and the probabilities of the loss
     assert wide.parts["gradients and temporaries"] - narrow.parts["gradients and temporaries"] >= logits
+
+
+def test_kernels_of_a_gpu_write_the_gradient_of_a_loss_over_its_logits() -> None:
+    """At the peak, no other tensor has the size of the logits."""
+    rows = ("targets=[sm90]", "train.micro_batch=64", "train.tokens_per_step=2048")
+    plain = ("model.head.softcap=null", "fuse=[{head: [logits, loss]}]")
+    parts = [memory(small_spec(*rows, *plain, f"model.vocab={vocab}"), "sm90").parts for vocab in (64000, 32000)]
+    passes = [sum(part[name] for name in PASSES) for part in parts]
+    assert (passes[0] - passes[1]) / (2 * 32000 * 64 * 32) == pytest.approx(1, rel=0.1)
