@@ -325,7 +325,7 @@ def _needed(group: Group, compiled: bool) -> frozenset[str]:
 
 
 def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. The derivatives of copies and of dropout read no inputs."""
+    """Returns the inputs that the derivative of a node reads. Those of copies and of dropout read no inputs."""
     if isinstance(node.op, Dropout):
         return frozenset()
     if not isinstance(node.op, Pointwise):
