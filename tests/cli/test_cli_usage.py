@@ -27,7 +27,7 @@ def test_validate_takes_overrides(here: Path, specc: Shell) -> None:
 def test_validate_goes_as_far_as_a_build(here: Path, specc: Shell) -> None:
     Path("fuse.yaml").write_text(json.dumps(spec_data(fuse=({"blocks.*.nope": ["up", "act"]},))))
     assert specc("validate", "fuse.yaml") == 2
-    assert "S302 fusion point blocks.*.nope matches no part of the model" in specc.err
+    assert "S302 the fusion point `blocks.*.nope` matches no part of the model" in specc.err
 
 
 def test_plan_compares_with_what_is_on_disk(here: Path, specc: Shell) -> None:

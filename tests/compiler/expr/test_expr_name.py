@@ -27,5 +27,5 @@ def test_spells_functions_in_reading_order(text: str, name: str) -> None:
 
 def test_asks_for_a_name_beyond_48_characters() -> None:
     assert len(name_of(parse("gelu_tanh(gelu_tanh(gelu_tanh(gelu_tanh(tanh(x)))))"))) == 44
-    with pytest.raises(ExprError, match="at most 48; give the activation a name:"):
+    with pytest.raises(ExprError, match="more than 48; give the activation a name:"):
         name_of(parse("gelu_tanh(gelu_tanh(gelu_tanh(gelu_tanh(gelu_tanh(x)))))"))

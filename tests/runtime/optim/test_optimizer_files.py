@@ -16,7 +16,7 @@ def test_an_optimizer_is_added_by_its_files_alone(tmp_path: Path) -> None:
     seen = json.loads(done.stdout)
     assert seen["schema"]
     assert "did you mean `signum`? choose `adamw`, `lion`, `muon`, `sign`, `signum` or `soap`" in seen["misspelled"]
-    assert seen["refusal"] == "signum takes no scalars, but blocks.* also matches blocks.scale"
+    assert seen["refusal"] == "signum takes no scalars, but `blocks.*` also matches blocks.scale"
     assert "S104" in seen["setting"] and "below 1" in seen["setting"]
     assert seen["update_error"] < 1e-6
     assert "signum.momentum/blocks.up" in seen["state"] and "adamw.exp_avg/embed" in seen["state"]

@@ -130,7 +130,7 @@ def test_strays_are_swept_and_threads_are_watched(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="a step of 250 tokens is not a whole number of micro-batches of 4 x 32"):
         small("train.tokens_per_step=250")
-    with pytest.raises(SpecError, match="vocab is 256, but the tokenizer `bytes` has 257 ids"):
+    with pytest.raises(SpecError, match="`vocab` is 256, but the tokenizer `bytes` has 257 ids"):
         small("model.vocab=256")
     with pytest.raises(DataError, match="no such file"):
         go(tmp_path, "run", data=str(tmp_path / "nowhere"))
