@@ -181,7 +181,7 @@ def test_special_tokens_have_the_ids_that_the_spec_states(folder: Path, tmp_path
     ):
         with pytest.raises(DataError, match=message):
             open_tokenizer(TextData(tokenizer="gpt4.tiktoken", **wrong), [folder])  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"train\.data\.pattern does not apply to the tokenizer gpt4\.json"):
+    with pytest.raises(DataError, match=r"`train\.data\.pattern` does not apply to the tokenizer gpt4\.json"):
         open_tokenizer(TextData(tokenizer="gpt4.json", pattern="gpt4"), [folder])
     assert open_tokenizer(TextData(tokenizer="gemma.json", bos="<eos>"), [folder]).bos == 1
     with pytest.raises(DataError, match="has no token <x>"):
