@@ -86,7 +86,7 @@ def test_attention_gives_what_its_gradient_reads() -> None:
         (
             (GROUPED, MLP),
             {"blocks.*.attention": ["y", "out"]},
-            "attention.y is a sdpa; attention takes a single attention node; attention.y.merged is a member too",
+            "the fusion attention takes a single attention node; attention.y.merged is a member too",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_cache_of_codes_is_smaller_and_checked(tmp_path: Path) -> None:
     # two layers, k and v, one head of 4 channels and a scale, of a ring of 5 positions or of 3 pages
     assert numbers == {False: (2 * 2 * 5 * 5, 2 * 2 * 5 * 8), True: (2 * 2 * 12 * 5, 2 * 2 * 12 * 8)}
     pooled = {**ATTENTION, "mask": "j <= i and i - j < 3", "pool": {"by": "mean", "block": 2}}
-    with pytest.raises(LoweringError, match=r"but the model has another state, 0\.attention\.pooled_k"):
+    with pytest.raises(LoweringError, match=r"but this model also stores 0\.attention\.pooled_k"):
         pipeline.lower(tiny(layers=(pooled, MLP), fuse=(), cache={"page": None, "dtype": "e4m3"}), "cpu")
 
 
@@ -266,7 +266,7 @@ def test_a_run_writes_many_texts(
     prompts = ["a", "the longer prompt", "", "b c"]
     opened = open_model(run.directory, prepared=in_pages)
     texts = dict(generate_many(opened, prompts, 12, Sampling(), range(4), batch=2))
-    with pytest.raises(RunFailure, match=r"different lengths: .*another state, .*documents0.start"):
+    with pytest.raises(RunFailure, match=r"different lengths: .*also stores .*documents0.start"):
         in_pages(tiny(layers=({**ATTENTION, "mask": "j <= i and document(i) == document(j)", "bos": 0}, MLP)))
     contiguous = open_model(run.directory)
     assert [texts[i] for i in range(4)] == [

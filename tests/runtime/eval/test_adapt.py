@@ -325,7 +325,7 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: P
     from specc.compiler.errors import SpecError
     from specc.runtime.eval.adapt.method import AdaptError
 
-    with pytest.raises(SpecError, match="slot_causal needs windows that overlap"):
+    with pytest.raises(SpecError, match="`slot_causal` needs windows that overlap"):
         adapted(opened, CAUSAL, cache=tmp_path, stride=32)
     assert adapted(opened, SLOT, cache=tmp_path, batch=4, max_tokens=50).counted.tokens == 50
     with pytest.raises(EvaluateError, match="the settings of slot require a batch of 4 windows") as caught:
@@ -344,5 +344,5 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: P
         adapted(opened, wild, cache=tmp_path)
     assert all(bool(weight.isfinite().all()) for weight in opened.model.parameters())
     for window, stride in ((0, 8), (16, 17), (-1, None)):
-        with pytest.raises(EvaluateError, match=r"is not in 1 \.\."):
+        with pytest.raises(EvaluateError, match=r"is not in 1 \.\.|must be from 1 to"):
             plain(opened, window=window, stride=stride, cache=tmp_path)

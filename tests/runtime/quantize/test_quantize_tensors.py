@@ -124,7 +124,7 @@ def test_failures_name_the_parameter() -> None:
     params, schemes, hessians = model()
     with pytest.raises(QuantizeError, match=r"blocks\.0\.down: gptq needs the Hessian"):
         quantize_tensors(params, schemes, {"blocks.0.up": hessians["blocks.0.up"]})
-    with pytest.raises(QuantizeError, match=r"blocks\.0\.gain: int5 round, per row needs rows"):
+    with pytest.raises(QuantizeError, match=r"blocks\.0\.gain: `scheme: round` needs rows"):
         quantize_tensors(params, {**schemes, "blocks.0.gain": Round(bits=5)}, hessians)
     with pytest.raises(QuantizeError, match="1 names have no parameter or no scheme: scalar"):
         quantize_tensors({k: v for k, v in params.items() if k != "scalar"}, schemes, hessians)
