@@ -431,9 +431,10 @@ class Body:
         """Returns the items of a tuple that contains, for each variant, only the outputs of the variant."""
         texts: list[str] = []
         for where, operands in groupby(dict(self.merged.outputs).values(), key=variants_of):
-            some = [self.text(operand) for operand in operands]
-            own = f"*(({', '.join(some)},) if {self.condition(where)} else ())" if where != self.merged.every else ""
-            texts += [own] if own else some
+            outputs = [self.text(operand) for operand in operands]
+            if where != self.merged.every:
+                outputs = [f"*(({', '.join(outputs)},) if {self.condition(where)} else ())"]
+            texts += outputs
         return texts
 
 
