@@ -142,8 +142,11 @@ def main() -> NoReturn:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_going()
-    with pre_emptible():
-        code = run(sys.argv[1:])
+    try:
+        with pre_emptible():
+            code = run(sys.argv[1:])
+    except Terminated:  # the signal came while an earlier error was reported
+        code = EXIT_PREEMPTED
     code = _flushed(code)
     if "torch" not in sys.modules:
         gc.freeze()  # skips the last garbage collection, which would take up to a tenth of the run time

@@ -95,6 +95,17 @@ def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
+def test_a_signal_while_an_error_is_reported_ends_with_75() -> None:
+    """As torchrun ends a rank that is about to fail, because another rank has failed."""
+    text = (
+        "import os, signal, sys\nfrom specc.cli import app\nfrom specc.compiler import build\n"
+        "def fail(*a, **k): raise ValueError\ndef stop(*a): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "build.plan_spec, app.failed = fail, stop\nsys.argv[1:] = ['validate', 'specs/gpt_mini.yaml']\napp.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
     """The core install validates, plans, builds and diffs; the rest says what to install."""
     text = (
