@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -253,6 +253,10 @@ def joined() -> Iterator[World]:
         world.leave(waits=not isinstance(error, PeerLost))
         if not shows:
             codes.append(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70))
+            if dist.is_torchelastic_launched():
+                # torchrun ends all ranks as soon as one has ended: the rank that shows the error needs time to show it
+                with suppress(BaseException):  # a signal ends the delay
+                    time.sleep(_HEAD_START)
             raise SystemExit(codes[0]) from None
         if world.rank:
             error.add_note(f"on rank {world.rank} of {world.size}")
