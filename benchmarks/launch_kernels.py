@@ -4,11 +4,11 @@ every multiprocessor computes several tiles in turn. `specc verify` checks the v
 python benchmarks/launch_kernels.py specs/gpt_mlp35_base.yaml sm90 --sanitize
 
 `--sanitize` runs this script under each tool of compute-sanitizer (of CUDA 12.3 or later), and summarizes the reports.
-The tools check only the kernels of the plan. In cuBLAS, cuDNN and Torch, they would take hours, and would report errors
-that this project cannot fix. `--sanitize racecheck` runs one tool. `--without attention` skips the kernels whose module
-name contains this word. `--deployed` launches the kernels of int8 artifacts. `--tiles` is the minimum number of the
-largest tiles per multiprocessor; with 0, the kernels are launched only for the few row counts. `--shapes` is the number
-of these row counts. The exit code is 1 if a tool reports an error or does not finish.
+The tools check only the kernels of the plan, and those that fill tensors. In cuBLAS, cuDNN and Torch, they would take
+hours, and would report errors that this project cannot fix. `--sanitize racecheck` runs one tool. `--without attention`
+skips the kernels whose module name contains this word. `--deployed` launches the kernels of int8 artifacts. `--tiles`
+is the minimum number of the largest tiles per multiprocessor; with 0, the kernels are launched only for the few row
+counts. `--shapes` is the number of these row counts. The exit code is 1 if a tool reports an error or does not finish.
 """
 
 import argparse
@@ -45,6 +45,7 @@ TILES = 1  # of 256 x 256, which is several tiles of most kernels; racecheck tak
 # The names of kernels in machine code, by source: Triton, CUDA C++, and CUTLASS 3 and 2. cuBLAS also has kernels of the
 # last kind, but their types have other names.
 NAMED = (re.compile(r"^@triton\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE), CUDA_KERNEL)
+FILL = "FillFunctor"  # Torch's kernel that fills tensors, whose writes initcheck then tracks
 CUTLASS = ("GemmUniversalAdapter", ("cutlass13device_kernel", "cutlass7Kernel2INS_4gemm"))
 SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = re.compile(r"SUMMARY: 0 (?:errors|hazards)")
@@ -84,7 +85,7 @@ def inputs(site: Site, device: str, tiles: int, shapes: int) -> Iterator[list[Te
 def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """Returns the command that runs this script under a tool of compute-sanitizer. The tool checks only kernels of
     `names`."""
-    filters = ["--kernel-name", ",".join(f"kns={name}" for name in names)]
+    filters = ["--kernel-name", ",".join(f"kns={name}" for name in (*names, FILL))]
     return ["compute-sanitizer", "--tool", tool, *filters, sys.executable, __file__, *arguments]
 
 

@@ -200,9 +200,13 @@ def rotation_flops(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
 
 
 def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:
-    """Returns the first 2R of C channels of x [..., C], rotated by the complex numbers `by` [..., R]."""
+    """Returns the first 2R of C channels of x [..., C], rotated by the complex numbers `by` [..., R].
+
+    The dtype of the result is at least f32, because Torch has no complex numbers of bf16.
+    """
     import torch
 
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     pairs = by.shape[-1]
     first = slice(0, 2 * pairs, 2) if neighbors else slice(pairs)
     second = slice(1, 2 * pairs, 2) if neighbors else slice(pairs, 2 * pairs)

@@ -1,10 +1,14 @@
 """CUDA graphs of functions, such as a micro-batch or a decoding step.
 
 A GPU replays all kernels of a graph after a single launch from the host.
+
+Calls before a capture run on the stream of captures. Autograd accumulates the gradient of a leaf on the stream on which
+it first saw the leaf, and may remember this stream until the capture. A capture cannot wait for the default stream.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,15 +35,11 @@ def captured(
     Raises:
         RuntimeError: if the capture fails.
     """
-    if warm_up:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(warm_up):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
+    with _on_capture_stream():
+        for _ in range(warm_up):
+            work()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
         result = work()
     return graph, result
 
@@ -60,7 +60,8 @@ class Captured:
         """Runs `work` once. Raises ValueError if the tensors have other shapes than during the capture."""
         if self._calls < WARM_UP:
             self._calls += 1
-            self._work(*tensors)
+            with _on_capture_stream():
+                self._work(*tensors)
             return
         if self._graph is None:
             self._inputs = tuple(tensor.clone() for tensor in tensors)
@@ -71,3 +72,18 @@ class Captured:
         for buffer, tensor in zip(self._inputs, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         self._graph.replay()
+
+
+@contextmanager
+def _on_capture_stream() -> Iterator[None]:
+    """The work of the body begins after earlier work of the current stream, and ends before its later work."""
+    current, stream = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

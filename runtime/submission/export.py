@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from specc.compiler import pipeline
 from specc.compiler.build import canonical
+from specc.compiler.plan.lock import Lock
+from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
@@ -22,6 +25,9 @@ from specc.runtime.storage.run_directory import Run
 from specc.runtime.submission.bundle import train_gpt
 from specc.runtime.submission.count import SubmissionSize, submission_size
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
+from specc.runtime.support.native import CUTLASS
+
+COMPILED = ("cuda", "cutlass")  # languages that nvcc compiles, with the headers of CUTLASS
 
 
 def export_submission(
@@ -37,7 +43,8 @@ def export_submission(
     """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`.
 
     The weights come from the artifact of the run. The code in train_gpt.py trains, quantizes and scores the model. It
-    needs torch, numpy, and the package of `codec`. The code is written last, so a folder with code is complete.
+    needs torch, numpy, the package of `codec`, and nvcc and CUTLASS if a kernel is in CUDA C++. The code is written
+    last, so a folder with code is complete.
 
     Args:
         path: the run directory.
@@ -102,10 +109,9 @@ def export_submission(
                 raise IntegrityError(message, "check disk and memory")
 
         write_atomically(code, [text], check)
-    # ast.unparse may write syntax that older versions of Python cannot parse
-    python = ".".join(map(str, sys.version_info[:2]))
-    needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
-    say(f"{CODE} is for {', '.join(targets)}, compresses the weights with {codec.name.lower()}, and needs {needs}")
+    *needs, last = requirements(spec, run.lock, targets, codec)
+    compressed = f"compresses the weights with {codec.name.lower()}"
+    say(f"{CODE} is for {', '.join(targets)}, {compressed}, and needs {', '.join(needs)} and {last}")
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)
     if size.over:
         say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
@@ -155,6 +161,16 @@ def _of_text(run: Run) -> Run:
 def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec) -> bytes:
     tokenizer = tokenizer_of(run.spec, [run.files, *search, *_places(run)])
     return train_gpt(run.spec, run.lock, targets or run.spec.targets, tokenizer, codec)
+
+
+def requirements(spec: Spec, lock: Lock, targets: Sequence[str], codec: Codec) -> list[str]:
+    """Returns what train_gpt.py needs: Python, then nvcc if a kernel is in CUDA C++, then Python packages."""
+    # ast.unparse may write syntax that older versions of Python cannot parse
+    python = f"Python {'.'.join(map(str, sys.version_info[:2]))} or later"
+    plans = [pipeline.plan(spec, target, "", lock) for target in targets]
+    compiled = any(choice.kernel.language in COMPILED for plan in plans for choice in plan.choices)
+    packages = ["torch", "numpy", *["brotli"] * (codec == Codec.BROTLI), *[CUTLASS] * compiled]
+    return [python, *["nvcc"] * compiled, *packages]
 
 
 def _without_rules(text: str) -> object:

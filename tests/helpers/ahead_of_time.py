@@ -35,6 +35,9 @@ THREADS, REGISTERS = 1024, 65536  # of a thread block
 GRID = (2**31 - 1, 65535, 65535)  # the largest grid
 SELDOM = {"join_kernel"}  # attention over a cache launches it if the last program would join too many bytes
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)")
+PRODUCT = re.compile(r"mul\.f32\s+(%\w+), (%\w+), (%\w+);")
+OF_A_LANE = re.compile(r"shfl\.sync\.\w+\.b32\s+(%\w+), (%\w+),")
+CONTRACTED = re.compile(r"fma\.rn\.f32\s+%\w+, (%\w+), (%\w+), (%\w+);")
 
 
 class OnGpu(Tensor):
@@ -130,6 +133,25 @@ def problems(launches: Sequence[Launch], folder: Path) -> list[str]:
             f"{stack} bytes of registers in memory" * (stack > 0),
         ]
         found += [f"{launch.words} on {launch.target.name} has {text}" for text in excess if text]
+    return found
+
+
+def unequal_sums(code: Any) -> list[str]:
+    """Returns the sums over lanes of products whose last bits differ between the lanes.
+
+    If the product of the lane itself is contracted with the sum, it is not rounded, but that of the other lane is. If
+    several threads then store the sum, the result depends on their order, which racecheck reports.
+    """
+    products: dict[str, set[str]] = {}
+    lanes: dict[str, str] = {}
+    found = []
+    for line in code.asm["ptx"].splitlines():
+        if product := PRODUCT.search(line):
+            products[product[1]] = {product[2], product[3]}
+        elif lane := OF_A_LANE.search(line):
+            lanes[lane[1]] = lane[2]
+        elif (sum := CONTRACTED.search(line)) and products.get(lanes.get(sum[3], "")) == {sum[1], sum[2]}:
+            found.append(line.strip())
     return found
 
 

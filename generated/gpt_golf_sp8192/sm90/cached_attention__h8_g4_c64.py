@@ -55,14 +55,17 @@ def join(
         place, known = row * PARTS + part, there & (part < PARTS)
         x = tl.load(sums_ptr + place * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
         share = tl.load(sums_ptr + place * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-        known = known[:, :, None] & (d < D)[:, None, :]
+        read = known[:, :, None] & (d < D)[:, None, :]
         place = place[:, :, None] * D + d[:, None, :]
-        values = tl.load(parts_ptr + place, mask=known, other=0.0, cache_modifier=".cg")
+        values = tl.load(parts_ptr + place, mask=read, other=0.0, cache_modifier=".cg")
         top = tl.maximum(most, tl.max(x, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(most - base)
-        most, total = top, total * shrink + tl.sum(share * weights, 1)
-        y = y * shrink[:, None] + tl.sum(values * weights[:, :, None], 1)
+        # tl.where separates product and sum. Contracted, two threads would round one sum differently.
+        share = tl.where(known, share * weights, 0.0)
+        values = tl.where(read, values * weights[:, :, None], 0.0)
+        most, total = top, total * shrink + tl.sum(share, 1)
+        y = y * shrink[:, None] + tl.sum(values, 1)
     finish(y_ptr, row, there, d, most, total, y, D)
 
 

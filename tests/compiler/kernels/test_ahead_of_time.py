@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from ahead_of_time import Launch, compile_plan, gpu_of, on_gpu, problems
+from ahead_of_time import Launch, compile_plan, gpu_of, on_gpu, problems, unequal_sums
 from cached_sites import Cached
 from kernel_sites import imported
 from tiny_models import MLP, tiny
@@ -73,6 +73,17 @@ def test_the_last_program_joins_parts_unless_they_are_many(
         sizes = {"B": texts, "T": 1, "S": 2048}
         module.cached_attention(*(on_gpu(type.extents(sizes), DTYPES[type.dtype]) for type in site.inputs))
     assert checked(launches, tmp_path) <= {"cached_attention_kernel", "join_kernel"} and len(launches) == kernels
+    assert [line for launch in launches for line in unequal_sums(launch.code)] == []
+
+
+@pytest.mark.parametrize("length", [127, 129, 300, 2000])
+def test_all_threads_have_the_same_bits_of_a_joined_sum(length: int, tmp_path: Path) -> None:
+    site = Cached(shape=(8, 4, 64)).site()
+    module = imported(CACHED_ATTENTION, site, tmp_path / "cached_sums")
+    with gpu_of(TARGETS["sm90"]) as launches:
+        sizes = {"B": 1, "T": 1, "S": length}
+        module.cached_attention(*(on_gpu(type.extents(sizes), DTYPES[type.dtype]) for type in site.inputs))
+    assert [line for launch in launches for line in unequal_sums(launch.code)] == []
 
 
 def test_a_kernel_that_does_not_fit_is_reported(tmp_path: Path) -> None:

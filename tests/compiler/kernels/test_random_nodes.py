@@ -18,7 +18,7 @@ from torch import Tensor
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.linear import Product
 from specc.compiler.targets import TARGETS
-from specc.runtime.verify.judge import inputs_of, many
+from specc.runtime.verify.judge import Judge, inputs_of, many
 
 # The interpreter rounds to e4m3 in another way: test_attention_cached.py compares what it can.
 TRITON = [name for name, kernel in KERNELS.items() if kernel.language == "triton" and name != "to_codes"]
@@ -42,6 +42,19 @@ def test_kernels_of_the_cpu_are_as_exact_as_plain_torch(trials: Trials, tmp_path
 def test_kernels_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> None:
     place = Place(tmp_path, here(), "cuda", ("bf16", "f16", "f32"), 2000)
     assert [*wrong(place, inexact, trials["shapes_of_each_kernel"])] == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_nodes_of_kernels_of_a_gpu_have_references(dtype: str) -> None:
+    """In the dtype of the node too, with which kernels are compared."""
+    judged = set()
+    for name, kernel in KERNELS.items():
+        rng = random.Random(f"{name} {dtype}")
+        if (site := random_site(kernel, rng, "sm90", dtype)) is not None:
+            judge = Judge.of(site, inputs_of(site, random_sizes(site, rng, 130), "cpu"))
+            assert all(bool(value.isfinite().all()) for value in judge.exact), name
+            judged.add(name)
+    assert len(judged) > 5
 
 
 @tiers("C13", shapes_of_each_kernel_of_the_cpu=(1, 50))

@@ -29,7 +29,7 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.submission import bundle
 from specc.runtime.submission.count import submission_size
-from specc.runtime.submission.export import export_submission
+from specc.runtime.submission.export import export_submission, requirements
 from specc.runtime.submission.names import CODE, WEIGHTS
 from specc.runtime.train.train import TrainOptions, train
 
@@ -260,13 +260,17 @@ def test_the_code_for_a_gpu_is_small(tmp_path: Path) -> None:
 def test_gpu_sources_travel(tmp_path: Path) -> None:
     """Triton kernels and .cu files of sm90, and what compiles them, in a package without specc."""
     spec = check.load(Path(__file__).parents[3] / "specs" / "gpt_mini.yaml")[0]
-    files = bundle.modules(spec, Run(tmp_path, spec, "cpu", "").lock, ("sm90", "cpu"), ByteTokenizer(), Codec.BROTLI)
+    lock = Run(tmp_path, spec, "cpu", "").lock
+    files = bundle.modules(spec, lock, ("sm90", "cpu"), ByteTokenizer(), Codec.BROTLI)
     assert {"sm90/model.py", "sm90_plain/model.py", "cpu/model.py", "cpu_plain/model.py"} <= files.keys()
     cutlass = [name for name in files if name.endswith(".cu")]
     assert cutlass and all(name.startswith("sm90/") for name in cutlass)
     for name in cutlass:
         assert re.search("from parts.main import [A-Z][A-Za-z]? as library", files[name.replace(".cu", ".py")])
     assert any("triton" in text and name.startswith("sm90/") for name, text in files.items())
+    needs = requirements(spec, lock, ("sm90", "cpu"), Codec.BROTLI)
+    assert needs[1:] == ["nvcc", "torch", "numpy", "brotli", "nvidia-cutlass"]
+    assert requirements(spec, lock, ("cpu",), Codec.LZMA)[1:] == ["torch", "numpy"]
     for name, text in files.items():
         if name.endswith(".py"):
             compile(text, name, "exec")
