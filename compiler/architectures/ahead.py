@@ -1,7 +1,6 @@
 """Modules that predict later tokens from the output of the last block. Only training programs contain these modules."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from specc.compiler.architectures.block import Block
@@ -71,8 +70,7 @@ class Modules(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        layer = self.stack.blocks.count - 1
-        return replace(self.stack.shape, layer=layer)
+        return self.stack.shape
 
     def _normed(self, b: Builder, x: str, name: str) -> str:
         norm = self.norm or Rms(kind="rms")
@@ -87,7 +85,7 @@ class Modules(NamedTuple):
             size = shape.activation(shape.dim, 2 * shape.dim)
             x = b.add("project", Linear(), (both, b.param("project", size, shape.matrix_init)))
         b.origins.setdefault(STREAM, "")
-        call = BlockCall(self.stack, b, shape.layer, (STREAM,), context)
+        call = BlockCall(self.stack, b, self.stack.blocks.count - 1, (STREAM,), context)
         scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
             number = next(iter(b.scalars))

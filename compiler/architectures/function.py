@@ -42,6 +42,7 @@ class Function:
         outputs: Mapping[str, str],
         types: Sequence[TensorType] = (),
         labels: Sequence[str] = (),
+        layer: int = 0,
     ) -> tuple[str, ...]:
         """Adds the call to the caller's program. Returns the results of the call.
 
@@ -52,11 +53,13 @@ class Function:
             outputs: The outputs of the function, by label.
             types: The types of the results. By default, the types of the outputs.
             labels: The names of the results in generated code.
+            layer: The index of the calling block, for formulas that read `layer`.
         """
-        body = self.tables.intern(self.b, names, at, outputs)
+        body = self.tables.intern(self.b, names, at, outputs, layer)
         results = returned(types or [self.b.types[ref] for ref in outputs.values()])
-        scalars, formulas = (tuple((name, pair[i]) for name, pair in self.b.scalars.items()) for i in (0, 1))
-        call = Call(body.name, at, results, scalars, tuple(labels), formulas)  # type: ignore[arg-type]
+        scalars = tuple((name, self.tables.value(formula, layer)) for name, (formula, _) in self.b.scalars.items())
+        formulas = tuple((name, text) for name, (_, text) in self.b.scalars.items())
+        call = Call(body.name, at, results, scalars, tuple(labels), formulas)
         return output_refs(self.outer.add(node, call, self.args), len(results))
 
 

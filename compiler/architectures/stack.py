@@ -1,9 +1,9 @@
 """Lowers a stack of blocks. Each run of a block is a call, and equal blocks share a function."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.blocks import Between, Blocks, index_values
@@ -24,13 +24,32 @@ DEFAULT_WRITE = f"{STREAM} + y"
 NOTHING: Mapping[Any, str] = {}
 
 
+class Body(NamedTuple):
+    """The lowered function of a block.
+
+    Attributes:
+        b: The builder of the function.
+        outputs: The outputs of the function, by label.
+        state: The new state, by layer and key.
+        shown: The attention values that the function returns, by layer.
+    """
+
+    b: Builder
+    outputs: Mapping[str, str]
+    state: Mapping[str, str]
+    shown: Mapping[str, str]
+
+
 @record
 class Stack:
-    """Lowers blocks in one program. The blocks have the paths 0, 1, ... under the path of the call site."""
+    """Lowers blocks in one program. The blocks have the paths 0, 1, ... under the path of the call site. `bodies`
+    contains the functions so far: a block whose inputs have the types of an earlier equal block is not lowered again.
+    """
 
     blocks: Blocks
     shape: Shape
     site: CallSite
+    bodies: dict[tuple[object, ...], Body] = field(default_factory=dict, compare=False)
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
@@ -190,7 +209,7 @@ class BlockCall:
             values that the call returns, by layer.
         """
         stack, outer, context = self.stack, self.outer, self.context
-        caches = self.block.state(replace(stack.shape, layer=self.i)) if context.extends else {}
+        caches = self.block.state(stack.shape) if context.extends else {}
         labels = labels_of(tuple(source))
         before, later = self._values(source, labels)
         function, stream = Function(outer, stack.shape.tables), outer.types[x]
@@ -202,20 +221,16 @@ class BlockCall:
                 function.take(name, ref, type.with_shape(*dims))
 
         take({STREAM: x, **before})
-        function.b.origins[STREAM] = outer.origin(x)
         state = {
             key: function.take(key.replace(".", "_"), context.cache[f"{run}.{key}"], type)
             for key, type in caches.items()
         }
         take(later)
-        known = {name: name if name in {**before, **later} else "" for name in ("positions", "table", "memory", "seen")}
-        weights = {name: _weight_label(name) for name in context.weights}
-        inside = replace(context, shared=stack.labels[self.i], weights=weights, **known)  # type: ignore[arg-type]
-        common = {name: name.replace(".", "_") for name in stack.blocks.common}
-        scope, new = self.body(function.b, STREAM, inside, state, labels, common)
-        shown = {title: scope.head_values[title] for title in stack.shown[self.i]}
-        outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
-        outputs |= {f"{title}_values": ref for title, ref in shown.items()}
+        key = id(self.block), self.streams, tuple(function.b.inputs)  # blocks with equal changes are one object
+        if key not in stack.bodies:
+            function.b.origins[STREAM] = outer.origin(x)
+            stack.bodies[key] = self._lowered(function.b, {**before, **later}, state, labels)
+        function.b, outputs, new, shown = stack.bodies[key]
         method = "extend" if context.extends else "forward"
         # the scoring function needs another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
@@ -226,8 +241,22 @@ class BlockCall:
         node = f"{self.i}.again{again}" if again else str(self.i)
         results = [stream.with_shape(*stream.shape[:2], types[outputs["x"]].width), *(caches[key] for key in new)]
         results += [stream.with_shape(*stream.shape[:2], *types[ref].shape[2:]) for ref in shown.values()]
-        y, *refs = function.call(node, names, f"{stack.site.at}.{self.i}", outputs, results)
+        y, *refs = function.call(node, names, f"{stack.site.at}.{self.i}", outputs, results, layer=self.i)
         return y, dict(zip(new, refs, strict=False)), dict(zip(shown, refs[len(new) :], strict=True))
+
+    def _lowered(
+        self, b: Builder, inputs: Collection[str], state: Mapping[str, str], labels: Mapping[EarlierValue, str]
+    ) -> Body:
+        """Adds the nodes of the block to the builder `b` of a function with the given inputs."""
+        stack, context = self.stack, self.context
+        known = {name: name if name in inputs else "" for name in ("positions", "table", "memory", "seen")}
+        weights = {name: _weight_label(name) for name in context.weights}
+        inside = replace(context, shared=stack.labels[self.i], weights=weights, **known)  # type: ignore[arg-type]
+        common = {name: name.replace(".", "_") for name in stack.blocks.common}
+        scope, new = self.body(b, STREAM, inside, state, labels, common)
+        shown = {title: scope.head_values[title] for title in stack.shown[self.i]}
+        outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
+        return Body(b, outputs | {f"{title}_values": ref for title, ref in shown.items()}, new, shown)
 
     def body(
         self,
@@ -251,7 +280,7 @@ class BlockCall:
             common: Additional values that expressions can read, by name.
             at: The prefix of the names of nodes.
         """
-        block, shape, part = self.block, replace(self.stack.shape, layer=self.i), Path()
+        block, shape, part = self.block, self.stack.shape, Path()
         learned, shape_of = block.circuit.learned, partial(block.shape_of, shape)
         scope = Scope(b, shape, {STREAM: x}, learned, earlier, common, at, block.norm, shape_of)
         new: dict[str, str] = {}

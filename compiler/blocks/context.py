@@ -26,7 +26,8 @@ class Shape:
         output_init: The initialization of the matrices that write to the residual stream.
         cache_length: The number of positions that a cache stores.
         source: The number of features of the encoder's output. 0 without an encoder.
-        layer: The index of the block being lowered, from 0.
+        layer: The index of the block being checked, from 0. Blocks are lowered without it, so that equal blocks are
+            lowered once.
         attention: The attention sizes, such as `heads`, that formulas of the block may read.
         prefix: The number of tokens at the start of a sequence that may attend to each other.
         page: The number of positions per cache page. 0 if the cache has one row per text.

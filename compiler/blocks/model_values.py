@@ -1,7 +1,7 @@
 """Learned values that all blocks of a stack share."""
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 
 from specc.compiler.blocks.context import LoweringContext, Shape, Shared
 from specc.compiler.blocks.wiring import IDS, Learned, add
@@ -20,7 +20,7 @@ class ModelValue(Shared):
 
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         assert self.shape is not None
-        return (self._added(b, self.path, context, replace(self.shape, layer=0)),)
+        return (self._added(b, self.path, context, self.shape),)
 
     def _added(self, b: Builder, name: str, context: LoweringContext, shape: Shape) -> str:
         path = f"{self.prefix}{name}"

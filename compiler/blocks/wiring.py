@@ -17,7 +17,7 @@ from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding, FirstFeatures
-from specc.compiler.programs.init import Init, LayerFormula, constant, stated, value_of
+from specc.compiler.programs.init import Init, LayerFormula, stated, value_of
 from specc.compiler.strict import ExprText, Name, Path, Positive, Problem, StrictModel, accepted_by, later
 
 SHARED = "_shared"  # the prefix of variables for common subexpressions
@@ -105,9 +105,7 @@ class Learned(StrictModel):
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         leaf = name.rpartition(".")[2]
         dims = self.dims(shape.sizes)
-        start = self.init if isinstance(self.init, Init) else shape.matrix_init
-        if isinstance(self.init, float | int | str):
-            start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
+        start = shape.matrix_init if self.init is None else self.init
         if self.of is None:
             ref = b.learned_param(leaf, shape.activation(*dims), start)
         elif self.of == IDS:
@@ -179,9 +177,8 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
     text = stated(formula, layers=layers)
     if not isinstance(formula, str) or "layer" not in variables(parse(formula)):
         return repr(b.constant(name, value_of(formula, layers=layers), text)), {}
-    bound = value_of(formula, layer=float(shape.layer), layers=layers), str(text)
-    free = first_free(name, lambda option: b.scalars.get(option, bound) == bound)
-    return free, {free: b.scalar(free, *bound)}
+    free = first_free(name, lambda option: option not in b.scalars or b.scalars[option][1] == text)
+    return free, {free: b.scalar(free, formula, str(text))}
 
 
 def number_problem(

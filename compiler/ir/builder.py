@@ -22,7 +22,7 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Named] = field(default_factory=list)
     params: dict[str, TensorType] = field(default_factory=dict)
-    scalars: dict[str, tuple[float, str]] = field(default_factory=dict)
+    scalars: dict[str, tuple[str, str]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, object] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -34,10 +34,10 @@ class Builder:
         self.types[name] = type
         return name
 
-    def scalar(self, name: str, value: float, formula: str) -> str:
-        """Declares a number that each caller of the graph passes, and returns a reference to the number. `value` is the
-        number that the current caller passes, and `formula` is its text in the spec."""
-        self.scalars.setdefault(name, (value, formula))
+    def scalar(self, name: str, formula: str, text: str) -> str:
+        """Declares a number that each caller of the graph passes, and returns a reference to the number. Each caller
+        computes the number from `formula`, and `text` is the formula in generated code."""
+        self.scalars.setdefault(name, (formula, text))
         self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import Size, TensorType
-from specc.compiler.programs.init import Init
+from specc.compiler.programs.init import Init, value_of
 from specc.compiler.programs.programs import LoweringError, Parameter, Programs
 from specc.compiler.strict import Path, Problem
 
@@ -56,6 +56,10 @@ class Tables:
                 return Size(value, option)
         return value
 
+    def value(self, formula: float | str, layer: int) -> float:
+        """Returns the value of a number or a formula of the spec in the block with index `layer`."""
+        return value_of(formula, layer=float(layer), layers=float(self.layers))
+
     def programs(
         self,
         name: str,
@@ -93,7 +97,7 @@ class Tables:
             layers=self.layers,
         )
 
-    def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
+    def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str], layer: int = 0) -> Graph:
         """Builds a function, or returns an equal function of the table.
 
         Args:
@@ -102,6 +106,7 @@ class Tables:
                 equal function.
             at: The path prefix of the function's parameters.
             outputs: The output values by label.
+            layer: The index of the block that calls the function, for the initial values of its parameters.
 
         Raises:
             AssertionError: If every candidate name belongs to a different function.
@@ -115,7 +120,7 @@ class Tables:
         else:
             raise AssertionError(f"all names for the function at {at} are taken by other functions: {', '.join(names)}")
         for path, type in graph.params:
-            self._add(f"{at}.{path}", type, b.inits[path])
+            self._add(f"{at}.{path}", type, b.inits[path], layer)
             self.scored.add(f"{at}.{path}")
         self._define(b)
         return graph
@@ -124,7 +129,8 @@ class Tables:
         """Builds a program without unused nodes. Adds the parameters and constants of the program to the tables."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
-            self._add(path, type, b.inits[path])
+            # Only the modules of `module_ahead` read `layer`. They repeat the last block.
+            self._add(path, type, b.inits[path], self.layers - 1)
             if not graph.name.startswith(TRAIN):
                 self.scored.add(path)
         self._define(b)
@@ -138,7 +144,8 @@ class Tables:
 
             self.constants[first_free(name, free, "_")] = constant
 
-    def _add(self, path: str, type: TensorType, init: object) -> None:
+    def _add(self, path: str, type: TensorType, start: object, layer: int) -> None:
+        init = Init(constant=self.value(start, layer)) if isinstance(start, float | int | str) else start
         assert isinstance(init, Init)
         shape = tuple(dim for dim in type.shape if isinstance(dim, int))
         self.params.setdefault(path, Parameter(path, shape, type.dtype, init))
