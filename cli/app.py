@@ -140,6 +140,7 @@ def main() -> NoReturn:
     The output contains a traceback only if the error is a bug of specc.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # the search for plugins reads all installed packages
     gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
     keep_going()
     try:
