@@ -122,6 +122,8 @@ def _fits(what: str, types: Sequence[TensorType], expected: Sequence[TensorType]
         yield f"{what} {len(types)} values; {len(expected)} are expected"
         return
     for type, wanted in zip(types, expected, strict=True):
+        if type == wanted:
+            continue
         pairs = zip(type.shape, wanted.shape, strict=False)
         alike = all(a == b or isinstance(b, str) for a, b in pairs) and len(type.shape) == len(wanted.shape)
         if not alike or type.dtype != wanted.dtype:
