@@ -60,7 +60,7 @@ def join(
         top = tl.maximum(most, tl.max(x, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         weights, shrink = tl.exp2(x - base[:, None]), tl.exp2(most - base)
-        # tl.where separates product and sum. Contracted, two threads would round one sum differently.
+        # tl.where prevents contraction, with which two threads would round one sum differently.
         share = tl.where(known, share * weights, 0.0)
         values = tl.where(read, values * weights[:, :, None], 0.0)
         most, total = top, total * shrink + tl.sum(share, 1)
