@@ -28,6 +28,7 @@ from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.calibration.hessian import traces
 from specc.runtime.calibration.input_ranges import input_ranges, trained_scales
 from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.decode.few_rows import step_of
 from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
@@ -130,7 +131,8 @@ class _Quantization:
         spec, train = self.run.spec, self.run.spec.train
         several = reused(lower(spec, self.opened.loaded.target.name))
         window = spec.model.window
-        return TrainedModel(self.opened, self.weights, train.seed, window, several, self._unfused, self._windows)
+        step = partial(step_of, self.opened.loaded)
+        return TrainedModel(self.opened, self.weights, train.seed, window, several, self._unfused, self._windows, step)
 
     def _unfused(self) -> nn.Module:
         target = self.opened.loaded.target.name

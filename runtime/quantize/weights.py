@@ -18,6 +18,7 @@ from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.calibration.added_nats import added_nats
 from specc.runtime.calibration.calibrate import capture_hessians
 from specc.runtime.calibration.uses import capture_uses
+from specc.runtime.decode.text import StepFunction
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Say
 from specc.runtime.quantize.choose_bits import Measure, choose_bits
@@ -41,6 +42,7 @@ class TrainedModel:
         unfused: returns the module without fused kernels, with the parameters `weights`, in eval mode.
         windows: yields batches (ids, targets) of the training text, i64 [rows, window] each. `quant.calibrate` states
             the number of rows and the window.
+        step: returns the function that decodes a step for a number of texts; None for the decoding program of `text`.
     """
 
     text: TextModel
@@ -50,6 +52,7 @@ class TrainedModel:
     reused: frozenset[str]
     unfused: Callable[[], nn.Module]
     windows: Callable[[], Windows]
+    step: Callable[[int], StepFunction] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,8 @@ def quantize_weights(
     hessians = hessians or any(scheme.needs_hessian for scheme in base.values())
     start_time, text = time.monotonic(), None
     if (hessians or integer_inputs) and quant.calibrate.source == "self":
-        text = write_text(
-            model.text, quant.calibrate, model.window, model.seed, lambda done, total: progress("write", done, total)
-        )
+        report = partial(progress, "write")
+        text = write_text(model.text, quant.calibrate, model.window, model.seed, report, model.step)
         capture = f", of which {text.capture_seconds:.1f} s captured CUDA graphs" if text.capture_seconds else ""
         say(f"generated {text.tokens[:, 1:].numel():,} calibration tokens in {text.seconds:.1f} s{capture}")
     try:

@@ -15,7 +15,7 @@ from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.pages import decoder_of
 from specc.runtime.decode.sampling import Sampling
-from specc.runtime.decode.text import sample_tokens
+from specc.runtime.decode.text import StepFunction, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 
@@ -57,7 +57,12 @@ class WrittenText:
 
 
 def write_text(
-    model: TextModel, calibrate: Calibrate, window: int, seed: int, progress: Callable[[int, int], None] | None = None
+    model: TextModel,
+    calibrate: Calibrate,
+    window: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+    step: Callable[[int], StepFunction] | None = None,
 ) -> WrittenText:
     """Samples `calibrate.sequences` rows of `calibrate.length` tokens in one batch. The default length is `window`.
 
@@ -70,6 +75,7 @@ def write_text(
         window: the context length of the model in tokens.
         seed: the seed of the run.
         progress: a function called as `progress(done, total)` with numbers of tokens per row.
+        step: returns the function that decodes a step for a number of rows; None for the decoding program of the model.
 
     Returns:
         The sampled tokens, i64 [sequences, length + 1], with durations.
@@ -93,12 +99,11 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        decoder = decoder_of(
-            model.text_model, length, model.device, rows
-        )  # sampling ends before the cache is full, so no text is prefilled again
+        # Sampling ends before the cache is full, so no text is prefilled again
+        decoder = decoder_of(model.text_model, length, model.device, rows, None if step is None else step(rows))
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
-        for done, step in enumerate(steps, 1):
-            written[:, done] = step
+        for done, sampled in enumerate(steps, 1):
+            written[:, done] = sampled
             if progress is not None and (done % REPORT_EVERY == 0 or done == length):
                 progress(done, length)
         tokens = written.cpu()

@@ -13,6 +13,8 @@ from torch import Tensor
 from specc.compiler.build import canonical
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.decode.few_rows import step_of
+from specc.runtime.decode.text import StepFunction
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.quantize import weights, written_text
@@ -45,6 +47,18 @@ def test_it_depends_on_the_seed_and_the_weights_alone() -> None:
     assert [ids.shape for ids, _ in windows] == [(4, 32), (2, 32)]
     assert torch.equal(torch.cat([ids for ids, _ in windows]), first.tokens[:, :-1])
     assert torch.equal(torch.cat([targets for _, targets in windows]), first.tokens[:, 1:])
+
+
+def test_it_is_written_by_the_steps_for_so_many_rows() -> None:
+    opened = opened_of(small_spec())
+    asked: list[int] = []
+
+    def step(rows: int) -> StepFunction:
+        asked.append(rows)
+        return step_of(opened.loaded, rows)
+
+    text = write_own(opened, wanted(), 32, 3, step=step)
+    assert asked == [6] and torch.equal(text.tokens, write_own(opened, wanted(), 32, 3).tokens)
 
 
 def test_its_length_temperature_and_begin_are_those_asked_for() -> None:
