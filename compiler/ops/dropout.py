@@ -37,6 +37,7 @@ class Dropout(Op):
     """
 
     name: ClassVar[str] = "dropout"
+    linear_in: ClassVar[int] = 1
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
     homogeneous: ClassVar[bool] = True

@@ -14,7 +14,6 @@ from specc.compiler.expr import Expr, derive, reread, variables
 from specc.compiler.expr.values import Binary, Call, Var, children
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.types import BYTES, TensorType
-from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.programs.programs import Group, Programs, flatten
@@ -325,9 +324,7 @@ def _needed(group: Group, compiled: bool) -> frozenset[str]:
 
 
 def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. Those of copies and of dropout read no inputs."""
-    if isinstance(node.op, Dropout):
-        return frozenset()
+    """Returns the inputs that the derivative of a node reads. Those of copies read no inputs."""
     if not isinstance(node.op, Pointwise):
         return frozenset(node.inputs[node.op.linear_in :] if node.op.flops_per_output else ())
     values = dict(zip(node.op.variables, node.inputs, strict=True))
