@@ -76,12 +76,15 @@ class Captured:
 
 @contextmanager
 def _on_capture_stream() -> Iterator[None]:
-    """The work of the body begins after earlier work of the current stream, and ends before its later work."""
+    """The work of the body begins after earlier work of the current stream, and ends before its later work. One thread
+    at a time may use a device."""
     current, stream = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
 
 
 @cache

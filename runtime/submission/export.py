@@ -168,9 +168,10 @@ def requirements(spec: Spec, lock: Lock, targets: Sequence[str], codec: Codec) -
     # ast.unparse may write syntax that older versions of Python cannot parse
     python = f"Python {'.'.join(map(str, sys.version_info[:2]))} or later"
     plans = [pipeline.plan(spec, target, "", lock) for target in targets]
-    compiled = any(choice.kernel.language in COMPILED for plan in plans for choice in plan.choices)
+    kernels = {choice.kernel for plan in plans for choice in plan.choices}
+    compiled = any(kernel.language in COMPILED for kernel in kernels)
     packages = ["torch", "numpy", *["brotli"] * (codec == Codec.BROTLI), *[CUTLASS] * compiled]
-    return [python, *["nvcc"] * compiled, *packages]
+    return [python, *["nvcc"] * compiled, *packages, *sorted({kernel.package for kernel in kernels} - {""})]
 
 
 def _without_rules(text: str) -> object:

@@ -35,9 +35,9 @@ THREADS, REGISTERS = 1024, 65536  # of a thread block
 GRID = (2**31 - 1, 65535, 65535)  # the largest grid
 SELDOM = {"join_kernel"}  # attention over a cache launches it if the last program would join too many bytes
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)")
-PRODUCT = re.compile(r"mul\.f32\s+(%\w+), (%\w+), (%\w+);")
+PRODUCT = re.compile(r"mul(?:\.ftz)?\.f32\s+(%\w+), (%\w+), (%\w+);")
 OF_A_LANE = re.compile(r"shfl\.sync\.\w+\.b32\s+(%\w+), (%\w+),")
-CONTRACTED = re.compile(r"fma\.rn\.f32\s+%\w+, (%\w+), (%\w+), (%\w+);")
+CONTRACTED = re.compile(r"fma\.rn(?:\.ftz)?\.f32\s+%\w+, (%\w+), (%\w+), (%\w+);")
 
 
 class OnGpu(Tensor):
@@ -150,7 +150,7 @@ def unequal_sums(code: Any) -> list[str]:
             products[product[1]] = {product[2], product[3]}
         elif lane := OF_A_LANE.search(line):
             lanes[lane[1]] = lane[2]
-        elif (sum := CONTRACTED.search(line)) and products.get(lanes.get(sum[3], "")) == {sum[1], sum[2]}:
+        elif (added := CONTRACTED.search(line)) and products.get(lanes.get(added[3], "")) == {added[1], added[2]}:
             found.append(line.strip())
     return found
 
