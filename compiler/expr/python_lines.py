@@ -33,7 +33,9 @@ def fitted(line: str, width: int) -> tuple[str, ...]:
 
 
 def _parsed(value: str) -> ast.expr:
-    return ast.parse(value, mode="eval").body
+    (statement,) = ast.parse(value).body  # a statement may be a tuple with a starred item, without parentheses
+    assert isinstance(statement, ast.Expr)
+    return statement.value
 
 
 def _tuple(value: str, room: int) -> list[str]:

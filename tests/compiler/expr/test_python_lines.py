@@ -10,6 +10,7 @@ LONG = [
     "x = first(aaaaaaaaaa, bbbbbbbbbb(1, 2), cccccccccc[0]).then(0, x.shape[:-1])",
     "x, y = first(aaaaaaaaaa, bbbbbbbbbb(1, 2), cccccccccc[0], dddddddddddddddddddd)",
     "return aaaaaaaaaa @ b, (cccccccccc * ddddddddd).sum(8), eeeeeeeeeee.T @ fffffffff",
+    "return *((aaaaaaaaaaaaa,) if bbbbbbbbbbbbb else ()), cccccccccccc(d), eeeeeeeeee",
     "return aaaaaaaaaaaaaaaaaaaaa + bbbbbbbbbbb * ccccccccccccc(d)",
     "return Fused.apply(xxxxxxxxxx.flatten(0, -2), up, down, residual).unflatten(0, x.shape[:-1])",
     "x = (aaaaaaaaaaaaaaaaaaaaaaaaa + bbbbbbbbbbbbbbbbb * (ccccccccccccccc * ddddd)).unflatten(-1, (H, C))",
