@@ -35,6 +35,12 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     return starts
 
 
+def of_all_blocks(pattern: str) -> str:
+    """Returns `pattern` with `*` in place of the indices of blocks: `blocks.*.mlp` for `blocks.0.mlp`."""
+    words = pattern.split(".")
+    return ".".join("*" if re.search(r"\d", word) and not re.search(r"[a-z]", word) else word for word in words)
+
+
 @lru_cache(maxsize=2**16)  # cached, because the same patterns and names are matched for each target and pass
 def matches(pattern: str, name: str) -> bool:
     """Returns whether `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.

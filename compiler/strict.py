@@ -12,6 +12,14 @@ from pydantic_core import PydanticKnownError
 from specc.compiler.records import record
 
 
+class Refused(ValueError):
+    """Raised by the validator of a field if the value is not valid. `hint` states how to correct the value."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 def _usable(name: str) -> str:
     if name in RESERVED or keyword.iskeyword(name):
         raise ValueError(f"{name!r} is reserved in the generated code; choose another name")

@@ -88,8 +88,10 @@ class Modules(NamedTuple):
         call = BlockCall(self.stack, b, self.stack.blocks.count - 1, (STREAM,), context)
         scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
-            number = next(iter(b.scalars))
-            message = f"the modules of `module_ahead` repeat the last block, but its {number} depends on the layer"
+            message = (
+                "the modules of `module_ahead` are copies of the last block and have no layer number, but a formula of "
+                "this block reads `layer`"
+            )
             hint = "write the last block without `layer`, or use `later_token`"
             raise LoweringError((Problem(("train", "losses", self.place), "S265", message, hint),))
         return scope.joined()

@@ -418,8 +418,8 @@ class _Lowering:
         return _Trunk(x if norm is None else norm.lower(b, x, "norm", self.shape), x, state, stack, context)
 
     def embedded(self, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-        """Adds the embedding steps to the program. Returns the first block's input, and the new state of the steps by
-        name."""
+        """Adds the embedding steps to the program. Returns the input of the first block, and the new values of the
+        caches of the embedding steps, by the name of the cache."""
         x, state = "", dict[str, str]()
         b.scope = "embed"
         for i, step in enumerate(self.model.embed):

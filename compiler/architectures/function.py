@@ -1,4 +1,4 @@
-"""Functions of a model, and the calls to them."""
+"""Builds the functions of a model, which are graphs that other graphs can call, and adds calls of the functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

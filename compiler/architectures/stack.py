@@ -347,7 +347,8 @@ class BlockCall:
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{site.at}.{self.i}.{node}", 1)
-        related = ((f"{origin} is computed here", places[origin]),) if origin in places and not error.hint else ()
+        shown = origin in places and origin in error.origins
+        related = ((f"{origin} is computed here", places[origin]),) if shown else ()
         hint = error.hint or f"make the widths equal; the model's `dim` is {self.stack.shape.dim}"
         return Problem((*site.place, *self.stack.blocks.source_of(part, self.i)), "S301", message, hint, related)
 

@@ -17,7 +17,17 @@ from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.loss import AttachLoss, MeanSquare
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import LayerFormula, constant
-from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, accepted_by, later
+from specc.compiler.strict import (
+    ExprText,
+    LearnedName,
+    PartName,
+    Path,
+    Problem,
+    Refused,
+    StrictModel,
+    accepted_by,
+    later,
+)
 
 # The name of the node of a norm in each place, and the prefix of the names of its parameters.
 PLACES = {"before": ("h", "norm"), "after": ("normed", "after"), "stream": ("x.norm", "stream")}
@@ -31,7 +41,7 @@ def _starts(text: str) -> float:
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
             return start
-    raise ValueError("a weight must read w, and must be 1 for w = 0 or w = 1; an example is `1 + w`")
+    raise Refused("a weight must read w, and must be 1 at w = 0 or at w = 1", "use for example `1 + w` or `w`")
 
 
 NormWeight = Annotated[ExprText, accepted_by(lambda text: text == WEIGHTLESS or _starts(text))]

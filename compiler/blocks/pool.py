@@ -50,7 +50,7 @@ class Pool(StrictModel):
                 ("mask",),
                 "S289",
                 message,
-                "add the condition on `document` to both masks, or remove it from `pool.mask`",
+                "add the condition on `document` to `mask` too, or remove it from `pool.mask`",
             )
         if self.block > context:
             message = f"`block` is {self.block} tokens, but the context has only {context}"

@@ -16,8 +16,8 @@ from specc.compiler.strict import Positive
 
 
 class Smear(Embed):
-    """(1 - g) x + g p, where p is the value of the previous token. g is the sigmoid of a learned number per feature,
-    initially 0. p is 0 at the first token.
+    """(1 - g) x + g p, where p is the value of the previous token. g is the sigmoid of one learned number per feature.
+    This number is initially 0, so g is initially 0.5. p is 0 at the first token.
 
     Attributes:
         bos: the id that begins a document. p is also 0 at each token with that id.

@@ -65,7 +65,7 @@ class Learned(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.of is None and not isinstance(self.init, float | int | str):
-            message = "a learned value without `of` needs a number or a formula as its `init`"
+            message = "a learned value without `of` is not a matrix, so its `init` must be a number or a formula"
             yield Problem((), "S205", message, "for example `init: 1`, or a formula of `layer`")
         if self.of is not None and isinstance(self.shape, tuple):
             message = "a learned value with `of` cannot be a table"

@@ -73,11 +73,13 @@ class Comparison:
         yield f"FLOP/token   {_change(flops, others)}"
         stored = (summary.storage for summary in self.summaries)
         sizes, others = (f"{s.bytes:,}" + (f", budget {s.budget:,}" if s.budget else "") for s in stored)
-        yield f"bytes        estimated {_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
-        if old.choice != new.choice:
-            yield f"  bits       {_change(old.choice or 'by rules', new.choice or 'by rules')}"
-        elif new.choice:
-            yield f"  bits by rules, {new.choice}"
+        chosen, other = (summary.storage.chosen for summary in self.summaries)
+        by = "by the rules alone: " if chosen or other else ""
+        yield f"bytes        estimated {by}{_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
+        if chosen != other:
+            yield f"  quantize   {_change(chosen or 'by the rules', other or 'by the rules')}"
+        elif other:
+            yield f"  quantize   {other}"
 
     def _times(self) -> Iterator[str]:
         old, new = self.summaries
@@ -87,11 +89,11 @@ class Comparison:
             if before.get(name) != after.get(name):
                 yield f"  {name:<24} {_change(before.get(name, 'none'), after.get(name, 'none'))}"
         yield f"memory       {_change(old.memory, new.memory)}"
-        yield f"backward     {self._saved()}"
+        yield f"saved        {self._saved()}"
 
     def _saved(self) -> str:
         sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
-        amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
+        amount = f"{' -> '.join(dict.fromkeys(sizes))} MB per micro-batch for the backward pass"
         old, new = (summary.saved_names for summary in self.summaries)
         places = [place for place in {**old, **new} if old.get(place) != new.get(place)]
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
@@ -221,9 +223,9 @@ def _named(names: list[str]) -> str:
 
 
 def _folded(word: str, entries: list[str]) -> Iterator[str]:
-    for i, entry in enumerate(entries[:3]):
-        more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
-        yield f"{word if i == 0 else '':<12} {entry}{more}"
+    shown = entries if len(entries) <= 4 else [*entries[:3], f"and {len(entries) - 3} more"]
+    for i, entry in enumerate(shown):
+        yield f"{word if i == 0 else '':<12} {entry}"
 
 
 def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:

@@ -116,7 +116,7 @@ CODES: Mapping[str, str] = {
     "S296": "a tokenizer of an unknown kind, or a setting that its kind does not have",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point, or a pattern of `merge` or `fold`, that matches nothing",
-    "S303": "a fusion point, or a pattern, that matches only some of the blocks that share their code",
+    "S303": "a fusion point, or a pattern, that matches only some of the blocks that run the same generated code",
     "S304": "a fusion point that cannot be fused, or linear layers that cannot be merged or folded",
     "S305": "a pattern of quantization or of test-time training that matches no parameter",
     "S306": "two quantization rules that match the same parameter",

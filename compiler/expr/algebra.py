@@ -164,8 +164,8 @@ def key(expr: Expr) -> Hashable:
 
 
 def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
-    """Returns the numerator and denominator to print for a number. 1/2 prints as 0.5. 1/30 has no finite decimal form,
-    so 1/30 prints as a division by 30."""
+    """Returns the numerator and denominator to print for a number. The denominator is 1 if a float is exactly the
+    number: 1/2 prints as 0.5. No float is exactly 1/30, so 1/30 prints as a division by 30."""
     if rational(float(value)) == value:
         return value, Fraction(1)
     return Fraction(value.numerator), Fraction(value.denominator)

@@ -383,7 +383,7 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | N
     `positions`, and heads are less than `heads`.
 
     Raises:
-        Undecided: If the search does not end within WORK boxes.
+        Undecided: If the search visits WORK boxes of query-key pairs without a result.
     """
     search = Search.of(condition)
     box = Box.all(positions, heads)

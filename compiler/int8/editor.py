@@ -175,7 +175,7 @@ class Editor:
             return False
         flags = {self.schemes[at + ref[1:]].integer for at in self.places}
         if len(flags) > 1:
-            message = f"{self.places[0]}{ref[1:]} is int8 in only some of the blocks that share its code"
+            message = f"{self.places[0]}{ref[1:]} is int8 in only some of the blocks that run the same code"
             raise Unfit(message, self.full_names([ref]), at_once=True)
         return flags.pop()
 
@@ -218,7 +218,7 @@ class Editor:
         if len(leaders) > 1:
             message = (
                 f"the products that read the input of {self.places[0]}{weight[1:]} are not the same in all blocks that "
-                "share its code"
+                "run the same code"
             )
             raise TypeRuleError(message)
         return leaders.pop()

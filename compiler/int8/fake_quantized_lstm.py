@@ -58,7 +58,7 @@ def fake_quantized_gates(
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
     """Returns the graph with some `LstmCell` nodes split into matrix products, sums, and the op of the gates. A node is
-    split if `wanted` contains the weight of its input."""
+    split if `wanted` contains the name of its input weight, the matrix that multiplies x."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]

@@ -195,7 +195,7 @@ def _left_over(
 
 @dataclass
 class _Leaders:
-    """A union-find structure of weights that share the codes of their input."""
+    """A union-find structure of weights. The weights of a set multiply the same int8 input."""
 
     above: dict[str, str] = field(default_factory=dict)
 
@@ -208,6 +208,6 @@ class _Leaders:
         self.above[self.top(b)] = self.top(a)
 
     def of(self, weight: str, order: Mapping[str, int]) -> str:
-        """Returns the first weight, in `order`, that shares the codes of its input with `weight`."""
+        """Returns the leader of `weight`: the first weight, in `order`, that multiplies the same int8 input."""
         top = self.top(weight)
         return min((other for other in self.above if self.top(other) == top), key=lambda name: order[name])

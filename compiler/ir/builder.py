@@ -88,9 +88,9 @@ class Builder:
         try:
             types = op.infer([self.types[ref] for ref in inputs])
         except TypeRuleError as error:
-            at_fault = inputs[error.inputs[0]] if error.inputs else ""
-            message = error.message.replace("{input}", self.origin(at_fault))
-            raise TypeRuleError(f"{path} {message}", error.inputs) from None
+            origins = tuple(self.origin(ref) for i, ref in enumerate(inputs) if i in error.inputs)
+            message = error.message.replace("{input}", origins[0] if origins else "")
+            raise TypeRuleError(f"{path} {message}", error.inputs, error.hint, origins) from None
         node = Node(path, op, tuple(inputs), types)
         self.nodes.append(node)
         self.types |= zip(node.outputs, types, strict=True)

@@ -61,14 +61,23 @@ def spelled(value: object) -> str:
 
 
 class TypeRuleError(ValueError):
-    """Raised if an op cannot accept its inputs. `inputs` are the positions of the wrong inputs, and `hint` states how
-    to fix the error."""
+    """Raised if an op cannot accept its inputs.
 
-    def __init__(self, message: str, inputs: tuple[int, ...] = (), hint: str = "") -> None:
+    Attributes:
+        message: the problem.
+        inputs: the positions of the wrong inputs, in ascending order.
+        hint: how to fix the error.
+        origins: the names of the nodes that determine the numbers of features of the wrong inputs.
+    """
+
+    def __init__(
+        self, message: str, inputs: tuple[int, ...] = (), hint: str = "", origins: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.inputs = inputs
         self.hint = hint
+        self.origins = origins
 
 
 @record

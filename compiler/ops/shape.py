@@ -49,7 +49,8 @@ class SplitHeads(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
         if not isinstance(x.width, int) or x.width % self.heads:
-            raise TypeRuleError(f"cannot split the {x.width} features of {{input}} into {self.heads} equal heads", (0,))
+            message = f"cannot split the {x.width} features of {{input}} into {self.heads} equal heads"
+            raise TypeRuleError(message, (0,), f"use a number of features that is a multiple of {self.heads}")
         return (x.with_shape(*x.shape[:-1], self.heads, x.width // self.heads),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -141,7 +142,8 @@ class Split(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, parts = inputs[0], len(self.labels)
         if not isinstance(x.width, int) or x.width % parts:
-            raise TypeRuleError(f"cannot split the {x.width} features of {{input}} into {parts} equal parts", (0,))
+            message = f"cannot split the {x.width} features of {{input}} into {parts} equal parts"
+            raise TypeRuleError(message, (0,), f"use a number of features that is a multiple of {parts}")
         return (x.with_shape(*x.shape[:-1], x.width // parts),) * parts
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -119,8 +119,8 @@ def and_more(items: Sized, verb: str) -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    needs = f"{chosen[names[0]].label()} needs calibration, but calibration does not measure this parameter"
-    message = f"{names[0]}: {needs}{and_more(names, 'this also applies to')}"
+    needs = f"({chosen[names[0]].label()}) needs calibration, but calibration does not measure this parameter"
+    message = f"{names[0]}: the scheme {needs}{and_more(names, 'this also applies to')}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs no calibration, e.g. by a rule {rule}")
 
@@ -185,17 +185,16 @@ def _correction_problems(
     able = [name for name, scheme in chosen.items() if matches(correct.match, name) and correctable(scheme)]
     ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
     count = len(able)
+    wanted = f"`count` is {correct.count}{'' if 'count' in correct.model_fields_set else ' by default'}"
     if count < correct.count:
         corrected = f"only {counted(count, 'parameter')}" if count else "no parameter"
-        message = f"`count` is {correct.count}, but {corrected} of `{correct.match}` can be corrected"
+        message = f"{wanted}, but {corrected} of `{correct.match}` can be corrected"
         hint = f"use at most {count}" if count else "match parameters of `scheme: round` or `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
     elif (limit := ranks[correct.count - 1]) < correct.rank:
         enough = sum(rank >= correct.rank for rank in ranks)
         large = f"only {counted(enough, 'parameter')}" if enough else "no parameter"
-        message = (
-            f"{large} of `{correct.match}` can have a correction of rank {correct.rank}, but `count` is {correct.count}"
-        )
+        message = f"{large} of `{correct.match}` can have a correction of rank {correct.rank}, but {wanted}"
         hint = f"use a `rank` of at most {limit}"
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 

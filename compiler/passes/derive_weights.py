@@ -15,8 +15,8 @@ def derive_weights(programs: Programs) -> Programs:
     """Moves the computation of derived weights into functions. Returns the new programs. The field `derived` of the new
     programs lists the functions.
 
-    A derived weight is a matrix that depends only on parameters. Matrix products read this matrix. An example is the
-    product of a matrix and a learned scale.
+    A derived weight is a matrix that depends only on parameters, such as the product of a matrix and a learned scale.
+    Matrix products read the derived weight.
     """
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}

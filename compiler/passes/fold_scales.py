@@ -1,9 +1,9 @@
 """Scales the matrices of linear layers, instead of the outputs of these layers.
 
-In `x + scale * linear(h)`, the gradient of `scale` reads `linear(h)` for all tokens. The gradient of `linear(h)` is a
-separate tensor. If the layer multiplies by the matrix `scale * w` instead of `w`, the gradient of its output equals the
-gradient of the sum. The gradients of `w` and `scale` follow from the gradient of the scaled matrix: d w = scale *
-d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
+In `x + scale * linear(h)`, the gradient of `scale` reads `linear(h)` for all tokens. The gradient of `linear(h)` is
+`scale` times the gradient of the sum, so it is one more tensor. If the layer multiplies by the matrix `scale * w`
+instead of `w`, the gradient of its output equals the gradient of the sum. The gradients of `w` and `scale` follow from
+the gradient of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping

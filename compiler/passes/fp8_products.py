@@ -8,7 +8,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.fp8 import FACTORS, HISTORY, STORAGE, Fp8Linear
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Call, calling
-from specc.compiler.pattern import matches
+from specc.compiler.pattern import matches, of_all_blocks
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.spec.precision import Fp8Spec
 from specc.compiler.spec.train import TrainSpec
@@ -123,8 +123,8 @@ class _Products:
         if len(set(chosen)) > 1:
             other = next(path for path, i in zip(paths, chosen, strict=True) if i != first)
             pattern, covered = self._rules[first].match, paths[chosen.index(first)]
-            message = f"`{pattern}` matches {covered}, but not {other}, which shares its code"
-            hint = "match all blocks that share their code, e.g. `blocks.*.mlp.*`"
+            message = f"`{pattern}` matches {covered}, but not {other}; both run the same generated code"
+            hint = f"match all blocks that run this code, e.g. `{of_all_blocks(covered)}`"
             self.problems.append(Problem(_path(first, "match"), "S303", message, hint))
             return node
         rule = self._rules[first]

@@ -10,7 +10,7 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Fused, returned
 from specc.compiler.passes.group import Selection, Unfusable, build_group
 from specc.compiler.passes.requests import whole_sequences
-from specc.compiler.pattern import matches
+from specc.compiler.pattern import matches, of_all_blocks
 from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 
@@ -34,8 +34,7 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         try:
             programs = _fuse_point(programs, pattern, tuple(members), chunks, built)
         except Unfusable as error:
-            hint = "change the nodes of the fusion point; `specc ir --after lower` shows what each node reads"
-            problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
+            problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", error.hint))
         except ExprError as error:
             hint = "; or ".join(filter(None, (error.hint, "remove the node from the fusion point")))
             problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
@@ -68,7 +67,7 @@ def _fuse_point(
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
             message = f"the fusion point `{pattern}` leaves out blocks with the same code: {_short(left)}"
-            raise _unmatched("S303", message, "match all blocks that share their code, e.g. `blocks.*.mlp`")
+            raise _unmatched("S303", message, f"match all blocks that run this code, e.g. `{of_all_blocks(pattern)}`")
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:

@@ -29,11 +29,14 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """Raised if a node cannot be in a group. `reason` completes a sentence that begins with the name of the node."""
+    """Raised if a node cannot be in a group. `reason` completes a sentence that begins with the name of the node.
+    `hint` states how to fix the error."""
 
-    def __init__(self, node: str, reason: str) -> None:
+    HINT = "change the nodes of the fusion point; `specc ir --after lower` shows what each node reads"
+
+    def __init__(self, node: str, reason: str, hint: str = HINT) -> None:
         super().__init__(f"{node} {reason}")
-        self.node, self.reason = node, reason
+        self.node, self.reason, self.hint = node, reason, hint
 
 
 class Selection(NamedTuple):
@@ -233,9 +236,9 @@ def _forward(selection: Selection, keep: Keep) -> Graph:
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
-        raise Unfusable(
-            "the activation", f"has gradient 0 with respect to {flat[0]} everywhere, so {flat[0]} would not be trained"
-        )
+        reason = f"has gradient 0 with respect to {flat[0]} everywhere, so {flat[0]} would not be trained"
+        hint = f"change the activation, so that this gradient is not 0, e.g. multiply it by `silu({flat[0]})`"
+        raise Unfusable("the activation", reason, hint)
     plan = plan_backward(expression, products, keep)
     operands = [v for v in op.variables if v not in products]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ops.region import Call
-from specc.compiler.pattern import matches
+from specc.compiler.pattern import matches, of_all_blocks
 from specc.compiler.programs.programs import LoweringError, Programs, Rewriting
 from specc.compiler.strict import Problem
 
@@ -94,8 +94,8 @@ class Requests:
             if len(covered) == len(paths):
                 return True
             left = next(path for path in paths if path not in covered)
-            message = f"`{pattern}` matches {covered[0]}, but not {left}, which shares its code"
-            hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
+            message = f"`{pattern}` matches {covered[0]}, but not {left}; both run the same generated code"
+            hint = f"match all blocks that run this code, e.g. `{of_all_blocks(pattern)}`"
             self._report(Problem((self.key, i), "S303", message, hint))
             return False
         return False

@@ -447,7 +447,8 @@ def _computation(group: Group) -> object:
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
-    """Returns a copy of `graph` in which each fused group without a gradient is replaced by the nodes of the group."""
+    """Returns a copy of `graph` in which each fused group without a backward pass is replaced by the nodes of the
+    group. A group with several chunks is kept."""
     nodes, outputs = _inlined(programs, graph, groups=False, calls=False)
     return replace(graph, nodes=nodes, outputs=outputs)
 

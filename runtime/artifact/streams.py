@@ -48,7 +48,7 @@ _OF_ITEMS = (T.SHUFFLED, T.SHUFFLED | T.TRANSPOSED, T.PLAIN)
 
 
 def raw_size(stream: Stream, rows: int, transform: int) -> int:
-    """Returns the raw size in bytes of a section of `rows` rows.
+    """Returns the size in bytes of a section of `rows` rows before compression.
 
     Raises IntegrityError if `transform` has unknown flags, or is not allowed for this stream and this number of rows.
     """
@@ -63,7 +63,8 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
 
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
-    """Applies a transform to whole rows of `stream`, given as bytes. Returns the raw bytes of the section."""
+    """Applies `transform` to `data`, the bytes of whole rows of `stream`. Returns the bytes of the section before
+    compression."""
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -77,7 +78,7 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
     """Inverts `pack`: returns the rows of a section.
 
     Args:
-        raw: the raw bytes of the section, of the size that `raw_size` returns.
+        raw: the bytes of the section before compression, of the size that `raw_size` returns.
         stream: the stream of the section.
         rows: the number of rows.
         transform: the flags of `Transform`.

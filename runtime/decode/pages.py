@@ -135,17 +135,18 @@ class PagedDecoder:
 
     def begins(self, key: int) -> bool:
         """Returns whether the next token of a text must be sampled by `begin` instead of `write`. This is the case if
-        the text was just added or is full.
+        the text was just added, or has `window` tokens.
         """
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
-        """Returns the number of tokens that can be appended to each of the texts until one of them is full."""
+        """Returns the number of tokens that can be appended to each of the texts until one of them has `window`
+        tokens."""
         return min(self._window - self._texts[key].length for key in keys)
 
     @torch.no_grad()
     def begin(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Prefills texts that were just added or are full, and samples the next token of each.
+        """Prefills texts, and samples the next token of each. Each text was just added, or has `window` tokens.
 
         Args:
             keys: the keys of the texts.

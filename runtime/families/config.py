@@ -60,8 +60,8 @@ class Config:
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
         path = f"{self.section}.{key}" if self.section else key
-        value = f": {shown(self.fields[key])}" if key in self.fields else ""
-        return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
+        subject = f"{path} is {shown(self.fields[key])};" if key in self.fields else f"{path}:"
+        return ConfigError(f"{self.place}: {subject} {message}", hint)
 
     def value(self, key: str, default: Any = None) -> Any:
         self.read.add(key)
@@ -99,7 +99,7 @@ class Config:
         if value is None:
             raise self.error(key, "the field is missing", f"state a whole number, at least {least}")
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            raise self.error(key, "is not a whole number in range", f"use a whole number from {least:,} to {most:,}")
+            raise self.error(key, "it is not a whole number in range", f"use a whole number from {least:,} to {most:,}")
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
@@ -112,14 +112,14 @@ class Config:
             raise self.error(key, "the field is missing", f"state a number above {least:g}")
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
         if not numeric or not least < value < 1e18 or not math.isfinite(value):
-            raise self.error(key, "is not a number in range", f"use a number above {least:g}")
+            raise self.error(key, "it is not a number in range", f"use a number above {least:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns the value of a boolean field. `default` replaces a field that is absent or null."""
         value = self._value_or(key, default)
         if not isinstance(value, bool):
-            raise self.error(key, "is neither true nor false", "use true or false")
+            raise self.error(key, "it is neither true nor false", "use true or false")
         return value
 
     def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
@@ -136,7 +136,7 @@ class Config:
         """
         value = self._value_or(key, default)
         if not isinstance(value, str) or value not in choices:
-            raise self.error(key, f"is not one of {', '.join(choices)}", needed)
+            raise self.error(key, f"it is not one of {', '.join(choices)}", needed)
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
@@ -146,14 +146,14 @@ class Config:
         """
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
-            raise self.error(key, "is not supported", needed)
+            raise self.error(key, "this value is not supported", needed)
 
     def inner(self, key: str) -> "Config | None":
         value = self.value(key)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.error(key, "is not a section", "use an object of fields")
+            raise self.error(key, "it is not a section", "use an object of fields")
         return Config(value, self.place, f"{self.section}.{key}" if self.section else key)
 
     def unread(self) -> list[str]:
@@ -166,7 +166,7 @@ class Config:
         """
         for key in self.unread():
             if self.fields[key] is not None:
-                raise self.error(key, "is not a known field here", needed)
+                raise self.error(key, "the field is not known here", needed)
 
 
 def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:

@@ -50,7 +50,7 @@ def model(config: Config) -> Data:
 def _latent(config: Config) -> Data:
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if config.whole("num_key_value_heads", heads) != heads:
-        raise config.error("num_key_value_heads", f"is not the number of heads, {heads}", "use that number")
+        raise config.error("num_key_value_heads", f"it is not the number of heads, {heads}", "use that number")
     config.fixed("attention_bias", (False,), "specc does not know the tensor names of biases of latent attention")
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values = config.whole("v_head_dim", 128)

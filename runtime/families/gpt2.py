@@ -19,7 +19,7 @@ def model(config: Config) -> Data:
     dim, heads = config.whole("n_embd", 768), config.whole("n_head", 12)
     eps = config.number("layer_norm_epsilon", 1e-5)
     if dim % heads:
-        raise config.error("n_head", f"does not divide n_embd, {dim}", "use a divisor of it")
+        raise config.error("n_head", f"it does not divide n_embd, {dim}", "use a divisor of it")
     config.fixed("scale_attn_weights", (True,), "specc does not import scores without a scale")
     config.fixed("add_cross_attention", (False,), "cross attention needs an encoder, which specc does not import")
     config.value("reorder_and_upcast_attn")  # this field only changes the precision

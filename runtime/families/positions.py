@@ -27,10 +27,10 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     """
     parameters, scaling = config.inner("rope_parameters"), config.inner("rope_scaling")
     if parameters is not None and scaling is not None and parameters.fields != scaling.fields:
-        raise config.error("rope_scaling", "differs from rope_parameters", "state one of the two")
+        raise config.error("rope_scaling", "it differs from rope_parameters", "state one of the two")
     if key and parameters is not None:
         for name in sorted(parameters.fields.keys() - set(LAYERS)):
-            raise parameters.error(name, f"is not one of {', '.join(LAYERS)}", NEEDED)
+            raise parameters.error(name, f"the field is not one of {', '.join(LAYERS)}", NEEDED)
         parameters = parameters.inner(key)
     if scaling is not None and key != LAYERS[0]:
         parameters = parameters or scaling

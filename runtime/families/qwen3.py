@@ -33,7 +33,7 @@ def _windowed(config: Config, count: int) -> list[int]:
     windowed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
     if windowed and not has_window:
         raise config.error(
-            "layer_types", "names windows, but no window is set", "set use_sliding_window and sliding_window"
+            "layer_types", "it names windows, but no window is set", "set use_sliding_window and sliding_window"
         )
     return windowed
 
@@ -53,7 +53,7 @@ def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str]
     if listed is None:
         return None
     if not isinstance(listed, list) or len(listed) != count or any(kind not in kinds for kind in listed):
-        message = f"does not list {' or '.join(kinds)} for each of the {count} layers"
+        message = f"it does not list {' or '.join(kinds)} for each of the {count} layers"
         raise config.error("layer_types", message, "specc has no block for other kinds of layers")
     return listed
 

@@ -33,7 +33,7 @@ def model(config: Config) -> Data:
 def _dense(config: Config, count: int) -> list[int]:
     listed, step = config.value("mlp_only_layers") or [], config.whole("decoder_sparse_step", 1)
     if not isinstance(listed, list) or any(type(i) is not int or not 0 <= i < count for i in listed):
-        raise config.error("mlp_only_layers", f"does not list layers from 0 to {count - 1}", "list whole numbers")
+        raise config.error("mlp_only_layers", f"it does not list layers from 0 to {count - 1}", "list whole numbers")
     return [i for i in range(count) if i in listed or (i + 1) % step]
 
 

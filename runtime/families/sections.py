@@ -50,7 +50,7 @@ def require_divisor(config: Config) -> None:
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
-        raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")
+        raise config.error("num_attention_heads", f"it does not divide hidden_size, {dim}", "use a divisor of it")
 
 
 def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:

@@ -124,7 +124,9 @@ def allocate_bits(
     tried: dict[tuple[int, ...], int] = {smallest: exact(schemes(smallest))}
     if tried[smallest] > budget:
         hint = "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes"
-        raise too_large(tried[smallest], "with the fewest bits", budget, reserved, hint)
+        raise too_large(
+            tried[smallest], "even with the fewest bits that quant.allocate can choose", budget, reserved, hint
+        )
     low, high = estimated(smallest), None  # the largest estimate that fits, and the smallest estimate that does not
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):

@@ -16,7 +16,7 @@ Measure = Callable[[Allocation], int]  # bytes
 
 
 def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> QuantizeError:
-    """Returns the error for an artifact that exceeds its budget even with the fewest bits.
+    """Returns the error for an artifact that exceeds its budget even with the fewest bits that the spec allows.
 
     Args:
         size: the size of the artifact in bytes.
@@ -30,7 +30,7 @@ def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> Qu
     """
     less = f", less {reserved:,} for the code" if reserved else ""
     total = budget + reserved
-    return QuantizeError(f"the artifact takes {size:,} bytes {when}, and the budget is {total:,}{less}", hint)
+    return QuantizeError(f"the artifact takes {size:,} bytes {when}; the budget is {total:,} bytes{less}", hint)
 
 
 def promote(

@@ -81,7 +81,8 @@ class InputRow:
 
 
 def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: QuantizedModel) -> tuple[InputRow, ...]:
-    """Returns one row per input of `sources`, in the order of their first products.
+    """Returns one row for each distinct input of the products in `sources`. The rows are in the order of the first
+    product that reads the input.
 
     Args:
         sources: the int8 products. Products with a common input have the same `leader`, which is the name of the first

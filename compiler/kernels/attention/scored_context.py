@@ -75,14 +75,18 @@ class ScoredContext(NamedTuple):
         list_tiles: The signature of the function that launches the listing kernel.
         tiles_arguments: The launch arguments of the listing kernel.
         listing: The call of the function `list_tiles`, without the arguments for the sizes of tiles.
-        diagonals: Pairs of a table read and a kernel signature. The kernel sums the gradient over all query-key pairs
-            with equal i - j.
-        classes: Lines of the kernels in `diagonals` that compute whether some scores of a tile are masked.
-        mixed: Lines that compute the scores of a tile with masked pairs.
-        located: Reads of tables at an index that depends only on the head and i - j. The elements of these tables are
-            copied into strips before the launch.
+        diagonals: For each read of a table by i - j: the read, and the signature of a kernel. The kernel sums the
+            gradient of the table over query-key pairs with equal i - j. Empty in the forward pass.
+        classes: Lines of the kernels in `diagonals` that compute `some` and `every` for a tile. `some` states whether
+            some pairs are not masked. `every` states whether no pair is masked and all scores read the same elements.
+            The kernels process a tile if `some` is true and `every` is false.
+        mixed: Lines of the kernels in `diagonals` that compute the scores of a tile.
+        located: Reads of tables for which the code computes indices before the launch. The index of such a read depends
+            on the head and i - j or, in the backward pass, only on the head. If the index depends on i - j, the code
+            copies the elements into strips (see `Reading`).
         helpers: Templates of functions that the kernels call.
-        entries: The largest number of table elements whose sums one program instance holds.
+        entries: The largest number of elements of a table whose index is not a function of i - j. A program instance
+            holds the sum of the gradient of each element.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
         arguments: The launch arguments of each kernel in `kernels`.
@@ -93,11 +97,12 @@ class ScoredContext(NamedTuple):
         row: The index of the row of tiles that a program instance computes, as an expression.
         parts, key_parts: The loops over a row of tiles: for a block of queries, and for a block of keys.
         element: The dtype of the operands of matrix products.
-        slope: The gradient of the scaled product, as an expression.
+        slope: The gradient of the loss with respect to the scaled product s, as an expression.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
         key_sums_begin, key_sums_end: Like `sums_begin` and `sums_end`, but for the kernel that computes dk and dv.
-        delta: The sum of dy * y over channels, as an expression. The kernel of dq stores this sum.
+        delta: The sum of dy * y over channels, as an expression. The kernel of dq stores this sum. If sums are
+            corrected, the expression adds the rounding error of the sum.
         prepared: Lines before the launch of the kernels.
         summed: Lines after the launch of the kernels.
         wanted: The input checks of the generated function.

@@ -38,10 +38,10 @@ MOST_PAIRS = 1024
 
 @record
 class PairTile:
-    """The work of one program instance, in pairs. A pair is one key head of one sequence.
+    """The work of one program instance, in pairs. A pair consists of a sequence and a key head.
 
-    A program instance has `warps` warps and `stages` loads in flight. The program instance processes `pairs` pairs in
-    sequence. Raises ValueError if a field is out of its bounds.
+    A program instance has `warps` warps and `stages` loads in flight. The program instance processes `pairs` pairs one
+    after another. Raises ValueError if a field is out of its bounds.
     """
 
     pairs: int

@@ -144,8 +144,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
     """Returns the values of attention that the graph writes to a cache at the positions of the keys. An entry has the
-    ref of a value, and the nodes that write the value. Rotated values are left out. If the cache stores only the keys
-    as codes, or only the values, the values are left out too."""
+    ref of a value, and the nodes that write the value. Rotated values are left out. Values are also left out if the
+    cache stores only keys or only values as codes, or if keys and values differ in tokens or heads."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

@@ -21,7 +21,7 @@ from specc.compiler.spec.messages.expected import (
     wanted,
 )
 from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, wrong_value
-from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
+from specc.compiler.strict import Path, Refused, StrictModel, keys_of, tag_of
 from specc.compiler.text.source import Place, Source
 
 TAGS = ("union_tag_not_found", "union_tag_invalid")  # the errors of a missing and of an unknown kind
@@ -200,7 +200,8 @@ class Words:
             hint = cause.hint or "check the expression"
             yield self._at(place, "S107", f"{name}: {cause.message}", hint)
         else:
-            yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", "correct the value")
+            hint = cause.hint if isinstance(cause, Refused) else "correct the value"
+            yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", hint)
 
 
 def _needed(keys: Mapping[str, FieldInfo]) -> set[str]:

@@ -106,8 +106,8 @@ class FreshSamples:
 class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     """An endless loader of batches of line pairs. A background thread prepares the data of the next training step.
 
-    A loader is not thread-safe. Close it after use, or use it as a context manager. Raises ValueError if a number is
-    out of range.
+    A loader is not thread-safe. Close it after use, or use it as a context manager. Raises ValueError if `batch` or
+    `passes` is less than 1, or if `rank` is not from 0 to `world` - 1.
 
     Args:
         samples: the sequence of samples.

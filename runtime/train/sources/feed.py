@@ -108,9 +108,9 @@ class Windows(Feed):
 class Forced(Feed):
     """A feed of line pairs with teacher forcing. It adds decoder inputs to the batches (source, target, weight).
 
-    The decoder inputs, i64 [B, T], are the start token, followed by the target tokens except the last. A position with
-    such an input is forced. At the other positions, which are random, the input is the token that the model predicts.
-    The random numbers depend on the seed, the step, the sample and the position, but not on the number of processes.
+    The decoder inputs, i64 [B, T], begin with the start token. At a forced position, the input is the previous target
+    token. At any other position, the input is the token that the model predicts. Random numbers select the forced
+    positions. They depend on the seed, the step, the sample and the position, but not on the number of processes.
 
     Args:
         loader: the loader of the pairs.

@@ -73,7 +73,7 @@ def test_blocks_that_share_code_share_the_choice() -> None:
     with pytest.raises(LoweringError) as raised:
         deployed({"match": "blocks.0.mlp.up", **NONE})
     messages = {problem.message for problem in raised.value.problems}
-    assert messages == {"blocks.0.mlp.up is int8 in only some of the blocks that share its code"}
+    assert messages == {"blocks.0.mlp.up is int8 in only some of the blocks that run the same code"}
 
 
 def problem_of(*rules: object, default: object = NONE) -> Problem:

@@ -315,7 +315,7 @@ def test_patterns_choose_nodes() -> None:
             (ATTENTION, MLP),
             {"merge": ["blocks.0.attention"]},
             "S303",
-            "but not blocks.1.attention.q, which shares its code",
+            "but not blocks.1.attention.q; both run the same generated code",
         ),
         (({**ATTENTION, **VECTOR}, MLP), {"fold": ["blocks.1.*"]}, "S303", "but not blocks.0.attention.out"),
         (({"kind": "attention", "heads": 2, "head_dim": 2}, MLP), {"merge": ["*"]}, "S304", "multiples of 8 features"),

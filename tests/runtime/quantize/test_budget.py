@@ -48,7 +48,7 @@ def test_fewer_bits_than_the_rules_say_where_those_do_not_fit(tmp_path: Path, da
     base = quantized(tmp_path / "base", data, "quant.promote=null")
     fewest = quantized(tmp_path / "fewest", data, "quant.promote=null", "quant.default.bits=4")
     budget = (base + fewest) // 2
-    with pytest.raises(QuantizeError, match="bytes before any promotion, and the budget is"):
+    with pytest.raises(QuantizeError, match="bytes before any promotion; the budget is"):
         quantized(tmp_path / "promoted", data, f"quant.budget_bytes={budget}")
     assert quantized(tmp_path / "chosen", data, *BLOCKS, f"quant.budget_bytes={budget}") <= budget
     result = widths(tmp_path / "chosen")
@@ -112,7 +112,7 @@ def test_what_cannot_fit_leaves_the_run_and_says_how_to_go_on(
     where = str(run.directory)
     assert specc(["quantize", where, "--max-tokens", "50"]) == 4
     message = capsys.readouterr().err
-    assert "bytes with the fewest bits, and the budget is 15,000" in message
+    assert "bytes even with the fewest bits that quant.allocate can choose; the budget is 15,000 bytes" in message
     assert f"specc quantize {where} --set quant.KEY=VALUE" in " ".join(message.split())
     assert sorted(path.read_bytes() for path in run.checkpoints.rglob("*") if path.is_file()) == before
     assert checkpoint.latest(run.checkpoints, lambda _: None) is not None and not any(run.quantized.iterdir())

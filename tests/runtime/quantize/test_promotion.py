@@ -101,7 +101,7 @@ def test_parameters_without_a_trace_or_with_as_many_bits_are_no_candidates() -> 
 def test_a_budget_is_kept_to_the_byte(fits: int, slack: int) -> None:
     budget = 1000 + 100 * fits + slack
     if budget < 1000:
-        with pytest.raises(QuantizeError, match=r"takes 1,000 bytes before any promotion, and the budget is 999"):
+        with pytest.raises(QuantizeError, match=r"takes 1,000 bytes before any promotion; the budget is 999 bytes"):
             promotion(None, budget)
         return
     assert promotion(None, budget) == RANKED[: fits - (slack == -1)]

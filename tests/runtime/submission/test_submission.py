@@ -161,7 +161,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
     done = alone(submission, folder, *data, "--steps", "-2")
     assert done.returncode == 2 and "--steps" in done.stderr and not (folder / WEIGHTS).exists()
     done = alone(submission, folder, *data, "--steps", "2")
-    assert done.returncode == 4 and "bytes with the fewest bits" in done.stderr
+    assert done.returncode == 4 and "bytes even with the fewest bits" in done.stderr
     size = f"the budget is {code + 9000:,}, less {(folder / CODE).stat().st_size:,} for the code"
     assert size in done.stderr
     weights_file = folder / f"{WEIGHTS}.trained"
