@@ -24,7 +24,8 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names that other parts of a model use
-VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # names that other values of a program use
+# Names that other values of a program use
+VALUES = ("cos", "last", "memory", "norm", "positions", "seen", "sin", "starts", "table", "targets")
 
 
 class Between(StrictModel):
