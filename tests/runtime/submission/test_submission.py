@@ -162,7 +162,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
     assert done.returncode == 2 and "--steps" in done.stderr and not (folder / WEIGHTS).exists()
     done = alone(submission, folder, *data, "--steps", "2")
     assert done.returncode == 4 and "bytes even with the fewest bits" in done.stderr
-    size = f"the budget is {code + 9000:,}, less {(folder / CODE).stat().st_size:,} for the code"
+    size = f"the budget is {code + 9000:,} bytes, less {(folder / CODE).stat().st_size:,} for the code"
     assert size in done.stderr
     weights_file = folder / f"{WEIGHTS}.trained"
     resume_command = f"resume with: python {CODE} quantize {WEIGHTS} --data {submission.shards} --budget BYTES"
@@ -171,7 +171,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
     trained, budget = weights_file.read_bytes(), (folder / CODE).stat().st_size + 21_000
     done = alone(submission, folder, "quantize", *data, "--budget", "1000")
     assert done.returncode == 4 and weights_file.read_bytes() == trained
-    assert f"the budget is 1,000, less {(folder / CODE).stat().st_size:,} for the code" in done.stderr
+    assert f"the budget is 1,000 bytes, less {(folder / CODE).stat().st_size:,} for the code" in done.stderr
     done = alone(submission, folder, "quantize", *data, "--budget", str(budget))
     assert done.returncode == 0, done.stderr
     assert not submission_size(folder, budget).over and not weights_file.exists()
