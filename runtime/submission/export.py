@@ -94,7 +94,7 @@ def export_submission(
                 f"{path} ended before its last phase; a submission needs the weights after it", run.resume_command
             )
         raise RunFailure(f"{source} was written before the spec of the run changed", again)
-    text = _code(run, targets, search, codec)
+    text, (*needs, last) = _code(run, targets, search, codec), requirements(spec, run.lock, targets, codec)
     with _removed_on_failure(out, weights):
         try:
             create_folder(out)
@@ -109,7 +109,6 @@ def export_submission(
                 raise IntegrityError(message, "check disk and memory")
 
         write_atomically(code, [text], check)
-    *needs, last = requirements(spec, run.lock, targets, codec)
     compressed = f"compresses the weights with {codec.name.lower()}"
     say(f"{CODE} is for {', '.join(targets)}, {compressed}, and needs {', '.join(needs)} and {last}")
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)

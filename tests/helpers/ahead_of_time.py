@@ -144,15 +144,15 @@ def unequal_sums(code: Any) -> list[str]:
     """
     products: dict[str, set[str]] = {}
     lanes: dict[str, str] = {}
-    found = []
+    unequal = []
     for line in code.asm["ptx"].splitlines():
         if product := PRODUCT.search(line):
             products[product[1]] = {product[2], product[3]}
         elif lane := OF_A_LANE.search(line):
             lanes[lane[1]] = lane[2]
         elif (added := CONTRACTED.search(line)) and products.get(lanes.get(added[3], "")) == {added[1], added[2]}:
-            found.append(line.strip())
-    return found
+            unequal.append(line.strip())
+    return unequal
 
 
 def resources(launches: Sequence[Launch], folder: Path) -> list[tuple[int, int]]:
