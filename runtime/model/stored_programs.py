@@ -10,7 +10,7 @@ of two models could have the same key.
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,8 @@ BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VER
 # traces, and fail because the name exists.
 BUILTINS = "__builtins_dict__"
 Program = Callable[..., Tensor]
+Options = Mapping[str, Any]  # passes of Inductor, by the name of their setting
+NO_OPTIONS: Options = {}
 
 
 def import_compiler() -> None:
@@ -48,16 +50,23 @@ class StoredPrograms:
     def __init__(self, facts: Sequence[object] = ()) -> None:
         self._facts = tuple(facts)
 
-    def compile(self, program: Program | nn.Module, *, fullgraph: bool, dynamic: bool | None = None) -> Program:
+    def compile(
+        self,
+        program: Program | nn.Module,
+        *,
+        fullgraph: bool,
+        dynamic: bool | None = None,
+        options: Options = NO_OPTIONS,
+    ) -> Program:
         """Returns the compiled program. The arguments have the meaning that they have in `torch.compile`.
 
         A program is stored only if it is a method of a generated model and `fullgraph` is true.
         """
         function: Any = program.forward if isinstance(program, nn.Module) else program
         if not (fullgraph and function.__module__.startswith(GENERATED)):
-            compiled: Program = torch.compile(program, fullgraph=fullgraph, dynamic=dynamic)
+            compiled: Program = torch.compile(program, fullgraph=fullgraph, dynamic=dynamic, options=dict(options))
             return compiled
-        return StoredProgram(function, dynamic, self._facts)
+        return StoredProgram(function, dynamic, options, self._facts)
 
 
 class StoredProgram:
@@ -66,11 +75,12 @@ class StoredProgram:
     Args:
         function: the program, which is a method of a generated model.
         dynamic: whether sizes are variables, as in `torch.compile`.
+        options: passes of Inductor, by the name of their setting, as in `torch.compile`.
         facts: properties of the run that are part of the cache key.
     """
 
-    def __init__(self, function: Any, dynamic: bool | None, facts: Sequence[object]) -> None:
-        self._function, self._dynamic, self._facts = function, dynamic, facts
+    def __init__(self, function: Any, dynamic: bool | None, options: Options, facts: Sequence[object]) -> None:
+        self._function, self._dynamic, self._options, self._facts = function, dynamic, options, facts
         self._compiled: Program | None = None
         self._shapes: set[tuple[torch.Size, ...]] = set()  # the shapes of the arguments of earlier calls
 
@@ -109,8 +119,11 @@ class StoredProgram:
         for name in set(variables) - names:
             if name.startswith(BUILTINS):
                 del variables[name]
+        backend = torch._TorchCompileInductorWrapper(  # type: ignore[no-untyped-call]
+            None, dict(self._options), self._dynamic
+        )
         compiled: Program = torch._dynamo.optimize(
-            backend="inductor",
+            backend=backend,
             nopython=True,
             dynamic=self._dynamic,
             package=self._package,
@@ -133,6 +146,7 @@ class StoredProgram:
             (self._function.__module__, self._function.__qualname__, self._dynamic, *self._facts),
             (torch.__version__, torch.version.cuda, sys.version, str(device), name),
             [module.get_hash().hex() for module in configs],
+            [(name, graph_pass.uuid()) for name, graph_pass in self._options.items()],
         )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

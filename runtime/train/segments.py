@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from specc.compiler.changing_values import points_of
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.train import TrainSpec
+from specc.runtime.train.recompute_order import in_order
 from specc.runtime.train.sources.micro_batches import micro_batches
 
 LAST = Phase(1.0, "train", "score")
@@ -87,7 +88,7 @@ def compiled_functions(
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
-        name: compile_training(function, fullgraph=whole, **sizes)
+        name: compile_training(function, fullgraph=whole, options=in_order(), **sizes)
         if name in trains
         else torch.compile(function, fullgraph=whole)
         for name, function in functions.items()

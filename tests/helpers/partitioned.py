@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_samples import SPEC
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -16,6 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import CheckpointPolicy
 
+from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import instantiate
@@ -28,6 +30,13 @@ FIVE_BLOCKS = (
     "model.blocks.changes.0.read=mix.stream * (x + skip.scale * output(3 - layer)) + mix.embedded * x0",
     "model.blocks.changes.1.where=layer >= 3",
 )
+
+
+def small_gpt(name: str, *overrides: str) -> Spec:
+    """Returns a spec with fewer blocks, and rows of 256 tokens."""
+    rows = ("train.micro_batch=16", "model.context=256", "train.tokens_per_step=4096")
+    small = {"gpt2_124m": ("model.vocab=4096", "model.blocks.count=4"), "gpt_mlp35": FIVE_BLOCKS}[name]
+    return load(SPEC.with_name(f"{name}.yaml"), (*rows, *small, *overrides))[0]
 
 
 class _Partitioned(BaseException):

@@ -212,23 +212,26 @@ def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[st
     The bounds are chosen, not proven. The largest error is at most twice that of plain Torch, and the RMS error about
     as large. Of few numbers, where chance decides, the RMS error may be twice as large too. Both may be SUMS times as
     large for sums over all rows, such as gradients of tables of scores: few numbers, which plain Torch may hit. Such a
-    sum is inexact only if it is so for most of AGAIN other inputs too.
+    sum, and an output with a large RMS error alone, is inexact only if it is so for most of AGAIN other inputs too:
+    the RMS error of attention over few keys depends on a few of them.
     """
-    for i, words in _inexact(judge, op):
-        sums = all(isinstance(dim, int) for dim in judge.site.node.types[i].shape)
-        again = [i in dict(_inexact(_redrawn(judge, seed), op)) for seed in AGAIN] if sums else [True]
+    for i, (by_chance, words) in _inexact(judge, op).items():
+        again = [i in _inexact(_redrawn(judge, seed), op) for seed in AGAIN] if by_chance else [True]
         if 2 * sum(again) > len(again):
             yield words
 
 
-def _inexact(judge: Judge, op: Callable[..., Any]) -> Iterator[tuple[int, str]]:
+def _inexact(judge: Judge, op: Callable[..., Any]) -> Mapping[int, tuple[bool, str]]:
+    """Returns the outputs that are inexact, by index: whether by chance, and how much."""
+    inexact = {}
     outputs = judge.call(op)
     labels = judge.site.node.op.output_labels or ("",) * len(judge.exact)
     errors = zip(labels, judge.site.node.types, outputs, judge.errors(outputs), strict=True)
     for i, (label, type, output, error) in enumerate(errors):
         peak = SUMS if all(isinstance(dim, int) for dim in type.shape) else PEAK
         if error.peak > peak or error.rms > (RMS if output.numel() >= MANY and peak == PEAK else peak):
-            yield i, f"output {label} {error.words}"
+            inexact[i] = peak == SUMS or error.peak <= peak, f"output {label} {error.words}"
+    return inexact
 
 
 def _redrawn(judge: Judge, seed: int) -> Judge:

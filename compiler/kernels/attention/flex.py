@@ -1,12 +1,14 @@
 """Attention with a score and a mask, and its gradient, by Torch's FlexAttention."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
-from specc.compiler.expr import score_text, torch_text
+from specc.compiler.expr import score_text, torch_text, variables
 from specc.compiler.expr.mask import sees_itself
 from specc.compiler.expr.python_lines import INSIDE, fitted
+from specc.compiler.expr.score import Score
 from specc.compiler.kernels.attention.attention import REPEATS, inputs_of, table_name, unequal
 from specc.compiler.kernels.attention.block_lists import BlockLists
 from specc.compiler.kernels.attention.scored_context import Writer, is_gradient, op_of
@@ -82,6 +84,8 @@ class FlexKernel(Kernel):
             return f"computes in bf16 or f16, not in {q.dtype}"
         if number_of(q.width) < NARROWEST:
             return f"takes heads of at least {NARROWEST} channels; these have {q.width}"
+        if is_gradient(site) and (table := _read_again(op_of(site).parsed(q.shape[-2])[0])):
+            return f"differentiates one read of each table; the score reads {table} at several places"
         return unequal(site)
 
     @property
@@ -113,7 +117,7 @@ class FlexKernel(Kernel):
                 [*(f"{name}: Tensor" for name in ("q", "k", "v", *further)), "blocks: list[Tensor]"],
                 ") -> tuple[Tensor, Tensor]:",
             ),
-            lines=tuple(line for text in _attend(op, score.plain) for line in fitted(text, INSIDE)),
+            lines=tuple(line for text in _attend(op, score) for line in fitted(text, INSIDE)),
             blocks=BlockLists.of(mask, BLOCK, BLOCK),
             wanted=writer.checks(),
             gradient=gradient,
@@ -123,16 +127,28 @@ class FlexKernel(Kernel):
         return python_file(context.op, "torch/flex_attention.py.jinja", context)
 
 
+def _read_again(score: Score) -> str | None:
+    """Returns a table with several reads, if there is one."""
+    count = Counter(read.table for read in score.reads)
+    return next((table for table in count if count[table] > 1), None)
+
+
+def _reads_keys(score: Score) -> bool:
+    return any("j" in variables(index) for read in score.reads for index in read.indices)
+
+
 def _signature(function: str, names: tuple[str, ...]) -> str:
     return listed(f"def {function}(", [f"{name}: Tensor" for name in names], ") -> Tensor:")
 
 
-def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[str]:
+def _attend(op: ScoredAttention | ScoredAttentionGrad, score: Score) -> Iterator[str]:
     settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
     settings += [f"scale={op.scale!r}"] if op.scale is not None else []
-    settings += [] if plain else ["score_mod=score"]
-    # FlexAttention's decoding kernel does not terminate
-    settings.append('kernel_options={"FORCE_USE_FLEX_ATTENTION": True}')
+    settings += [] if score.plain else ["score_mod=score"]
+    # FlexAttention's decoding kernel does not terminate. With more stages, Triton copies the elements of tables for
+    # the next blocks of keys into shared memory, and they do not fit
+    options = ['"FORCE_USE_FLEX_ATTENTION": True', *(['"num_stages": 1'] if _reads_keys(score) else [])]
+    settings.append(f"kernel_options={{{', '.join(options)}}}")
     yield f"y, lse = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {', '.join(settings)})"
     if op.sinks:
         yield "y = (y * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(q.dtype)"

@@ -67,6 +67,10 @@ def test_refusals_say_why() -> None:
     site = CASES["window"].site((4, 2, 8))
     assert FLEX.rejects(site) == "takes heads of at least 16 channels; these have 8"
     assert FLEX.rejects(CASES["window"].site(SHAPE, dtype="f32")) == "computes in bf16 or f16, not in f32"
+    twice = CASES["one table twice"]
+    assert FLEX.rejects(twice.site(SHAPE)) is None
+    words = "differentiates one read of each table; the score reads p at several places"
+    assert FLEX_GRAD.rejects(twice.site(SHAPE, True)) == words
     assert missing(FLEX, replace(site, target=TARGETS["cpu"]).target) is not None
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from partitioned import FIVE_BLOCKS, partition, saved_bytes, tag_as_in_torch_2_11
+from partitioned import partition, saved_bytes, small_gpt, tag_as_in_torch_2_11
 from run_samples import SPEC, VARIANTS, gpt_mini, small_spec
 
 from specc.compiler import pipeline
@@ -80,12 +80,6 @@ def test_torch_2_11_recomputes_fused_groups(
     tag_as_in_torch_2_11(monkeypatch)
     of_2_11, _ = partition(older, "sm90", tmp_path / "older")
     assert saved_bytes(of_2_11) == saved_bytes(forward)
-
-
-def small_gpt(name: str, *overrides: str) -> Spec:
-    rows = ("train.micro_batch=16", "model.context=256", "train.tokens_per_step=4096")
-    small = {"gpt2_124m": ("model.vocab=4096", "model.blocks.count=4"), "gpt_mlp35": FIVE_BLOCKS}[name]
-    return load(SPEC.with_name(f"{name}.yaml"), (*rows, *small, *overrides))[0]
 
 
 def saved(spec: Spec) -> int:

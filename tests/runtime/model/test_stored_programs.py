@@ -30,6 +30,7 @@ from specc.compiler.spec.check import load
 from specc.runtime.model.code_cache import use_private_caches
 from specc.runtime.model.load import import_file, initialize, instantiate
 from specc.runtime.model.stored_programs import StoredPrograms
+from specc.runtime.train.recompute_order import in_order
 options = json.loads(sys.argv[2])
 use_private_caches()
 if options.get("spec"):
@@ -43,7 +44,7 @@ else:
     model = module.Model()
 torch._inductor.config.fallback_random = options.get("config", False)
 compile = torch.compile if options.get("plain") else StoredPrograms(("facts",)).compile
-program, results = compile(model, fullgraph=True), []
+program, results = compile(model, fullgraph=True, options=in_order()), []
 for rows in options.get("rows", [2, 2]):
     ids = torch.arange(16 * rows).reshape(rows, 16)
     inputs = (ids, ids) if options.get("spec") else (ids[:, :8] / 7.0, torch.ones(2, rows).double() / 3)
@@ -163,5 +164,5 @@ def test_code_that_is_not_generated_is_not_stored(root: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "compile", lambda program, **options: calls.append(options) or program)
     for whole in (True, False):
         StoredPrograms().compile(torch.nn.Linear(2, 2), fullgraph=whole)
-    assert calls == [{"fullgraph": True, "dynamic": None}, {"fullgraph": False, "dynamic": None}]
+    assert calls == [{"fullgraph": whole, "dynamic": None, "options": {}} for whole in (True, False)]
     assert not stored(root)
