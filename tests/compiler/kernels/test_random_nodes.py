@@ -144,6 +144,7 @@ def test_custom_ops_pass_opcheck(trials: Trials, tmp_path: Path) -> None:
         for seed in range(trials["inputs_of_each_op"]):
             inputs = tuple(inputs_of(site, random_sizes(site, rng, 300), "cuda", seed))
             tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-            torch.library.opcheck(op.default, inputs, test_utils=tests)
+            slack = None if kernel.deterministic else 1e-2  # sums whose order varies differ between two calls
+            torch.library.opcheck(op.default, inputs, test_utils=tests, atol=slack, rtol=slack)
         checked.add(kernel.name)
     assert len(checked) > 5
