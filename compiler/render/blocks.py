@@ -260,8 +260,9 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     exclusive: set[tuple[frozenset[int], str]] = set()
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
         graphs = [graph for graph in merged.variants if name in graph.by_name]
-        # blocks may differ in which nodes they have, and in the operation or the sizes of a node
-        forms = {graph.name: (graph.by_name[name].op, graph.by_name[name].types) for graph in graphs}
+        # blocks may differ in which nodes they have, and in the operation, the epilogue or the sizes of a node
+        nodes = {graph.name: graph.by_name[name] for graph in graphs}
+        forms = {graph: (node.op, node.epilogue, node.types) for graph, node in nodes.items()}
         for form in (None, *dict.fromkeys(forms.values())):
             having = uses.having(graph for graph in graphs if form in (None, forms[graph.name]))
             if having != uses.every and name not in groups.get(having, ()):

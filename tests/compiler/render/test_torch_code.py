@@ -8,6 +8,7 @@ from difflib import unified_diff
 
 import pytest
 import torch
+from run_samples import small_spec
 from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
@@ -274,6 +275,19 @@ def test_a_window_changes_no_line_of_the_mlp() -> None:
     )
     lines = [[line for line in text.splitlines() if "mlp" in line or "act" in line] for text in (first, second)]
     assert lines[0] == lines[1] and len(lines[0]) > 5
+
+
+def test_blocks_that_differ_in_an_epilogue() -> None:
+    """The product of the deployed model adds the output of the MLP to the stream."""
+    spec = small_spec(
+        "targets=[sm90]",
+        "model.blocks.changes=[{where: layer == 1, mlp: {write: x + 0.5 * y}}]",
+        "model.blocks.layers.1.write=x + y",
+        "model.blocks.layers.1.learn={}",
+        'quant.rules=[{match: "*.{up,down}", scheme: int8}, {match: "*.{residual,q_gain}", scheme: none, dtype: f16}]',
+    )
+    text = compile_loaded(spec, None).files["sm90/deployed/model.py"]
+    assert "self.down = layer in DOWN\n" in text and "        if self.down:\n            x = int8_linear_add" in text
 
 
 def test_a_program_that_is_another_by_text_is_an_alias() -> None:
