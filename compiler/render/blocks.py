@@ -268,6 +268,10 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
             if having != uses.every and name not in groups.get(having, ()):
                 groups.setdefault(having, []).append(name)
                 exclusive |= {(having, name)} if form is None else set()
+    # blocks with equal nodes may differ in the values that a node reads, or that the block returns
+    for graph in merged.variants:
+        if uses.layers[graph.name] != uses.every:
+            groups.setdefault(uses.layers[graph.name], [graph.nodes[-1].name])
 
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 

@@ -5,11 +5,12 @@ import math
 import random
 import re
 from difflib import unified_diff
+from pathlib import Path
 
 import pytest
 import torch
 from run_samples import small_spec
-from tiny_models import ATTENTION, MLP, tiny
+from tiny_models import ATTENTION, MLP, float64, pair, spec_data, spec_of, tiny
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
@@ -288,6 +289,26 @@ def test_blocks_that_differ_in_an_epilogue() -> None:
     )
     text = compile_loaded(spec, None).files["sm90/deployed/model.py"]
     assert "self.down = layer in DOWN\n" in text and "        if self.down:\n            x = int8_linear_add" in text
+
+
+def test_blocks_that_differ_only_in_the_values_that_nodes_read(tmp_path: Path) -> None:
+    """Block 1 reads the streams of block 0 with their names swapped."""
+    data = spec_data(fuse=())
+    data["model"]["blocks"] = {
+        "count": 4,
+        "layers": [{**ATTENTION, "read": "a"}, {**MLP, "read": "b"}],
+        "write": {"a": "a + attention", "b": "b + mlp"},
+        "changes": [
+            {"where": "layer == 0", "read": {"a": "x", "b": "2 * x"}},
+            {"where": "layer == 1", "read": {"a": "b", "b": "a"}},
+            {"where": "layer == layers - 1", "write": "a + attention + b + mlp"},
+        ],
+    }
+    with float64():
+        models = pair(spec_of(data), tmp_path)
+        ids, targets = models.batch()
+        want = models.reference("train", ids=ids, targets=targets)["loss"]
+        torch.testing.assert_close(models.model(ids, targets), want)
 
 
 def test_a_program_that_is_another_by_text_is_an_alias() -> None:
