@@ -20,7 +20,7 @@ _OPS.define("empty_after(SymInt[] size, Tensor earlier, *, ScalarType dtype) -> 
 @torch.library.impl(_OPS, "after", "CompositeExplicitAutograd")
 def after(x: Tensor, earlier: Tensor) -> Tensor:
     """Returns a view of `x` that compiled code computes after `earlier`."""
-    return x.view(x.shape)
+    return x.detach()  # `view` fails for tensors of variable size, such as the states of generators in Torch 2.11
 
 
 @torch.library.impl(_OPS, "empty_after", "CompositeExplicitAutograd")

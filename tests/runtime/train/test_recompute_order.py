@@ -7,6 +7,8 @@ import torch
 from partitioned import partition, small_gpt
 from run_samples import gpt_mini
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from specc.runtime.model.load import initialize, instantiate
 from specc.runtime.train.recompute_order import RecomputeOrder, in_order
@@ -71,3 +73,13 @@ def test_the_gradients_do_not_change(part: str, tmp_path: Path) -> None:
         function(ids, ids).sum().backward()
         gradients.append([param.grad for param in loaded.model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_sizes_may_be_variables() -> None:
+    """Torch 2.11 gives the saved states of generators variable sizes."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
+    x = mode.from_tensor(torch.zeros(5), symbolic_context=sizes)
+    with mode:
+        assert torch.ops.specc.after(x, x).shape == x.shape and not isinstance(x.shape[0], int)
+        assert torch.ops.specc.empty_after([2, *x.shape], x, dtype=x.dtype).shape == (2, *x.shape)
