@@ -65,6 +65,7 @@ class _Facts:
             of these products separately.
         experts: whether the model has experts.
         gpu: whether a target is a GPU.
+        rounds: whether training rounds weights as quantization will.
     """
 
     spec: Spec
@@ -73,10 +74,15 @@ class _Facts:
     reused: frozenset[str]
     experts: bool
     gpu: bool
+    rounds: bool
 
     @property
     def writes_text(self) -> bool:
         return self.quant.calibrate.source == "self"
+
+    @property
+    def packs(self) -> bool:
+        return getattr(self.spec.train.data, "order", None) == "best_fit"
 
     @property
     def corrects(self) -> bool:
@@ -98,6 +104,13 @@ _WHEN_USED: Mapping[Symbol, Callable[[_Facts], bool]] = {
     ("specc.runtime.train.loss_scale", "LossScale"): lambda facts: facts.spec.train.precision.scaling is not None,
     ("specc.runtime.metrics.expert_load", "expert_loads"): lambda facts: facts.experts,
     ("specc.runtime.metrics.expert_load", "imbalance"): lambda facts: facts.experts,
+    ("specc.runtime.metrics.loss_terms", "loss_terms"): lambda facts: len(facts.spec.train.losses) > 1,
+    ("specc.runtime.optim.average", "Average"): lambda facts: facts.spec.train.average is not None,
+    ("specc.runtime.optim.fake_quantized", "FakeQuantized"): lambda facts: facts.rounds,
+    ("specc.runtime.data.windows.packing", "best_fit"): lambda facts: facts.packs,
+    ("specc.runtime.data.windows.packing", "document_starts"): lambda facts: facts.packs,
+    ("specc.runtime.data.windows.packing", "lengths_from"): lambda facts: facts.packs,
+    ("specc.runtime.data.windows.packing", "read_row"): lambda facts: facts.packs,
     ("specc.runtime.model.cuda_graph", "Captured"): lambda facts: facts.gpu or facts.writes_text,
 }
 NATIVE = ("specc.runtime.support.native", "compile_ahead")
@@ -224,7 +237,8 @@ def _facts(spec: Spec, targets: Sequence[str]) -> _Facts:
     solved = {name for name, scheme in base.items() if scheme.needs_hessian}
     experts = any(len(parameter.shape) == 3 for parameter in programs.params)
     gpu = any(TARGETS[target].arch for target in targets)
-    return _Facts(spec, spec.quant, base, reused(programs) & solved, experts, gpu)
+    rounds = spec.train.qat is not None or any(phase.rounds for phase in programs.phases)
+    return _Facts(spec, spec.quant, base, reused(programs) & solved, experts, gpu, rounds)
 
 
 def _plan(
