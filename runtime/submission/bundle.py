@@ -114,6 +114,7 @@ _WHEN_USED: Mapping[Symbol, Callable[[_Facts], bool]] = {
     ("specc.runtime.model.cuda_graph", "Captured"): lambda facts: facts.gpu or facts.writes_text,
 }
 NATIVE = ("specc.runtime.support.native", "compile_ahead")
+IN_ORDER = ("specc.runtime.train.recompute_order", "in_order")
 _BUFFERS: Mapping[str, Symbol] = {
     fp8.STORAGE: ("specc.runtime.train.fp8_scales", "Fp8Scales"),
     dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
@@ -197,6 +198,8 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(facts)}
     if not any(name.endswith(".cu") for name in generated):
         unused[NATIVE] = (_KNOWN, "nothing")
+    if not spec.train.recompute:
+        unused[IN_ORDER] = (_KNOWN, "nothing")
     idle = {symbol: (_KNOWN, "NoBuffers") for storage, symbol in _BUFFERS.items() if storage not in storages}
     shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused, **idle}, f"{PACKAGE}.{JOINED}")
     shaker.reach(ENTRY, "main")

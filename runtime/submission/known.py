@@ -57,7 +57,7 @@ def unused(*arguments: object) -> NoReturn:
 
 
 def nothing(*arguments: object) -> None:
-    """Replaces `compile_ahead` if the model has no CUDA C++ sources."""
+    """Replaces `compile_ahead` if the model has no CUDA C++ sources, and `in_order` if the model recomputes nothing."""
 
 
 class NoBuffers:

@@ -120,7 +120,8 @@ class Combined(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
-        return (rows.flatten(0, -2)[place] * weights.unsqueeze(-1)).sum(-2).type_as(rows)
+        y = (rows.flatten(0, -2)[place] * weights.unsqueeze(-1)).sum(-2)
+        return y.to(rows.dtype, copy=True)  # Torch 2.11 compiles no gradient of a result without work
 
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_samples import small_spec
+from run_samples import SPEC, small_spec
 from tiny_models import ATTENTION, MLP, float64, pair, spec_data, spec_of, tiny
 
 from specc.compiler import pipeline
@@ -325,3 +325,39 @@ def test_a_parameter_is_where_its_name_says() -> None:
     assert [p.name for p in programs.params if p.name.startswith("blocks.0.mlp")] == [
         f"blocks.0.mlp.{name}" for name in ("up", "down", "residual")
     ]
+
+
+WITHOUT_WORK = {"type_as", "to", "float", "contiguous", "flatten", "detach"}  # which may return their input
+
+
+def results_without_work(text: str) -> list[str]:
+    """The results of forward methods of autograd functions that may be the value of another name."""
+    functions = [
+        node
+        for cls in ast.walk(ast.parse(text))
+        if isinstance(cls, ast.ClassDef) and "autograd.Function" in ast.unparse(cls)
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.name == "forward"
+    ]
+    calls = []
+    for function in functions:
+        assigned = {ast.unparse(n.targets[0]): n.value for n in ast.walk(function) if isinstance(n, ast.Assign)}
+        for returned in (node.value for node in ast.walk(function) if isinstance(node, ast.Return)):
+            for value in returned.elts if isinstance(returned, ast.Tuple) else (returned,):
+                call = assigned.get(ast.unparse(value), value)
+                method = call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
+                if method in WITHOUT_WORK and "copy=True" not in ast.unparse(call):
+                    calls.append(ast.unparse(call))
+    return calls
+
+
+def test_results_of_autograd_functions_are_new_values() -> None:
+    """For others, the compiler of Torch 2.11 gives the inputs gradients of zero."""
+    root = SPEC.parents[1]
+    texts = [path.read_text() for path in root.glob("generated/**/*.py")]
+    texts += [text for path in root.glob("templates/torch/**/*.jinja") if "{%" not in (text := path.read_text())]
+    python = [text for text in texts if "{{" not in text and "autograd.Function" in text]
+    assert len(python) > 20 and [call for text in python for call in results_without_work(text)] == []
+    assert results_without_work(
+        "class F(torch.autograd.Function):\n def forward(ctx, x):\n  y = x.float()\n  return y, 1"
+    )
