@@ -151,9 +151,9 @@ def main() -> NoReturn:
     code = _flushed(code)
     if "torch" not in sys.modules:
         gc.freeze()  # skips the last garbage collection, which would take up to a tenth of the run time
-    if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if (code and "RANK" in os.environ and "WORLD_SIZE" in os.environ) or code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
         # A failed process of a distributed run skips its teardown. CUDA or NCCL could otherwise wait for ranks that
-        # have ended.
+        # have ended. A process that a signal ends skips it too: the teardown of a Torch that is half imported aborts.
         os._exit(code)
     sys.exit(code)
 

@@ -67,16 +67,18 @@ def keep_going() -> None:
 
     Standard output then ignores a closed pipe, and standard error ignores all write errors. With several processes,
     each line on standard error of a process other than rank 0 begins with the rank. In an ASCII locale, both streams
-    use UTF-8.
+    use UTF-8. A standard stream that the caller has closed is empty.
     """
-    if sys.stdout is not None:
-        results = _Stream(sys.stdout.fileno(), BrokenPipeError)
-        sys.stdout = _text(results, sys.stdout.encoding, sys.stdout.errors, results.isatty())
-    if sys.stderr is not None:
-        rank = os.environ.get("RANK", "0")
-        prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""
-        stream = _Stream(sys.stderr.fileno(), OSError, prefix)
-        sys.stderr = _text(stream, sys.stderr.encoding, "backslashreplace", True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it
+            nothing = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, io.TextIOWrapper(open(nothing, f"{mode}b", closefd=False), "utf-8"))  # noqa: SIM115
+    results = _Stream(sys.stdout.fileno(), BrokenPipeError)
+    sys.stdout = _text(results, sys.stdout.encoding, sys.stdout.errors, results.isatty())
+    rank = os.environ.get("RANK", "0")
+    prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""
+    stream = _Stream(sys.stderr.fileno(), OSError, prefix)
+    sys.stderr = _text(stream, sys.stderr.encoding, "backslashreplace", True)
 
 
 def _text(stream: _Stream, encoding: str, errors: str | None, line_buffering: bool) -> io.TextIOWrapper:

@@ -79,7 +79,7 @@ class Blocks(Block):
         for i, change in enumerate(_listed(data.get("changes"))):
             for layer in layers if isinstance(change, dict) else ():
                 title = layer.get("name") or layer["kind"]
-                if isinstance(fields := change.get(title), dict):
+                if isinstance(title, str) and isinstance(fields := change.get(title), dict):
                     yield ("changes", i, title), AnyLayer, {"kind": layer["kind"], **fields}
 
     @model_validator(mode="after")

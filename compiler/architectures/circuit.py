@@ -141,6 +141,8 @@ class Circuit:
                     message = f"{where}this expression cannot read `{value}`, which has one vector per head"
                     hint = "read it in the expression `v` of an attention layer"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
+            if not wiring.names and not wiring.earlier:
+                yield Problem(path, "S246", f"{where}this expression reads no value", "read one, such as `x`")
             yield from number_problem(wiring, path, layer, layers)
         used = {name for _, wiring, _ in self.expressions for name in wiring.names.values()}
         for i, title in enumerate(titles):

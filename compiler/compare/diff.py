@@ -93,7 +93,7 @@ class Comparison:
 
     def _saved(self) -> str:
         sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
-        amount = f"{' -> '.join(dict.fromkeys(sizes))} MB per micro-batch for the backward pass"
+        amount = f"{' -> '.join(dict.fromkeys(sizes))} MB per micro-batch by fused groups"
         old, new = (summary.saved_names for summary in self.summaries)
         places = [place for place in {**old, **new} if old.get(place) != new.get(place)]
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))

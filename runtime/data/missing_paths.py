@@ -33,4 +33,4 @@ def nearest_paths(path: Path) -> str:
 def missing_source(path: Path) -> DataError:
     """Returns the error to raise for a text source that does not exist."""
     near = nearest_paths(path)
-    return DataError(f"{path}: no such file or folder", f"{near} {SOURCES}" if near else SOURCES)
+    return DataError(f"{path}: no such file or folder", "; ".join(filter(None, (near, SOURCES))))

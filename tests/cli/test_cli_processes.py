@@ -137,3 +137,13 @@ def test_notes_that_cannot_be_written_change_nothing() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "specc.cli", "build", "specs/nope.yaml"]
         assert subprocess.run(command, cwd=ROOT, stderr=full).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "closed"), [("plan specs/gpt_mini.yaml", 1), ("validate nope.yaml", 2), ("validate -", 0)]
+)
+def test_closed_streams_are_empty(arguments: str, closed: int) -> None:
+    command = f"exec {sys.executable} -m specc.cli {arguments} {closed}>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (0 if closed == 1 else 2) and "Traceback" not in done.stderr
+    assert closed != 0 or "S002 the file is empty" in done.stderr

@@ -122,7 +122,8 @@ class Combined(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
         y = (rows.flatten(0, -2)[place] * weights.unsqueeze(-1)).sum(-2)
-        return y.to(rows.dtype, copy=True)  # Torch 2.11 compiles no gradient of a result without work
+        # With Torch 2.11, the compiled gradient of a result that is the input of `to` is zero
+        return y.to(rows.dtype, copy=True)
 
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
