@@ -26,7 +26,6 @@ from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.dtypes import DTYPES
-from specc.runtime.errors import IntegrityError
 from specc.runtime.model.parameters import assign, fill, place
 from specc.runtime.model.protocols import GeneratedText, text_model
 from specc.runtime.quantize.weights import TrainedModel
@@ -149,12 +148,12 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
         data = json.loads(text)
         rules, data["quant"]["rules"] = data["quant"]["rules"], []
         if data != json.loads(plan.SPEC):
-            raise IntegrityError("the weights belong to another model")
+            raise ValueError("the weights belong to another model")
         for rule in rules:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}
             schemes[rule["match"]] = plan.SCHEMES[rule["scheme"]](**settings)
         if list(schemes) != list(plan.BASE):
-            raise IntegrityError("the file has parameters of another model")
+            raise ValueError("the file has parameters of another model")
         return _interface(schemes), layout(schemes, SHAPES)
 
     artifact = read_artifact(path, expected)

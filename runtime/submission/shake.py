@@ -16,8 +16,6 @@ from typing import TypeGuard, cast
 from specc.runtime.submission.flatten import Symbol, flattened
 from specc.runtime.submission.scopes import shorten
 
-_MISUSE = ("ValueError", "TypeError", "IndexError", "RuntimeError")  # specc raises them only where its code is wrong
-
 
 class ShakeError(Exception):
     """Raised if the sources contain a construct that is not supported."""
@@ -257,14 +255,6 @@ def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
     return isinstance(statement, ast.FunctionDef) and not (statement.name.startswith("__"))
 
 
-def _is_argument_check(node: ast.If) -> bool:
-    *first, last = node.body
-    error = last.exc if isinstance(last, ast.Raise) else None
-    name = error.func.id if isinstance(error, ast.Call) and isinstance(error.func, ast.Name) else ""
-    simple = all(isinstance(each, ast.Assign) for each in first) and not node.orelse
-    return name in _MISUSE and simple and not any(isinstance(each, ast.NamedExpr) for each in ast.walk(node.test))
-
-
 def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
     if not isinstance(statement, ast.ClassDef):
         return statement
@@ -316,11 +306,10 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings. With `annotations`, also removes annotations, casts, assertions and checks of arguments.
+    """Removes docstrings. With `annotations`, also removes annotations, casts and assertions.
 
-    A check of arguments is an `if` statement that raises an error of `_MISUSE`, or `strict=True` of `zip`. Annotations
-    in a class body become `int`, because dataclasses find their fields by annotations. Ranges in `Field(...)` and the
-    marker of keyword-only fields remain.
+    Annotations in a class body become `int`, because dataclasses find their fields by annotations. Ranges in
+    `Field(...)` and the marker of keyword-only fields remain.
     """
 
     def __init__(self, annotations: bool) -> None:
@@ -351,19 +340,17 @@ class _Strip(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        function = node.func.id if isinstance(node.func, ast.Name) and self._annotations else ""
-        if function == "zip":
-            node.keywords = []
-        return node.args[1] if function == "cast" and len(node.args) == 2 else node
+        cast = isinstance(node.func, ast.Name) and node.func.id == "cast" and len(node.args) == 2
+        return node.args[1] if cast and self._annotations else node
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert | None:
         return None if self._annotations else node
 
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             return [cast(ast.stmt, self.visit(statement)) for statement in node.orelse]
         self.generic_visit(node)
-        return None if self._annotations and _is_argument_check(node) else node
+        return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | None:
         if not self._annotations:
@@ -380,10 +367,6 @@ class _Strip(ast.NodeTransformer):
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
             node.body = node.body[1:]
         self.generic_visit(node)
-        return node
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if isinstance(node, ast.stmt) and getattr(node, "body", None) == []:
-            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+        if not node.body and not isinstance(node, ast.Module):
+            node.body = [ast.Pass()]
         return node

@@ -66,30 +66,6 @@ def test_what_is_kept_runs_alone(package: Path) -> None:
     assert importlib.import_module("shaken.whole").main() == ("42/a!", "mine")
 
 
-CHECKS = """
-def main(values, count=2):
-    if count < 1:
-        message = f"count is {count}"
-        raise ValueError(message)
-    for value in values:
-        if value < 0:
-            raise IndexError("negative")
-    if not values:
-        raise OSError("kept")
-    return [a + b for a, b in zip(values, range(9), strict=True)]
-"""
-
-
-def test_checks_of_arguments_are_left_out() -> None:
-    shaker = Shaker("p", {"p": "", "p.main": CHECKS}, {}, "shaken.whole")
-    shaker.reach("p.main", "main")
-    names: dict[str, Any] = {}
-    exec(text := shaker.texts(("p.main", "main"))["whole.py"], names)
-    assert names["main"]([-1, 2], 0) == [-1, 3] and "message" not in text and "strict" not in text
-    with pytest.raises(OSError, match="kept"):
-        names["main"]([])
-
-
 CLASSES = """
 import abc, threading
 class Base:
