@@ -12,21 +12,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-_OPS = torch.library.Library("specc", "FRAGMENT")  # type: ignore[no-untyped-call]
-_OPS.define("after(Tensor(a) x, Tensor earlier) -> Tensor(a)")  # type: ignore[no-untyped-call]
-_OPS.define("empty_after(SymInt[] size, Tensor earlier, *, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
-
-@torch.library.impl(_OPS, "after", "CompositeExplicitAutograd")
 def after(x: Tensor, earlier: Tensor) -> Tensor:
     """Returns a view of `x` that compiled code computes after `earlier`."""
     return x.detach()  # `view` fails for tensors of variable size, such as the states of generators in Torch 2.11
 
 
-@torch.library.impl(_OPS, "empty_after", "CompositeExplicitAutograd")
 def empty_after(size: list[int], earlier: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Returns a tensor without values, which compiled code allocates after `earlier`."""
     return earlier.new_empty(size, dtype=dtype)
+
+
+_OPS = torch.library.Library("specc", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPS.define("after(Tensor(a) x, Tensor earlier) -> Tensor(a)")  # type: ignore[no-untyped-call]
+_OPS.define("empty_after(SymInt[] size, Tensor earlier, *, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+# As statements, because submissions leave out functions that nothing calls by name
+_OPS.impl("after", after, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_OPS.impl("empty_after", empty_after, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 def in_order() -> Mapping[str, "RecomputeOrder"]:

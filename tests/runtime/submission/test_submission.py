@@ -235,6 +235,23 @@ def test_data_that_is_none_is_told(submission: Submission, tmp_path: Path) -> No
     assert done.returncode == 2 and "contains no token shards" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_submission_that_recomputes_has_the_operations_of_its_order(submission: Submission) -> None:
+    """And one that does not has no part of them."""
+    parts = []
+    for recompute in ((), ("mlp",)):
+        train = submission.run.spec.train.model_copy(update={"recompute": recompute})
+        spec = submission.run.spec.model_copy(update={"train": train})
+        files = bundle.modules(spec, submission.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
+        tree = ast.parse(files[f"{bundle.JOINED}.py"])
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        calls = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".impl")
+        ]
+        assert all(ast.unparse(call.args[1]) in functions for call in calls)
+        parts.append([ast.literal_eval(call.args[0]) for call in calls])
+    assert parts == [[], ["after", "empty_after"]]
+
+
 def test_the_code_is_small_and_without_specc(submission: Submission) -> None:
     """No statement of the files that it unpacks imports specc, and all of them parse."""
     files = bundle.modules(submission.run.spec, submission.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
