@@ -1,9 +1,14 @@
 """Every kernel of the catalogue on random nodes and shapes: exact, without strays; products of small whole numbers."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -11,7 +16,7 @@ import torch
 from fork_server import run_script
 from int8_sites import here
 from kernel_sites import DTYPES, expected, imported, make_site
-from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, inexact, random_site, random_sizes, strays
+from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, checked, inexact, random_site, random_sizes, strays
 from tiers import Trials, soak, tiers
 from torch import Tensor
 
@@ -26,10 +31,21 @@ EXACT = ("relu2", "relu6", "mul", "two_muls", "scaled_residual")  # epilogues of
 
 
 def wrong(place: Place, check: Check, shapes: int) -> Iterator[str]:
-    """Yields what is wrong with any kernel of a target whose package is installed."""
-    for kernel in KERNELS.values():
-        if not missing(kernel, TARGETS[place.target]) and (not kernel.package or find_spec("flash_attn")):
-            yield from place.check(kernel, check, shapes)
+    """Yields what is wrong with any kernel of a target whose package is installed.
+
+    Processes share the kernels of a GPU, whose compilation takes most of the time.
+    """
+    names = [
+        name
+        for name, kernel in KERNELS.items()
+        if not missing(kernel, TARGETS[place.target]) and (not kernel.package or find_spec("flash_attn"))
+    ]
+    found = partial(checked, place, check, shapes)
+    if place.device == "cpu":
+        yield from chain.from_iterable(map(found, names))
+        return
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // 2), get_context("spawn")) as pool:
+        yield from chain.from_iterable(pool.map(found, names))
 
 
 @tiers("C10", shapes_of_each_kernel_of_the_cpu=(2, 200))
