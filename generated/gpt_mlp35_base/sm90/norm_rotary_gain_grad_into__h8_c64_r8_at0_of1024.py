@@ -2,7 +2,7 @@
 # templates/triton/norm_rope.py.jinja.
 # blocks.*.attention.q.rope.grad    dy bf16[B,T,8,64], x bf16[B,T,8,64],
 #     cos f32[T,8], sin f32[T,8], gain bf16[8,1], whole bf16[B,T,1024] ->
-#     whole bf16[B,T,1024], dgain bf16[8,1]    plan 2f01403978af
+#     whole bf16[B,T,1024], dgain bf16[8,1]    plan 89c68d7d0485
 """blocks.*.attention.q.rope.grad: the gradient of RMSNorm, rotary embedding and gain in one kernel.
 
     dz[i] = dy[i] * cos[i] - dy[i + 8] * sin[i] for i < 8
