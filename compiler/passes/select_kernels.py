@@ -10,6 +10,7 @@ from specc.compiler.catalog import catalog
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import NOT_REPEATABLE, Kernel, Site, refusal, symbol
+from specc.compiler.pattern import matches
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.cost import graph_costs
@@ -211,7 +212,9 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 def together(labels: Sequence[str]) -> str:
     """Joins labels. Labels that differ in one word become one pattern, such as `blocks.*.attention.{q,k}.rope`. All
-    other labels are joined with ` and `."""
+    other labels are joined with ` and `. A label that another one covers is left out, such as `blocks.9.attention.y`
+    next to `blocks.*.attention.y`: a change of one block should not change the text of a kernel of all blocks."""
+    labels = [label for label in labels if not any(matches(other, label) for other in labels if other != label)]
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
         differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]

@@ -3,12 +3,16 @@
 import copy
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
-from specc.compiler.build import compile_loaded
+from specc.compiler.build import compile_loaded, compile_spec
+from specc.compiler.passes.select_kernels import together
+
+SPEC = Path(__file__).parents[3] / "specs" / "gpt_mlp35.yaml"
 
 Blocks = dict[str, Any]
 EDITS: dict[str, tuple[int, Callable[[Blocks], Any]]] = {
@@ -42,3 +46,19 @@ def test_an_edit_changes_few_lines(name: str) -> None:
     lines = list(difflib.unified_diff(module(base), module(edited), n=0, lineterm=""))
     changed = [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert 0 < len(changed) <= most, "\n".join(changed)
+
+
+def test_value_embeddings_in_other_blocks_change_no_kernel() -> None:
+    moved = "model.blocks.changes.1.where=layer == 8 or layer == 9"
+    base, edited = (compile_spec(SPEC, overrides, ("sm90",)).files for overrides in ((), (moved,)))
+    assert base.keys() == edited.keys()
+    assert [path for path in base if base[path] != edited[path]] == ["sm90/model.py", "PLAN.md", "manifest.json"]
+    pairs = zip(base["sm90/model.py"].splitlines(), edited["sm90/model.py"].splitlines(), strict=True)
+    assert sum(old != new for old, new in pairs) == 1
+
+
+def test_labels_that_a_pattern_covers_are_left_out() -> None:
+    assert together(["blocks.*.attention.y", "blocks.9.attention.y"]) == "blocks.*.attention.y"
+    assert together(["blocks.9.mlp.up + act", "blocks.*.mlp.up + act"]) == "blocks.*.mlp.up + act"
+    assert together(["blocks.*.mlp.up", "blocks.9.mlp.up + act"]) == "blocks.*.mlp.up and blocks.9.mlp.up + act"
+    assert together(["a.q.rope", "a.k.rope"]) == "a.{q,k}.rope"
