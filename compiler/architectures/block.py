@@ -32,8 +32,8 @@ class Block(StrictModel):
 
     A run is one execution of a block. Runs are counted from 0. Expressions can read the residual stream `x`, `x0` (the
     input of the first block), `output(k)` (the stream after run k), learned values, `layer` (the index of the block)
-    and `layers` (the number of blocks). With several residual streams, `read` and `write` have one expression per
-    stream, by name. Expressions read streams by these names.
+    and `layers` (the number of blocks of this stack). With several residual streams, `read` and `write` have one
+    expression per stream, by name. Expressions read streams by these names.
 
     Attributes:
         norm: the norms of the block, before each layer or in other places. null for none.

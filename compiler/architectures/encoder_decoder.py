@@ -99,7 +99,8 @@ class EncoderDecoder(Architecture):
 
     @property
     def layers(self) -> int:
-        """The value of `layers` in formulas: the number of blocks of encoder and decoder, at least 1."""
+        """The value of `layers` in formulas outside of stacks: the number of blocks of encoder and decoder, at least
+        1."""
         return max(1, sum(stage.blocks for stage in (*self.encoder, *self.decoder)))
 
     @property

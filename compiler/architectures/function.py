@@ -9,6 +9,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_refs
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call, returned
+from specc.compiler.programs.init import value_of
 from specc.compiler.programs.tables import Tables
 
 
@@ -57,8 +58,8 @@ class Function:
         """
         body = self.tables.intern(self.b, names, at, outputs, layer)
         results = returned(types or [self.b.types[ref] for ref in outputs.values()])
-        scalars = tuple((name, self.tables.value(formula, layer)) for name, (formula, _) in self.b.scalars.items())
-        formulas = tuple((name, text) for name, (_, text) in self.b.scalars.items())
+        formulas = tuple(self.b.scalars.items())
+        scalars = tuple((name, value_of(formula, layer=float(layer))) for name, formula in formulas)
         call = Call(body.name, at, results, scalars, tuple(labels), formulas)
         return output_refs(self.outer.add(node, call, self.args), len(results))
 

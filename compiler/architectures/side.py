@@ -64,7 +64,7 @@ class Side:
 
     def shape_of(self, stage: Part) -> Shape:
         width = self.widths.get(stage.title, 0)
-        return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
+        return replace(self.shape, dim=width, blocks=stage.blocks).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
         """Returns the types of the decoding state, such as caches, by side, stage and key. `stages` contains stages

@@ -28,6 +28,7 @@ class Shape:
         source: The number of features of the encoder's output. 0 without an encoder.
         layer: The index of the block being checked, from 0. Blocks are lowered without it, so that equal blocks are
             lowered once.
+        blocks: The number of blocks of the stack that contains the part. 0 outside of stacks.
         attention: The attention sizes, such as `heads`, that formulas of the block may read.
         prefix: The number of tokens at the start of a sequence that may attend to each other.
         page: The number of positions per cache page. 0 if the cache has one row per text.
@@ -44,6 +45,7 @@ class Shape:
     cache_length: Dim = "S"
     source: Dim = 0
     layer: int = 0
+    blocks: int = 0
     attention: tuple[tuple[str, int], ...] = ()
     prefix: int = 0
     page: int = 0
@@ -52,7 +54,8 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        return self.tables.layers
+        """The value of `layers` in formulas: the number of blocks of the stack, or of the model outside of stacks."""
+        return self.blocks or self.tables.layers
 
     @property
     def size(self) -> Callable[..., int]:

@@ -105,18 +105,20 @@ class Learned(StrictModel):
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         leaf = name.rpartition(".")[2]
         dims = self.dims(shape.sizes)
-        start = shape.matrix_init if self.init is None else self.init
+        own = self.init is not None
+        start = self.init if own else shape.matrix_init, shape.layers if own else shape.tables.layers
         if self.of is None:
-            ref = b.learned_param(leaf, shape.activation(*dims), start)
+            ref = b.learned_param(leaf, shape.activation(*dims), *start)
         elif self.of == IDS:
-            ref = b.add(leaf, Embedding(), (value, b.learned_param(leaf, shape.activation(shape.vocab, *dims), start)))
+            table = b.learned_param(leaf, shape.activation(shape.vocab, *dims), *start)
+            ref = b.add(leaf, Embedding(), (value, table))
         else:
             width = b.types[value].width
             assert isinstance(width, int)
             features = self.features or width
             if features != width:
                 value = b.add(f"{leaf}.read", FirstFeatures(features), (value,))
-            ref = b.add(leaf, Linear(), (value, b.learned_param(leaf, shape.activation(*dims, features), start)))
+            ref = b.add(leaf, Linear(), (value, b.learned_param(leaf, shape.activation(*dims, features), *start)))
         b.scope = outer
         return ref
 
@@ -173,12 +175,11 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
 
     A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
     """
-    layers = float(shape.layers)
-    text = stated(formula, layers=layers)
-    if not isinstance(formula, str) or "layer" not in variables(parse(formula)):
-        return repr(b.constant(name, value_of(formula, layers=layers), text)), {}
-    free = first_free(name, lambda option: option not in b.scalars or b.scalars[option][1] == text)
-    return free, {free: b.scalar(free, formula, str(text))}
+    text = stated(formula, layers=float(shape.layers))
+    if not isinstance(text, str) or "layer" not in variables(parse(text)):
+        return repr(b.constant(name, value_of(text), text)), {}
+    free = first_free(name, lambda option: b.scalars.get(option, text) == text)
+    return free, {free: b.scalar(free, text)}
 
 
 def number_problem(

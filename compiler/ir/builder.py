@@ -14,7 +14,8 @@ class Builder:
     """Builds one graph by adding nodes. The name of each node and parameter begins with `scope`.
 
     A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to its
-    value and its formula.
+    value and its formula. `scalars` maps the name of each number that callers pass to its formula. `learned` maps the
+    path of each learned value to the value of `layers` in its initialization.
     """
 
     name: str
@@ -22,22 +23,22 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Named] = field(default_factory=list)
     params: dict[str, TensorType] = field(default_factory=dict)
-    scalars: dict[str, tuple[str, str]] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, object] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
-    learned: set[str] = field(default_factory=set)
+    learned: dict[str, int] = field(default_factory=dict)
 
     def input(self, name: str, type: TensorType) -> str:
         self.inputs.append((name, type))
         self.types[name] = type
         return name
 
-    def scalar(self, name: str, formula: str, text: str) -> str:
+    def scalar(self, name: str, formula: str) -> str:
         """Declares a number that each caller of the graph passes, and returns a reference to the number. Each caller
-        computes the number from `formula`, and `text` is the formula in generated code."""
-        self.scalars.setdefault(name, (formula, text))
+        computes the number from `formula`, which reads only `layer`."""
+        self.scalars.setdefault(name, formula)
         self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 
@@ -56,15 +57,15 @@ class Builder:
         self.types[f"@{path}"] = type
         return f"@{path}"
 
-    def learned_param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares the parameter of a learned value of the spec, and returns a reference to the parameter. Raises
-        TypeRuleError if another parameter has the same name."""
+    def learned_param(self, name: str, type: TensorType, init: object, layers: int) -> str:
+        """Declares the parameter of a learned value of the spec, and returns a reference to the parameter. `layers` is
+        the value of `layers` in `init`. Raises TypeRuleError if another parameter has the same name."""
         path = self.path(name)
         if path in self.params and path not in self.learned:
             raise _same_name(path)
-        self.learned.discard(path)
+        self.learned.pop(path, None)
         ref = self.param(name, type, init)
-        self.learned.add(path)
+        self.learned[path] = layers
         return ref
 
     def constant(self, name: str, value: float, formula: float | str) -> float:

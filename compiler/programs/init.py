@@ -59,8 +59,9 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
-    A number may be a formula of `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number of
-    blocks, which in an encoder-decoder includes the blocks of encoder and decoder).
+    A number may be a formula of `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers`: the number of
+    blocks of the stack that contains the formula. Outside of stacks, `layers` is the number of all blocks, in an
+    encoder-decoder those of encoder and decoder.
 
     Attributes:
         normal: the standard deviation of a normal distribution.
@@ -87,21 +88,26 @@ class Init(StrictModel):
                 hint,
             )
 
-    def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
+    def with_layers(self, layers: int) -> "Init":
+        """Returns the initialization with a number of blocks in place of `layers`."""
+        fields = {name: stated(value, layers=float(layers)) for name, value in self if value is not None}
+        return self.model_copy(update=fields)
+
+    def numbers(self, shape: tuple[int, ...]) -> tuple[str, float]:
         """Returns the name and the value of the field that is set, for a parameter of this shape.
 
         For `fan_in` and `fan_out`, a vector counts as a matrix of one row, and a parameter of experts [experts, rows,
         columns] as the matrix of one expert. Raises ExprError if the formula has no value.
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
-        names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
+        names = {"fan_in": float(columns), "fan_out": float(rows)}
         field = next(name for name in type(self).model_fields if getattr(self, name) is not None)
         return field, value_of(getattr(self, field), **names)
 
-    def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
+    def refusal(self, shape: tuple[int, ...]) -> str | None:
         """Returns the reason why a parameter of this shape cannot have this initialization, or None."""
         try:
-            field, value = self.numbers(shape, layers)
+            field, value = self.numbers(shape)
         except ExprError as error:
             return error.message
         if not abs(value) <= LARGEST:

@@ -201,8 +201,6 @@ class Programs:
         recomputed: The functions whose values are not stored, because the backward pass recomputes them.
         derived: The functions that compute matrices of blocks from parameters alone. Training calls each function once
             per step.
-        layers: The value of `layers` in formulas: the number of blocks, at least 1. In an encoder-decoder, it counts
-            the blocks of both sides.
         rewritings: For each pass that rewrites only some nodes: the effects, and the reasons why the pass did not
             rewrite the other nodes.
     """
@@ -221,7 +219,6 @@ class Programs:
     sizes: tuple[tuple[str, int, str], ...] = ()
     recomputed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
-    layers: int = 1
     rewritings: tuple[Rewriting, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ class Tables:
     """The functions and parameters of a model, in the order in which they were added.
 
     Attributes:
-        layers: The number of blocks, for formulas.
+        layers: The number of all blocks, which formulas outside of stacks read.
         places: The spec paths of all nodes so far, by the prefix of the node names.
         graphs: The functions, by name.
         params: The parameters, by path.
@@ -56,10 +56,6 @@ class Tables:
                 return Size(value, option)
         return value
 
-    def value(self, formula: float | str, layer: int) -> float:
-        """Returns the value of a number or a formula of the spec in the block with index `layer`."""
-        return value_of(formula, layer=float(layer), layers=float(self.layers))
-
     def programs(
         self,
         name: str,
@@ -94,7 +90,6 @@ class Tables:
             context=context,
             constants=tuple((name, *constant) for name, constant in self.constants.items()),
             sizes=tuple((name, *size) for name, size in self.sizes.items()),
-            layers=self.layers,
         )
 
     def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str], layer: int = 0) -> Graph:
@@ -120,7 +115,7 @@ class Tables:
         else:
             raise AssertionError(f"all names for the function at {at} are taken by other functions: {', '.join(names)}")
         for path, type in graph.params:
-            self._add(f"{at}.{path}", type, b.inits[path], layer)
+            self._add(f"{at}.{path}", type, b.inits[path], layer, b.learned.get(path, self.layers))
             self.scored.add(f"{at}.{path}")
         self._define(b)
         return graph
@@ -130,7 +125,7 @@ class Tables:
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             # Only the modules of `module_ahead` read `layer`. They repeat the last block.
-            self._add(path, type, b.inits[path], self.layers - 1)
+            self._add(path, type, b.inits[path], self.layers - 1, b.learned.get(path, self.layers))
             if not graph.name.startswith(TRAIN):
                 self.scored.add(path)
         self._define(b)
@@ -144,13 +139,14 @@ class Tables:
 
             self.constants[first_free(name, free, "_")] = constant
 
-    def _add(self, path: str, type: TensorType, start: object, layer: int) -> None:
-        init = Init(constant=self.value(start, layer)) if isinstance(start, float | int | str) else start
-        assert isinstance(init, Init)
-        shape = tuple(dim for dim in type.shape if isinstance(dim, int))
+    def _add(self, path: str, type: TensorType, start: object, layer: int, layers: int) -> None:
+        if isinstance(start, float | int | str):
+            start = Init(constant=value_of(start, layer=float(layer), layers=float(layers)))
+        assert isinstance(start, Init)
+        shape, init = tuple(dim for dim in type.shape if isinstance(dim, int)), start.with_layers(layers)
         self.params.setdefault(path, Parameter(path, shape, type.dtype, init))
-        if reason := init.refusal(shape, self.layers):
-            self.refused.setdefault(init, f"{path}: {reason}")
+        if reason := init.refusal(shape):
+            self.refused.setdefault(start, f"{path}: {reason}")
 
 
 def _read(graph: Graph) -> Graph:

@@ -390,7 +390,7 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
             shapes[path] = f"{shape} if layer in {table_name} else {rest}"
     lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table, shapes=shapes)]
     for scalar, values in uses.scalars.items():
-        text = python_formula(uses.formulas.get(scalar, ""), layers=len(values))
+        text = python_formula(uses.formulas.get(scalar, ""))
         if not text:  # Python's math module lacks a function of the formula
             numbers = tuple_text([repr(values[layer]) for layer in sorted(values)])
             text = f"{tables.add(uses.place, f'{scalar.upper()}S', numbers, 'of each block')}[layer]"

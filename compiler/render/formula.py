@@ -1,8 +1,7 @@
 """Converts formulas of a spec to Python: `1/sqrt(layer + 1)` becomes `1 / math.sqrt(layer + 1)`."""
 
 from specc.compiler.expr import Expr, ExprError, parse
-from specc.compiler.expr.traverse import substitute
-from specc.compiler.expr.values import ATOM, CHOICE, Const, Printer
+from specc.compiler.expr.values import ATOM, CHOICE, Printer
 
 MATH = frozenset({"sqrt", "exp", "log", "tanh", "sin", "cos", "erf"})
 BUILTIN = frozenset({"abs", "max", "min"})
@@ -18,12 +17,12 @@ class _Python(Printer):
         return f"{name}({', '.join(self.text(arg, CHOICE) for arg in args)})", ATOM
 
 
-def python_formula(text: str, layers: int) -> str:
-    """Returns Python that computes the formula for a number of layers. Empty if `text` is empty, or if Python's math
-    module lacks a function of the formula."""
+def python_formula(text: str) -> str:
+    """Returns Python that computes the formula. Empty if `text` is empty, or if Python's math module lacks a function
+    of the formula."""
     if not text:
         return ""
     try:
-        return _Python().text(substitute(parse(text), {"layers": Const(float(layers))}))
+        return _Python().text(parse(text))
     except ExprError:
         return ""

@@ -103,7 +103,7 @@ def model_context(plan: Plan) -> ModelContext:
     }
     tables = Tables(frozenset((*(name for name, _, _ in programs.sizes), *(name for name, _, _ in programs.constants))))
     for name, value, formula in programs.constants:
-        text = python_formula(formula, layers=0)
+        text = python_formula(formula)
         tables.texts[name] = f"{name} = {text}" if text else f"{name} = {value!r}  # {formula}"
     reserved = LOCALS | names
     blocks, model = _classes(plan, reserved, tables)

@@ -89,17 +89,17 @@ def config(model: Decoder) -> Data:
         "n_shared_experts": experts.shared_experts,
         "num_experts_per_tok": experts.top_k,
         "routed_scaling_factor": experts.router.scale,
-        "rope_parameters": rope_parameters(latent.rope) | _scale(latent, keys + latent.rope_dim),
+        "rope_parameters": rope_parameters(latent.rope) | _scale(latent, keys + latent.rope_dim, model.blocks.count),
     }
 
 
-def _scale(latent: Latent, size: int) -> Data:
+def _scale(latent: Latent, size: int, layers: int) -> Data:
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}
     from math import log, sqrt
 
-    scale = value_of(latent.scale, head_dim=float(size), layer=0.0, layers=1.0)
+    scale = value_of(latent.scale, head_dim=float(size), layer=0.0, layers=float(layers))
     if scaling.factor == 1 or scale <= 0:
         raise NotOfFamily("the scale of the attention scores does not follow from the YaRN factor")
     everywhere = (sqrt(scale * sqrt(size)) - 1) / (0.1 * log(scaling.factor))

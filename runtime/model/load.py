@@ -177,7 +177,7 @@ def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
 
     A distribution is a pair of its name and its parameter, such as the standard deviation of a normal distribution.
     """
-    return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
+    return {param.name: param.init.numbers(param.shape) for param in programs.params}
 
 
 class Targeted(Protocol):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from specc.compiler import pipeline
 from specc.compiler.errors import SpecError
+from specc.compiler.ops.attention import Sdpa
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
@@ -277,25 +278,38 @@ def test_the_norm_behind_blocks_has_a_factor_where_it_hangs_on_no_layer(scale: s
     assert "decoder.norm.y" in names and ("decoder.norm.y.scaled" in names) == behind
 
 
-def test_layers_in_a_formula_are_the_blocks_of_both_sides() -> None:
-    """One meaning: of a block's own numbers, of the norm behind the blocks, and of how parameters start."""
-    blocks = {"kind": "blocks", "norm": {"kind": "rms", "scale": "1/(layers + layer)"}, "layers": [MLP]}
-    behind = {**blocks, "norm": {"kind": "rms", "scale": "1/layers"}}
-    embed = {"kind": "embed", "dim": 8}
-    cross = {"kind": "attention", "of": "encoder", "heads": 2}
+def test_layers_in_a_formula_are_the_blocks_of_its_stack() -> None:
+    """A stack of 2 blocks and one of 3: in numbers, conditions, indices and initial values. Outside, there are 5."""
+    learn = {
+        "a": {"init": "1/(layers + layer)"},
+        "b": {"of": "h", "shape": 8, "init": {"normal": "1/layers"}},
+    }
+    last = {"where": "layer == layers - 1", "mlp": {"write": "x + a * b * y - output(layers - 2)"}}
+    mlp = {**MLP, "learn": learn, "write": "x + a * b * y / (layers + 2)"}
+    blocks = {"kind": "blocks", "norm": {"kind": "rms", "scale": "1/(layers + layer)"}, "changes": [last]}
+    own = {"kind": "attention", "name": "own", "heads": 2, "scale": "1/(layers + 4)"}
+    common = {"shared": {"of": "x0", "init": {"normal": "2/layers"}}}
     spec = pairs_spec(
-        encoder=[embed, {**blocks, "count": 2}],
-        decoder=[embed, {**behind, "count": 3, "layers": [cross, MLP]}],
+        encoder=[EMBED, {**blocks, "count": 2, "layers": [mlp]}],
+        decoder=[
+            EMBED,
+            {**blocks, "count": 3, "norm": {"kind": "rms", "scale": "1/layers"}, "common": common}
+            | {"layers": [own, CROSS, {**mlp, "read": "x + shared"}]},
+            {**MLP, "name": "after", "write": "x + y / layers"},
+        ],
         output_init={"constant": 0.0},
         init={"normal": "1/layers"},
     )
     programs = pipeline.lower(spec, "cpu")
     calls = [node.op for node in programs.program("train").nodes if isinstance(node.op, Call)]
-    assert [dict(op.scalars)["norm_scale"] for op in calls if op.scalars] == [1 / 5, 1 / 6]
-    assert ("NORM_SCALE", 1 / 5, "1 / 5") in programs.constants
-    assert programs.layers == 5
-    start = next(param.init for param in programs.params if param.name == "decoder.blocks.0.mlp.up")
-    assert start.numbers((8, 8), programs.layers) == ("normal", 1 / 5)
+    assert [dict(op.scalars)["norm_scale"] for op in calls if op.scalars] == [1 / 2, 1 / 3]
+    assert {formula for _, _, formula in programs.constants} == {"1 / 3", "2 + 2", "3 + 2", "5"}
+    assert {node.op.scale for graph in programs.graphs for node in graph.nodes if isinstance(node.op, Sdpa)} == {1 / 7}
+    inits = {param.name: param.init.numbers(param.shape)[1] for param in programs.params}
+    assert [inits[f"{side}.mlp.a"] for side in ("encoder.blocks.1", "decoder.blocks.2")] == [1 / 3, 1 / 5]
+    assert [inits[f"{side}.mlp.b"] for side in ("encoder.blocks.1", "decoder.blocks.2")] == [1 / 2, 1 / 3]
+    assert inits["decoder.blocks_shared"] == 2 / 3
+    assert inits["decoder.blocks.0.mlp.up"] == inits["decoder.after.up"] == inits["decoder.embed.token"] == 1 / 5
 
 
 def test_a_block_and_a_loop_of_one_function_name_have_a_pattern() -> None:

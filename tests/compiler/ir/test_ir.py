@@ -97,7 +97,7 @@ def random_graph(rng: random.Random) -> Graph:
             refs.append(b.add(f"n{i}", RmsNorm(rng.choice([1e-6, 0.5, 1e-30])), (ref,)))
         elif kind == 2:
             text = rng.choice(["x * scale", "where(x >= 0.25, x, -x) ** 2 * scale", "-1e-09 * x + scale"])
-            scale = b.scalar(f"s{i % 2}", 0.5, "1/2")
+            scale = b.scalar(f"s{i % 2}", "1/2")
             refs.append(
                 b.add(f"n{i}", Pointwise((text,), ("x", "scale"), title=rng.choice(["", "some"])), (ref, scale))
             )

@@ -238,7 +238,7 @@ def test_the_model_file_of_a_small_spec() -> None:
 def test_formulas_are_the_numbers_that_the_plan_has() -> None:
     formula = "1/sqrt(layer + 1) + max(0.25, layer ** 2 / 7)"
     spec = tiny(count=4, blocks={"norm": {"kind": "rms", "scale": formula}})
-    text = python_formula(formula, layers=4)
+    text = python_formula(formula)
     for call in pipeline.run(spec, "cpu").program("train").nodes:
         if isinstance(call.op, Call):
             (value,) = dict(call.op.scalars).values()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.spec.start import StartSpec
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.families.config import Config, ConfigError, require_known
@@ -49,6 +50,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}, "topk_method"),
     ("deepseek_v2", {"scoring_func": "sigmoid", "num_experts_per_tok": 2}, "scoring_func"),
 ]
+
+
+def test_a_scale_of_attention_may_read_the_number_of_blocks() -> None:
+    """An export states the scale as a factor of YaRN, computed with the blocks of the model."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope = {"rope_parameters": {**yarn, "mscale": 0.5, "mscale_all_dim": 0.5}}
+    family = families()["deepseek_v2"]
+    text = json.dumps(family.model(Config({**SIZES, **rope, "num_experts_per_tok": 2})))
+    model, scaled = (
+        Decoder.model_validate_json(each) for each in (text, text.replace(") ** 2 /", ") ** 2 * (layers / 4) /"))
+    )
+    assert model != scaled and family.config(model) == family.config(scaled)
 
 
 @pytest.mark.parametrize(("name", "fields", "path"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
