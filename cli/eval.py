@@ -27,7 +27,7 @@ from specc.cli.processes import Repeatable, joined_world, launched
     "--data",
     callback=stated,
     help="Data to score. For a text model: a file or folder of text, jsonl, parquet or token shards, or `stdlib`. "
-    "For a model that maps lines to lines: a file of lines, `polynomial` or `polynomial:SPLIT`. "
+    "For a model that maps lines to lines: a file of lines, or generated lines: `polynomial` or `polynomial:SPLIT`. "
     "By default, the data of the run.",
 )
 @number_option("--batch", help="Number of windows or lines per batch. By default, the number of the spec.")

@@ -33,7 +33,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     "--data",
     callback=stated,
     help="Training data. For a text model: a file or folder of text, jsonl, parquet or token shards, or `stdlib` "
-    "(the default). For a model that maps lines to lines: a file of lines, or `polynomial` (the default).",
+    "(the default). For a model that maps lines to lines: a file of lines, or `polynomial` (the default if the spec "
+    "states this kind).",
 )
 @device_option
 @number_option(
@@ -124,6 +125,7 @@ def command(
             return 0
         if (code := launched(gpus, loaded, target, world)) is not None:
             return code
+        from specc.runtime.train.sources.source import usual_data
         from specc.runtime.train.train import TrainOptions
         from specc.runtime.train.train import train as run
 
@@ -133,7 +135,7 @@ def command(
         options = TrainOptions(
             loaded,
             chosen,
-            data or loaded.train.data.usual,
+            data or usual_data(loaded),
             directory,
             overrides,
             resume,

@@ -188,6 +188,7 @@ def test_validate_imports_only_the_kinds_of_the_spec() -> None:
     assert loaded >= {"blocks.attention", "blocks.mlp", "architectures.decoder", "spec.optimizers.muon", "quant.gptq"}
     others = {"blocks.lstm", "blocks.moe", "blocks.latent", "architectures.encoder_decoder", "losses.z", "ops.additive"}
     others |= {"quant.int8", "spec.adapt.ttt", "spec.data.polynomial", "spec.optimizers.soap", "ops.experts.router"}
+    others |= {"spec.data.lines"}
     assert {module.removeprefix("specc.compiler.") for module in MODULES} >= others
     assert loaded.isdisjoint(others)
 

@@ -101,8 +101,11 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     if a requested part does not apply to the spec.
     """
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
+    data = options.spec.train.data
+    files = None if data.usual else f"needs lines that specc generates, but data of kind `{data.kind}` are in files"
     refused = {
-        "table": None if pairs else "needs a model that maps lines to lines, but this is a text model",
+        "table": files if pairs else "needs a model that maps lines to lines, but this is a text model",
+        "decode": files,
         "int8": None if integers else "needs int8 products, but this spec has none",
     }
     for part in options.parts:

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from specc.compiler.spec.data.lines import file_settings
 from specc.compiler.spec.train import ExactMatchSpec
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.line_file import LineFile
 from specc.runtime.data.lines.pairs import Pairs
-from specc.runtime.data.lines.task import LineSet, Overlap, task_of
+from specc.runtime.data.lines.task import LineSet, Overlap, Task, task_of
 from specc.runtime.decode.lines import translator
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
@@ -139,34 +141,39 @@ class _Lines:
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
-    data = options.data or opened.data or task.name
-    known = _trained_on_task(opened)
+    trained = task is not None and _trained_on(opened, task)
+    data = options.data or opened.data
+    if data is None:
+        if task is None or not (trained or opened.trained_on is None):
+            raise EvaluateError(f"{opened.path} was trained on a file of lines", "name the file with --data")
+        data = task.name
+    known = task if trained and task is not None and not task.fresh else None
 
     def overlap(lines: LineSet, count: int) -> Overlap | None:
-        return task.overlap(lines[:count]) if known else None
+        return known.overlap(lines[:count]) if known else None
 
     name, _, split = data.partition(":")
-    if name == task.name:
+    if task is not None and name == task.name:
         for chosen in [split] if split else task.splits:
             lines = task.held_out(chosen, how.lines)
             pairs = Pairs.of(lines, tokenizer, width).within(options.max_tokens)
             yield _Lines(chosen, pairs, partial(overlap, lines))
         return
-    file = LineFile.read(Path(data).expanduser(), tokenizer, width)
+    file = LineFile.read(data, file_settings(opened.spec.train.data), tokenizer, width)
     if _is_training_file(opened, file):
         yield _Lines(file.path.name, file.val.within(options.max_tokens), held_out=True)
         return
     pairs = file.pairs.within(options.max_tokens)
+    if known is None:
+        yield _Lines(file.path.name, pairs)
+        return
     try:
-        yield _Lines(file.path.name, pairs, partial(overlap, task.parse(file.sources[: len(pairs)])))
+        yield _Lines(file.path.name, pairs, partial(overlap, known.parse(file.sources[: len(pairs)])))
     except DataError:  # the lines belong to another task
         yield _Lines(file.path.name, pairs)
 
 
-def _trained_on_task(opened: OpenedModel) -> bool:
-    task = task_of(opened.spec.train.data)
-    if task.fresh:
-        return False
+def _trained_on(opened: OpenedModel, task: Task[Any]) -> bool:
     if opened.trained_on is None:  # artifacts of older versions contain no digests, but a run states its data
         return opened.data == task.name
     digest: str = task.training.digest

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from pathlib import Path
 
-from specc.compiler.spec.data.text import TextData
+from specc.compiler.spec.data.lines import file_settings
 from specc.runtime.data.lines.line_file import LineFile
 from specc.runtime.data.lines.task import task_of
 from specc.runtime.decode.lines import translator_of
@@ -99,10 +99,10 @@ def _lines(opened: OpenedModel, options: SampleOptions) -> Samples:
 
 
 def _validation_lines(opened: OpenedModel) -> list[str]:
-    assert not isinstance(opened.spec.train.data, TextData)
     task = task_of(opened.spec.train.data)
-    if opened.data in (None, task.name):
+    if task is not None and opened.data == task.name:
         codes, _ = task.held_out(task.splits[0], LINES).sides()
         return ["".join(chr(code) for code in row if code) for row in codes.tolist()]
-    file = LineFile.read(Path(str(opened.data)).expanduser(), opened.characters, opened.spec.model.window)
+    settings = file_settings(opened.spec.train.data)
+    file = LineFile.read(str(opened.data), settings, opened.characters, opened.spec.model.window)
     return list(islice(compress(file.sources, file.held_out), LINES))

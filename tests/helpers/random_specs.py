@@ -227,14 +227,17 @@ class RandomSpecs:
         text = json.dumps(self.rng.choice(CHANGES))
         return json.loads(text.replace("<first>", names[0]).replace("<last>", names[-1]))
 
+    def lines(self) -> Data:
+        if self.chance(0.5):
+            return self.section("LinesData", kind="lines")
+        return self.section("PolynomialData", kind="polynomial", lines=200)
+
     def train(self, model: Data, tokenizer: str) -> Data:
         text = model["kind"] == "decoder"
         layers = model["blocks"]["layers"] if text else []
         train = self.section(
             "TrainSpec",
-            data=self.section("TextData", tokenizer=tokenizer)
-            if text
-            else self.section("PolynomialData", kind="polynomial", lines=200),
+            data=self.section("TextData", tokenizer=tokenizer) if text else self.lines(),
             steps=self.rng.choice((2, 3, 4)),
             validate_tokens=256,
             optimizers=self.optimizers(layers),

@@ -141,6 +141,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "BitsSpec.stride": (8, 16),
     "ExactMatchSpec.batch": (16,),
     "ExactMatchSpec.lines": (20,),
+    "LinesData.separator": ("=", " -> "),
+    "LinesData.validation_fraction": (0.2, 0.5),
     "ExactMatchSpec.beam": (2, 3),
     "windows": (1, 4),
     "clip_norm": (0.3, 1.0),

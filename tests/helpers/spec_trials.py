@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class Trial:
         path, run = self.folder / "random.yaml", self.folder / "run"
         path.write_text(self.text)
         spec = json.loads(self.text)
-        lines = spec["model"]["kind"] == "encoder_decoder"
-        data = () if lines else ("--data", self.data)
+        source = self.source(spec["train"].get("data", {}))
+        data = () if source == "polynomial" else ("--data", source)
         kind = spec.get("eval", {}).get("adapt", {}).get("kind")
         yield from self.command("build", path, "--into", self.folder / "generated")
         yield from self.command("plan", path)
@@ -62,7 +62,7 @@ class Trial:
         yield from self.command("report", run, "--no-samples")
         export = self.folder / "export"
         yield from self.command("export", run, "--format", self.form, "--out", export, refused=REFUSED)
-        yield from self.decoding(random_run(self.text, self.folder / "random", self.data))
+        yield from self.decoding(random_run(self.text, self.folder / "random", source))
         if "quant" not in spec:
             return
         yield from self.command("quantize", run, "--max-tokens", 256, refused=REFUSED)
@@ -72,6 +72,14 @@ class Trial:
         yield from self.command("export", run, "--out", artifact)
         yield from self.command("eval", artifact, *data, "--max-tokens", 256)
         yield from self.decoding(artifact)
+
+    def source(self, data: Mapping[str, Any]) -> str:
+        """Returns what `--data` names for the data of a spec. Writes a file of lines if the spec needs one."""
+        if data.get("kind") != "lines":
+            return "polynomial" if data.get("kind") == "polynomial" else str(self.data)
+        path, separator = self.folder / "lines.txt", data.get("separator", "=")
+        path.write_text("".join(f"{i}*x{separator}{2 * i}*x\n" for i in range(100)))
+        return str(path)
 
     def command(self, *words: object, refused: tuple[int, ...] = ()) -> Iterator[str]:
         """Runs a command in this process, and yields its output if it fails.
@@ -110,10 +118,10 @@ class Trial:
             yield from differing(opened, PROMPTS[index], text)
 
 
-def random_run(text: str, folder: Path, data: Path) -> Path:
+def random_run(text: str, folder: Path, data: str) -> Path:
     """Returns a run of a spec with random weights, which tell tokens apart better than those of a few steps."""
     spec = load(text)[0]
-    make_run(folder, spec, "polynomial" if spec.model.reads == "lines" else str(data))
+    make_run(folder, spec, data)
     return folder
 
 

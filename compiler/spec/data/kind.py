@@ -1,6 +1,6 @@
 """The base class of all kinds of training data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
@@ -10,19 +10,26 @@ from specc.compiler.strict import Problem, StrictModel
 
 FileName = Annotated[str, Field(min_length=1, max_length=256)]
 
+GIVES: Mapping[Form, str] = {"text": "one stream of tokens", "lines": "pairs of lines"}
+# For each form that a model reads: what the model does, and the hint for data of another form
+READS: Mapping[Form, tuple[str, str]] = {
+    "text": ("reads one stream of tokens", "use `data: {kind: text}`, or a model of kind `encoder_decoder`"),
+    "lines": ("translates lines", "use `data: {kind: lines}`, or a model of kind `decoder`"),
+}
+
 
 class DataKind(StrictModel):
     """The base class of `train.data`. A subclass has a `kind` Literal as its tag and adds its settings.
 
     Attributes:
         gives: the form of the data. The model must read this form.
-        usual: the default of `--data`.
+        usual: the default of `--data`. Empty if the data have no default.
         generated: whether the data is generated without files. `--data KIND` then replaces the data of the spec by this
             kind, with default settings.
     """
 
     gives: ClassVar[Form]
-    usual: ClassVar[str]
+    usual: ClassVar[str] = ""
     generated: ClassVar[bool] = False
 
     kind: str
@@ -35,4 +42,13 @@ class DataKind(StrictModel):
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """Yields the reasons why a model (an Architecture) cannot read the data. Paths are relative to the root of
         the spec."""
+        if model.reads == self.gives:
+            yield from self.problems_with_reader(model)
+        else:
+            does, hint = READS[model.reads]
+            message = f"`{self.kind}` gives {GIVES[self.gives]}, but the model {does}"
+            yield Problem(("train", "data"), "S222", message, hint)
+
+    def problems_with_reader(self, model: Any) -> Iterator[Problem]:
+        """Yields the reasons why a model that reads data of this form cannot read these data."""
         yield from ()

@@ -32,13 +32,7 @@ class PolynomialData(DataKind):
     seed: NonNegative = 42
     fresh: bool = False
 
-    def problems_with(self, model: Any) -> Iterator[Problem]:
-        if model.reads != self.gives:
-            message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
-            yield Problem(
-                ("train", "data"), "S222", message, "use `data: {kind: text}`, or a model of kind `encoder_decoder`"
-            )
-            return
+    def problems_with_reader(self, model: Any) -> Iterator[Problem]:
         if missing := [char for char in SYMBOLS if char not in model.characters]:
             message = f"the vocabulary lacks {', '.join(map(repr, missing))}, which the lines contain"
             yield Problem(("model", "vocab", "chars"), "S219", message, f'use "{SYMBOLS}"')

@@ -73,11 +73,8 @@ class TextData(DataKind):
             message = f"`train.data.{unused}` does not apply to the tokenizer {self.tokenizer}"
             yield Problem((unused,), "S296", message, f"remove `{unused}`")
 
-    def problems_with(self, model: Any) -> Iterator[Problem]:
-        if model.reads != self.gives:
-            message = "`text` gives one stream of tokens, but the model translates lines"
-            yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")
-        elif model.vocabulary < self.least_vocabulary:
+    def problems_with_reader(self, model: Any) -> Iterator[Problem]:
+        if model.vocabulary < self.least_vocabulary:
             message = f"`vocab` is {model.vocabulary}, but the tokenizer `bytes` has {BYTE_IDS} ids"
             hint = f"use at least {BYTE_IDS}: one id per byte, and one that separates documents"
             yield Problem(("model", "vocab"), "S219", message, hint)

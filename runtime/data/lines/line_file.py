@@ -1,12 +1,15 @@
-"""Reads files of line pairs, which have `source=target` on each line."""
+"""Reads files of line pairs, which have a source, a separator and a target on each line."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.documents.corpus import is_val
+from specc.compiler.spec.data.lines import LinesData
+from specc.compiler.spec.train import generated_data
+from specc.runtime.data.documents.corpus import in_share, is_val
 from specc.runtime.data.documents.files import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError, LineError
 from specc.runtime.data.lines.pairs import Pairs
@@ -17,7 +20,7 @@ from specc.runtime.storage.data_digests import DataDigests
 
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """The line pairs of a file. The SHA-256 of a line selects about 1 line in 10, which is held out for validation.
+    """The line pairs of a file. The SHA-256 of a line determines whether the line is held out for validation.
 
     Attributes:
         path: the file.
@@ -33,18 +36,22 @@ class LineFile:
     held_out: npt.NDArray[np.bool_]
 
     @classmethod
-    def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> "LineFile":
-        """Reads a file of line pairs, and encodes its lines.
+    def read(cls, data: str, settings: LinesData, tokenizer: CharTokenizer, width: int) -> "LineFile":
+        """Reads the file of line pairs that the option `--data` names, and encodes its lines.
 
         Raises the errors that `read_lines` raises. Raises LineError if one side of a line has `width` or more
         characters, or a character that is not in the vocabulary.
         """
-        sources, targets = read_lines(path)
+        path = Path(data).expanduser()
+        sources, targets = read_lines(path, settings.separator)
         try:
             pairs = Pairs(*(tokenizer.encode_rows(side, width) for side in (sources, targets)))
         except LineError as error:
             raise LineError(error.row, f"{path}:{error.row + 1}: {error.message}", error.hint) from error
-        held_out = np.array([is_val(f"{a}={b}".encode()) for a, b in zip(sources, targets, strict=True)])
+        share, sides = settings.validation_fraction, zip(sources, targets, strict=True)
+        selects = is_val if share is None else partial(in_share, share)
+        start = f"{settings.seed}:" if settings.seed else ""
+        held_out = np.array([selects(f"{start}{settings.separator.join(pair)}".encode()) for pair in sides])
         return cls(path, pairs, sources, targets, held_out)
 
     @property
@@ -61,16 +68,16 @@ class LineFile:
 
     def require_both_splits(self) -> None:
         if self.held_out.all() or not self.held_out.any():
-            message = f"{self.path} has too few lines for a validation split"
-            raise DataError(message, "one line in ten, by hash, is used for validation: add more lines")
+            split = "validation split" if not self.held_out.any() else "training split"
+            message = f"{self.path} has too few lines for a {split}"
+            raise DataError(message, "a share of the lines, by hash, is used for validation: add more lines")
 
 
-def read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Returns the sources and the targets of all lines `source=target` of a file. The file may be compressed (.xz,
-    .gz).
+def read_lines(path: Path, separator: str = "=") -> tuple[list[str], list[str]]:
+    """Returns the sources and the targets of all lines of a file. The file may be compressed (.xz, .gz).
 
     Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
-    `=` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
+    `separator` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
     """
     try:
         with open_file(path) as file:
@@ -80,12 +87,12 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from None
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}", _file_hint(path)) from None
+        raise DataError(f"{path}: {error.strerror or error}", _file_hint(path, separator)) from None
     sides: tuple[list[str], list[str]] = ([], [])
     for number, text in enumerate(texts, 1):
-        left, _, right = text.partition("=")
-        if not left or not right or "=" in right:
-            raise DataError(f"{path}:{number}: expected source=target, not {text!r}")
+        left, _, right = text.partition(separator)
+        if not left or not right or separator in right:
+            raise DataError(f"{path}:{number}: expected {_form(separator)}, not {text!r}")
         sides[0].append(left)
         sides[1].append(right)
     if not texts:
@@ -93,6 +100,12 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
     return sides
 
 
-def _file_hint(path: Path) -> str:
-    hint = "--data must be a file of lines `source=target`, or the name of the task in the spec"
+def _form(separator: str) -> str:
+    form = f"source{separator}target"
+    return form if form.isprintable() else repr(form)
+
+
+def _file_hint(path: Path, separator: str) -> str:
+    generated = " or ".join(f"`{name}`" for name in generated_data())
+    hint = f"--data must be a file of lines `{_form(separator)}`, or {generated}"
     return f"{near} {hint}" if (near := nearest_paths(path)) else hint

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.tokenizers.characters import PAD, CharTokenizer, Codes, Tokens
+from specc.runtime.data.tokenizers.characters import PAD, SPECIAL, CharTokenizer, Codes, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,13 @@ class Pairs:
         """
         source, target = (tokenizer.encode_codes(side, width) for side in lines.sides())
         return cls(source, target)
+
+    @classmethod
+    def random(cls, count: int, tokenizer: CharTokenizer, width: int) -> "Pairs":
+        """Returns `count` pairs of random characters, whose lines are as long as rows of `width` tokens permit."""
+        tokens = np.random.default_rng(0).integers(SPECIAL, tokenizer.vocab, (2, count, width), np.uint8)
+        tokens[..., -1] = tokenizer.stop
+        return cls(*tokens)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,7 +1,8 @@
 """The interface of tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training
 set.
 
-A task is a subclass of `Task` in a module of this package. A spec selects a task by name, in `train.data.kind`.
+A task is a subclass of `Task` in a module of this package. A spec selects a task by name, in `train.data.kind`. Data
+of a kind without a task are read from files.
 """
 
 from abc import ABC, abstractmethod
@@ -110,6 +111,7 @@ class Task(ABC, Generic[Set]):
         """Returns the overlap of `lines` with the fixed training set."""
 
 
-def task_of(data: DataKind) -> Task[Any]:
-    task: Task[Any] = classes(lines, Task)[data.kind](data)
-    return task
+def task_of(data: DataKind) -> Task[Any] | None:
+    """Returns the task that generates the lines, or None if the lines are read from a file."""
+    task: type[Task[Any]] | None = classes(lines, Task).get(data.kind)
+    return task(data) if task is not None else None

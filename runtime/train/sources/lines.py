@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specc.compiler.spec.data.lines import file_settings
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import ExactMatchSpec
 from specc.runtime.data.errors import DataError
@@ -39,29 +40,29 @@ class Lines(Source):
         self._spec, self._tokenizer = spec, characters_of(spec)
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Generates the lines if `data` is the name of the task. Otherwise reads the file `data`.
-
-        One in ten lines of a file is used for validation.
+        """Generates the lines if `data` is the name of the task of the spec. Otherwise reads the file `data`, and holds
+        out a part of its lines for validation.
         """
         spec, tokenizer, width = self._spec, self._tokenizer, self._spec.model.window
         task = task_of(spec.train.data)
         assert isinstance(spec.eval, ExactMatchSpec)
-        if data == task.name:
+        if task is not None and data == task.name:
             scored = task.held_out(task.splits[0], spec.eval.lines)
             digests = DataDigests(train=task.training.digest, val=scored.digest)
             train, val = (Pairs.of(lines, tokenizer, width) for lines in (task.training, scored))
             return _OpenLines(spec, tokenizer, train, val, digests, task.stream() if task.fresh else None)
-        if task.fresh:
+        if task is not None and task.fresh:
             raise DataError("`fresh: true` needs a generator of lines, but the data is a file", "train without --data")
-        file = LineFile.read(Path(data).expanduser(), tokenizer, width)
+        file = LineFile.read(data, file_settings(spec.train.data), tokenizer, width)
         file.require_both_splits()
         return _OpenLines(spec, tokenizer, file.train, file.val, file.digests)
 
     @staticmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
         window, tokenizer = spec.model.window, characters_of(spec)
-        lines = task_of(spec.train.data).first(batches * spec.train.rows(window))
-        pairs, digests = Pairs.of(lines, tokenizer, window), DataDigests(train=lines.digest, val=lines.digest)
+        task, count = task_of(spec.train.data), batches * spec.train.rows(window)
+        pairs = Pairs.of(task.first(count), tokenizer, window) if task else Pairs.random(count, tokenizer, window)
+        digests = DataDigests(train=pairs.digest, val=pairs.digest)
         world = World.alone().on(torch.device(device_of(loaded.target)))
         return _OpenLines(spec, tokenizer, pairs, pairs, digests).supply(loaded, world, stack).feed
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from pair_models import CHARS
 
+from specc.compiler.spec.data.lines import LinesData
 from specc.runtime.data.errors import LineError
 from specc.runtime.data.lines.line_file import LineFile
 from specc.runtime.data.tokenizers.characters import CharTokenizer
@@ -29,7 +30,7 @@ def test_a_line_that_does_not_fit_is_named(bad: str, message: str, tmp_path: Pat
     path = tmp_path / "lines.txt"
     path.write_text(GOOD + GOOD + bad + GOOD)
     with pytest.raises(LineError) as error:
-        LineFile.read(path, TOKENIZER, 30)
+        LineFile.read(str(path), LinesData(kind="lines"), TOKENIZER, 30)
     assert error.value.message.startswith(f"{path}:3: ") and message in error.value.message
 
 
@@ -38,6 +39,6 @@ def test_a_line_that_does_not_fit_is_named(bad: str, message: str, tmp_path: Pat
 def test_marks_and_ends_of_lines_are_no_part_of_them(start: str, end: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_bytes((start + GOOD.replace("\n", end) * 2).encode())
-    file = LineFile.read(path, TOKENIZER, 30)
+    file = LineFile.read(str(path), LinesData(kind="lines"), TOKENIZER, 30)
     assert file.sources == ["x*(x-1)"] * 2 and file.targets == ["x**2-x"] * 2
     assert np.array_equal(file.pairs.source, TOKENIZER.encode_rows(file.sources, 30)) and len(file.pairs) == 2

@@ -1,0 +1,39 @@
+"""Pairs of lines from a file."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.architectures.architecture import Form
+from specc.compiler.spec.data.kind import DataKind
+from specc.compiler.strict import NonNegative, accepted_by
+
+
+def _within_a_line(text: str) -> None:
+    if "\n" in text:
+        raise ValueError("a separator is within a line, so it cannot contain the end of a line")
+
+
+class LinesData(DataKind):
+    """Pairs of a source and a target, one pair per line of the file that `--data` names.
+
+    A hash of each line determines whether the line is held out for validation. Equal lines are in the same split.
+
+    Attributes:
+        separator: the text between source and target. Each line contains it once.
+        validation_fraction: the share of the lines that are held out. By default, one line in ten.
+        seed: the seed of the choice of the lines that are held out.
+    """
+
+    gives: ClassVar[Form] = "lines"
+
+    kind: Literal["lines"]
+    separator: Annotated[str, Field(min_length=1, max_length=16), accepted_by(_within_a_line)] = "="
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    seed: NonNegative = 0
+
+
+def file_settings(data: DataKind) -> LinesData:
+    """Returns the settings with which a file of lines is read: those of the spec, or the defaults if the data of the
+    spec are of another kind, which `--data FILE` replaces."""
+    return data if isinstance(data, LinesData) else LinesData(kind="lines")
