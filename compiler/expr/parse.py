@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 from .evaluate import apply
 from .positional import POSITIONAL, Positional, whole_function
 from .primitives import PRIMITIVES, Function, Primitive
+from .simplify import simplify
 from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
 
 LONGEST = 500  # maximum length in characters
@@ -62,14 +63,31 @@ def parse(text: str, variables: Collection[str] | None = None, positions: Positi
     allows additional syntax.
 
     Raises ExprError, with the column and a hint, if the text is not in the language. The error is also raised if the
-    text is too long or nested too deeply, or if a constant is not finite.
+    text is too long or nested too deeply, if a constant is not finite, or if a part has no value for any values of the
+    variables, such as x / (x - x).
     """
     return _written(text, None if variables is None else frozenset(variables), positions)
 
 
 @lru_cache(maxsize=4096)  # a build parses the same few texts thousands of times; expressions are immutable
 def _written(text: str, variables: Collection[str] | None, positions: Positions | None) -> Expr:
-    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT, positions)
+    expr = _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT, positions)
+    if _no_value(expr):
+        parts = sorted(_parts(text, positions), key=lambda found: found[0].size)
+        part, cause, column = next((part, cause, column) for part, column in parts if (cause := _no_value(part)))
+        hint = "change this part; it has no value for any values of its variables"
+        raise ExprError(cause if str(part) in cause else f"{part} has no value: {cause}", column, hint)
+    return expr
+
+
+def _no_value(expr: Expr) -> str:
+    """Returns the reason why an expression has no value for any values of its variables. Empty if `simplify` finds
+    none."""
+    try:
+        simplify(expr)
+    except ExprError as error:
+        return error.message
+    return ""
 
 
 @lru_cache(maxsize=4096)
@@ -119,13 +137,16 @@ def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
 
 def column_of(text: str, part: Expr) -> int:
     """Returns the column at which `part` first occurs in a text that `parse` accepts. 0 if `part` does not occur."""
-    reader = _Reader(None, DEEPEST, LARGEST_EXPONENT)
-    columns = []
+    return min((column for other, column in _parts(text) if other == part), default=0)
+
+
+def _parts(text: str, positions: Positions | None = None) -> Iterator[tuple[Expr, int]]:
+    """Yields all parts of a text that are expressions, with their columns."""
+    reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
         with suppress(ExprError):  # a comparison is not an expression
-            if isinstance(node, ast.expr) and reader.read(node, 1)[0] == part:
-                columns.append(_column(node))
-    return min(columns, default=0)
+            if isinstance(node, ast.expr):
+                yield reader.read(node, 1)[0], _column(node)
 
 
 def _tree(text: str, longest: int, deepest: int) -> ast.expr:

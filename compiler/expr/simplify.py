@@ -31,6 +31,8 @@ from .algebra import (
 )
 from .evaluate import apply, number
 from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
+from .positional import whole_function
+from .primitives import PRIMITIVES
 from .traverse import is_number, rebuild, variables
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
 
@@ -166,7 +168,7 @@ def power(base: Expr, exponent: Fraction) -> Expr:
     if not factors and exponent.denominator != 1:
         return _constant("**", float(coefficient), float(exponent))
     if not coefficient and exponent < 0:
-        raise ExprError(f"({base}) ** {exponent} divides by zero")
+        raise ExprError(f"{base ** float(exponent)} divides by zero")
     if exponent.denominator == 1:
         scale = Fraction(_exact(coefficient, exponent.numerator))
         return _product(settle(scale), tuple((inner, e * exponent) for inner, e in factors))
@@ -229,7 +231,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
 
 def call(name: str, args: tuple[Expr, ...]) -> Expr:
     """Builds a call of any function except `where`, with simplified arguments."""
-    if all(map(is_number, args)):
+    if all(map(is_number, args)) and (name in PRIMITIVES or whole_function(name)):
         return _constant(name, *map(number, args))
     first = args[0]
     if name == "leaky_relu":

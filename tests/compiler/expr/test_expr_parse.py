@@ -63,6 +63,11 @@ def test_variables_in_reading_order_and_substitution_all_at_once() -> None:
         ("1e999", 0, "not finite"),
         ("1 / 0", 0, "not a finite"),
         ("log(-1)", 0, "not a finite"),
+        ("x / 0", 0, "x / 0 divides by zero"),
+        ("y + 2 * (x / (x - x))", 9, r"x / \(x - x\) has no value: x / 0 divides by zero"),
+        ("where(x > 0, x, 1 / relu(y - y))", 16, "divides by zero"),
+        ("x * (x - x) ** -1", 4, r"0 \*\* -1 divides by zero"),
+        ("x + log(0 * x)", 4, r"log\(0\) is not a finite"),
         ("x + 1j", 4, "not a number"),
         ("True", 0, "not a number"),
         ("'x'", 0, "not a number"),
@@ -101,6 +106,11 @@ def test_refuses_with_the_column(text: str, column: int, message: str) -> None:
         parse(text)
     assert caught.value.column == column
     assert caught.value.message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0 * x", "x - x", "x / (x - 1)", "x ** -1", "x + 1 / relu(x)", "x + sqrt(x - x)"])
+def test_parts_without_a_value_at_some_inputs_are_accepted(text: str) -> None:
+    assert str(parse(text)) == text
 
 
 @pytest.mark.parametrize(
