@@ -1,7 +1,7 @@
 """The blocks of a stack: the fields of one block, and changes to these fields in some blocks."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -167,11 +167,19 @@ class Blocks(Block):
             if name in VALUES:
                 message = f"another value of the model has the name `{name}`"
                 yield Problem(("learn", name), "S207", message, "choose another name")
-            for block in filter(lambda block: block.reads_value(name), self.every):
+            for block in (block for block in self.every if name in self._common_of(block)):
                 yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
             if value.reads is not None and value.reads.earlier:
                 message = "this value is computed before the first block, when no output exists yet"
                 yield Problem(("learn", name, "of"), "S220", message, "read `x0`")
+
+    def _common_of(self, block: Block) -> Collection[str]:
+        """Returns the names of the values of `common` that a block reads, directly or through another value."""
+        names = [name for name in self.common if block.reads_value(name)]
+        for name in names:  # the list grows during the loop
+            reads = self.common[name].reads
+            names += [] if reads is None else {*reads.names.values()} & self.common.keys() - {*names}
+        return names
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")

@@ -132,6 +132,10 @@ class Circuit:
                         else "remove it; an expression here can read no value"
                     )
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
+                elif name == IDS and wiring.expr != Var(variable):
+                    message = f"{where}an expression cannot compute with `{IDS}`, the numbers of the tokens"
+                    hint = f"write `of: {IDS}`, which looks up a row of a learned table, and read this value instead"
+                    yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             for variable, value in wiring.earlier.items():
                 if title and layer is None:
                     message = f"a stage cannot read `{value}`, because only blocks have earlier runs"

@@ -409,7 +409,8 @@ class _Lowering:
         if any("reads_positions" in step.traits for step in self.model.embed):
             context = shared.with_positions(b, context)
         x, state = self.embedded(b, context)
-        context = shared.with_shared(b, blocks, self.shape, replace(context, embedded=x))
+        with refused_at(("model", "blocks", "common"), f"make the widths equal; the model's `dim` is {self.model.dim}"):
+            context = shared.with_shared(b, blocks, self.shape, replace(context, embedded=x))
         caches = blocks.state(self.shape) if context.extends else {}
         cached = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         stack = Stack(blocks, self.shape, CallSite("blocks", "block", ("model", "blocks"), self.phase))

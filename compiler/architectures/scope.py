@@ -14,6 +14,7 @@ from specc.compiler.expr import Var, variables
 from specc.compiler.expr.wiring import EarlierValue, Wiring, parse_wiring, wrapped
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_refs
+from specc.compiler.ir.types import TypeRuleError
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Split, SplitHeads
 
@@ -207,6 +208,14 @@ class Scope:
             return ref
         name = f"{label}.heads".removeprefix(f"{title}.")
         return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
+
+    def check_streams(self) -> None:
+        """Raises TypeRuleError if a stream has another shape than [B, T, D]."""
+        for name, ref in self.streams.items():
+            if len(shape := self.b.types[ref].shape) != 3:
+                message = f"{self.b.path(name)} has the shape [{', '.join(map(str, shape))}]"
+                hint = "read a value of each token as well, for example `x + residual * y`"
+                raise TypeRuleError(f"{message}, but a stream has one vector for each token", hint=hint)
 
     def split(self, streams: Streams) -> None:
         """Splits the stream x [B, T, n D] into n named streams [B, T, D]. A single stream is not split."""

@@ -131,8 +131,8 @@ class Side:
         """
         self._check(stage)
         scope.enter("")
-        context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
         with refused_at(self.place(stage), "make the widths equal; a stage reads the output of the stage before it"):
+            context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
             state = scope.add(stage, x, replace(context, values=dict(scope.values)), "y")
         scope.values[stage.title] = scope.value
         return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}

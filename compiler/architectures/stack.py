@@ -291,6 +291,7 @@ class BlockCall:
                 part = ("read",)
                 scope.enter("read")
                 scope.streams = scope.wire(block.read, "x", "read_factor", self.stack.blocks.read)
+                scope.check_streams()
             for j, layer in enumerate(block.layers):
                 part = ("layers", j)
                 x = scope.input(layer)
@@ -299,11 +300,13 @@ class BlockCall:
                     normed[x] = h
                 inside = replace(context, cache=below(f"{layer.title}.", state))
                 lowered = scope.add(layer, h, inside, None if block.write is not None else DEFAULT_WRITE)
+                scope.check_streams()
                 new |= {f"{layer.title}.{key}": ref for key, ref in lowered.items()}
             if block.write is not None:
                 part = ("write",)
                 scope.enter("write")
                 scope.write(block.write, "write_factor", replaced=scope.values)
+                scope.check_streams()
         except TypeRuleError as error:
             raise LoweringError((self._mismatch(error, part, b),)) from None
         return scope, new
