@@ -123,10 +123,12 @@ class StrictModel(BaseModel):
     """The base class of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
     `untagged` is True for the model that a union selects if the data has no tag, such as `kind`. `described` is what
-    messages call a file that contains this model, such as `the spec`.
+    messages call a file that contains this model, such as `the spec`. `instead` maps keys that other tools have to what
+    a spec has instead of the key.
     """
 
     untagged: ClassVar[bool] = False
+    instead: ClassVar[Mapping[str, str]] = {}
     described: ClassVar[str] = "the spec"
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)

@@ -68,6 +68,9 @@ class ScoreAndMask(Layer):
 
     # The fields that may be set only if the layer attends to earlier tokens.
     of_tokens: ClassVar[tuple[str, ...]] = ("score", "mask", "scale", "sinks")
+    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("window", "window_size", "sliding_window"), "write a mask in attention, for example `j <= i and i - j < 512`"
+    )
 
     heads: Positive
     score: ExprText = later(PLAIN)

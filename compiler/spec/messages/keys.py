@@ -103,7 +103,11 @@ class Words:
         if elsewhere and not (is_kind and sum(key in keys_of(model) for model in _models(self.root)) > 1):
             home = min(elsewhere, key=lambda path: _apart(path, holder))
             hints.insert(0, f"{quote(key)} belongs {f'under {self._place(home)}' if home else 'at the top'}")
-        elif not near:
+        section = self.models.get(holder[:1], self.root)
+        instead = next((other.instead[key] for other in _models(section) if key in other.instead), None)
+        if instead is not None:
+            hints = [*(hints if not holder else ()), instead]
+        elif not hints:
             twin = nearest(key, keys)
             hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
         message = f"{quote(key)} is not a valid key of {self._place(holder)}"
