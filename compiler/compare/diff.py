@@ -14,6 +14,7 @@ from specc.compiler.records import record
 from specc.compiler.report.step import Work
 from specc.compiler.report.summary import Summary, milliseconds, quantity
 from specc.compiler.spec.check import load
+from specc.compiler.text.source import STDIN, name_of
 
 PLAN = "PLAN.md"
 SHOWN = 10  # tensors, tiles or files that one line of the summary names
@@ -46,8 +47,8 @@ class Comparison:
             compile_loaded(spec, source, (), lock if lock.targets else other)
             for (spec, source), lock, other in zip(specs, locks, reversed(locks), strict=True)
         )
-        left, right = (path.read_text(encoding="utf-8").splitlines() for path in paths)
-        spec_diff = difflib.unified_diff(left, right, str(before), str(after), n=1, lineterm="")
+        left, right = (source.text.splitlines() for _, source in specs)
+        spec_diff = difflib.unified_diff(left, right, name_of(before), name_of(after), n=1, lineterm="")
         return cls(before, after, old, new, tuple(spec_diff))
 
     @cached_property
@@ -105,6 +106,7 @@ class Comparison:
         names = list(dict.fromkeys(choice.rendered.module for choice in lost))
         if names:
             yield f"tiles lost   {len(names)}: {_named(names)}"
+        if names and self.after != STDIN:
             yield f"  measure    specc tune {self.after}"
 
     def _shapes(self) -> Iterator[str]:
@@ -176,10 +178,10 @@ class Comparison:
 
     def markdown(self) -> str:
         if self.equal:
-            return f"`{self.after}`: no difference\n"
+            return f"`{name_of(self.after)}`: no difference\n"
         body = ["```", *self.summary, "```", "", "<details><summary>spec, model and kernels</summary>", ""]
         body += ["```diff", *(line.replace("```", "'''") for line in self.details), "```", "", "</details>"]
-        return "\n".join([f"### specc diff `{self.before}` -> `{self.after}`", "", *body]) + "\n"
+        return "\n".join([f"### specc diff `{name_of(self.before)}` -> `{name_of(self.after)}`", "", *body]) + "\n"
 
     def text(self) -> str:
         return "\n".join(self.summary if self.equal else (*self.summary, "", *self.details))

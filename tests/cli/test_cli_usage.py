@@ -255,12 +255,17 @@ def test_a_spec_on_standard_input(here: Path, specc: Shell, monkeypatch: pytest.
         (["validate", "-"], "<stdin>: ok\n"),
         (["plan", "-"], "tiny: "),
         (["build", "--check", "-"], "1 spec: up to date\n"),
+        (["diff", "specs/tiny.yaml", "-"], "tiny -> tiny\n"),
+        (["diff", "-", "specs/tiny.yaml"], "tiny -> tiny\n"),
     ):
         give(text)
         assert specc(*arguments) == 0 and specc.out.startswith(start)
     give(text.replace('"heads"', '"haeds"'))
     assert specc("validate", "-") == 2 and specc.err.startswith("<stdin>:1:")
     assert specc("build", "-") == 2 and "can only be compared" in specc.err
+    give(text.replace('"tiny"', '"other"'))
+    assert specc("diff", "specs/tiny.yaml", "-") == 1 and "+++ <stdin>" in specc.out
+    assert specc("diff", "-", "-") == 2 and "only one of the specs" in specc.err
 
 
 def test_a_copy_of_a_spec_does_not_replace_what_the_spec_built(here: Path, specc: Shell) -> None:
