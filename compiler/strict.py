@@ -1,6 +1,7 @@
 """Base classes and field types of spec models, with strict types, immutable values, and no unknown keys."""
 
 import keyword
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
@@ -48,9 +49,6 @@ LearnedName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-
 # The name of a node inside a part, such as `act`, or `q.norm` for the norm of q in attention.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
-# Matches names of parameters or nodes; see pattern.py.
-Pattern = Annotated[str, Field(min_length=1, max_length=256, title="pattern")]
-
 
 def _no_truth(value: object) -> object:
     """Rejects booleans, which Python and Pydantic treat as 0 and 1."""
@@ -68,6 +66,16 @@ def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
 
     return AfterValidator(check)
 
+
+def _check_braces(pattern: str) -> None:
+    """Raises Refused if a brace of a pattern has no partner, or if braces are nested."""
+    if re.search(r"[{}]", re.sub(r"\{[^{}]*\}", "", pattern)):
+        hint = "close each brace, and write no braces inside of braces, for example `*.{q,k}`"
+        raise Refused(f"the braces of the pattern `{pattern}` do not form pairs", hint)
+
+
+# Matches names of parameters or nodes; see pattern.py.
+Pattern = Annotated[str, Field(min_length=1, max_length=256, title="pattern"), accepted_by(_check_braces)]
 
 One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that must be 1
 Two = Annotated[Literal[2], BeforeValidator(_no_truth)]  # a version number that must be 2

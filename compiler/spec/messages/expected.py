@@ -101,14 +101,15 @@ def list_words(annotation: Any) -> str:
     return f"a list of {titles[0]}s" if titles else "a list"
 
 
-def range_of(annotation: Any) -> str:
+def range_of(annotation: Any, value: object = 0) -> str:
     """Describes the numbers that a type allows, such as `at least 2 and at most 8`. Empty if the type allows all
-    numbers."""
+    numbers. The limit of 32 bits is left out unless `value` exceeds it."""
+    size = abs(value) if isinstance(value, int | float) else 0
     limits: dict[str, float] = {}
     for mark in _metadata(annotation):
         limits |= {name: getattr(mark, name) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name)}
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    texts = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
+    texts = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < max(size, 2**31 - 1)]
     return " and ".join(texts)
 
 

@@ -140,7 +140,7 @@ def _way_out(group: list[FieldError], annotation: Any) -> str:
         word = re.sub(r"[^a-z0-9_]+", "_", first.value.lower())[:64].lstrip("_0123456789")
         if first.context.get("pattern") == _NAME and re.fullmatch(_NAME, word):
             return f"e.g. {quote(word)}"
-    allowed = range_of(annotation) if first.kind in _LIMITS else ""
+    allowed = range_of(annotation, first.value) if first.kind in _LIMITS else ""
     return f"write a number that is {allowed}" if allowed else ""
 
 
