@@ -18,11 +18,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from specc.compiler.spec.messages.values import TYPES
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError
 from specc.runtime.storage.atomic import sync_folder, write_all
 
 COMMIT = "COMMIT"
+PROBLEMS = {"json_invalid": "is not JSON", "missing": "is missing", "extra_forbidden": "is not a valid key"}
 HINT = "use an older directory of this kind, or create it again"
 
 
@@ -150,9 +152,11 @@ def sweep(folder: Path) -> None:
 
 
 def in_words(error: ValidationError) -> str:
-    """Returns the first problem of a validation as text, such as `members.state.json.size: Field required`."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
+    """Returns the first problem of a validation as text, such as `members.state.json.size is missing`."""
+    first = error.errors(include_url=False)[0]
+    kind, place = first["type"], ".".join(map(str, first["loc"])) or "the text"
+    wanted = first["ctx"]["expected"] if kind == "literal_error" else TYPES.get(kind)
+    return f"{place} must be {wanted}" if wanted else f"{place} {PROBLEMS.get(kind, 'is not valid')}"
 
 
 def _aside(path: Path) -> Path:

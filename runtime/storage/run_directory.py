@@ -34,7 +34,7 @@ from specc.compiler.spec.train import generated_data
 from specc.compiler.strict import StrictModel, later
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import create_folder, write_atomically
-from specc.runtime.storage.committed import COMMIT
+from specc.runtime.storage.committed import COMMIT, in_words
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.records import Records
 from specc.runtime.storage.start_record import StartRecord
@@ -42,6 +42,7 @@ from specc.runtime.storage.start_record import StartRecord
 SPEC = "spec.json"
 LOCK = "lock.json"
 FILES = "files"
+RESTORE = "restore the file from a copy of the run, or train again"
 
 
 class RunDirectoryError(RuntimeFailure):
@@ -184,9 +185,11 @@ class Run:
             lock = read_lock(directory / LOCK)
             record = _Record.model_validate_json((directory / "run.json").read_bytes())
         except SpecError as error:
-            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
-        except (OSError, ValidationError) as error:
-            raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
+            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}", RESTORE) from None
+        except OSError as error:
+            raise IntegrityError(f"{directory}: its run.json cannot be read: {error.strerror}", RESTORE) from None
+        except ValidationError as error:
+            raise IntegrityError(f"{directory}: its run.json is damaged: {in_words(error)}", RESTORE) from None
         digests = record.data_digests
         return cls(directory, spec, record.target, record.data, record.overrides, lock, digests, digest, record.start)
 

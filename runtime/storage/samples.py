@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError
 from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.committed import in_words
 
 FILE = "samples.json"
 HINT = "delete it; `specc report` generates it again"
@@ -47,5 +48,7 @@ def recorded_samples(run: Path) -> Samples | None:
         return Samples.model_validate_json((run / FILE).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValidationError) as error:
-        raise IntegrityError(f"{run / FILE}: cannot be read: {error}", HINT) from None
+    except OSError as error:
+        raise IntegrityError(f"{run / FILE}: cannot be read: {error.strerror}", HINT) from None
+    except ValidationError as error:
+        raise IntegrityError(f"{run / FILE}: is damaged: {in_words(error)}", HINT) from None

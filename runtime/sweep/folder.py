@@ -23,6 +23,7 @@ from specc.compiler.plan.lock import lock_path
 from specc.compiler.strict import Positive, StrictModel
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.committed import in_words
 from specc.runtime.storage.run_directory import Run, is_run
 from specc.runtime.storage.run_history import RunHistory
 from specc.runtime.sweep.plan import PlannedQuantization, PlannedRun, PlannedSweep
@@ -106,8 +107,10 @@ class SweepRecord(StrictModel):
             return cls.model_validate_json((directory / RECORD).read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValidationError) as error:
-            raise IntegrityError(f"{directory / RECORD}: is damaged: {error}") from None
+        except OSError as error:
+            raise IntegrityError(f"{directory / RECORD}: cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            raise IntegrityError(f"{directory / RECORD}: is damaged: {in_words(error)}") from None
 
     def changes(self, new: "SweepRecord") -> Iterator[str]:
         """Yields one sentence per difference between this record and `new`, the record of the edited sweep file.

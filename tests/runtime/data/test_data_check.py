@@ -155,7 +155,7 @@ def garbled(folder: Path) -> None:
         (swapped, 5, "tokens_train_000000.bin: not the file that shards.json describes"),
         (dangling, 5, "tokens_train_000001.bin: No such file or directory"),
         (emptied, 5, "shards.json: is empty, because the folder was never completed"),
-        (garbled, 5, "source: Field required"),
+        (garbled, 5, "source is missing"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -84,6 +84,25 @@ def test_a_damaged_run_is_an_integrity_error(tmp_path: Path, name: str, text: st
     assert caught.value.exit_code == 5
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[1", "the text is not JSON"),
+        ("{}", "format is missing"),
+        ('{"format": 2, "target": "cpu", "data": "x", "overrides": []}', "format must be 1"),
+        ('{"format": 1, "target": 3, "data": "x", "overrides": []}', "target must be text"),
+        ('{"format": 1, "target": "cpu", "data": "x", "overrides": [], "date": 1}', "date is not a valid key"),
+    ],
+)
+def test_the_problem_of_a_damaged_run_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    Run(tmp_path, gpt_mini(), "cpu", "x").create()
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(IntegrityError) as caught:
+        Run.open(tmp_path)
+    assert caught.value.message == f"{tmp_path}: its run.json is damaged: {problem}"
+    assert caught.value.hint
+
+
 def test_another_spec_is_told_apart(tmp_path: Path) -> None:
     run = Run(tmp_path, gpt_mini(), "cpu", "x").create()
     run.require_same(gpt_mini(), "cpu")
