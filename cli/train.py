@@ -92,6 +92,7 @@ def command(
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
     """
     from specc.compiler.build import plan_spec
+    from specc.runtime.data.missing_paths import require_source
     from specc.runtime.distributed.launch import is_launched, target_of
     from specc.runtime.storage.run_directory import is_run
 
@@ -120,12 +121,14 @@ def command(
             loaded, lock = planned.spec, planned.lock
             if world is None and not dry_run:
                 compile_committed(path, loaded, target)
+        kind = loaded.train.data
+        if world is None:
+            require_source(data or kind.usual, kind)
         if dry_run:
             _dry_run(loaded, target, data, (*with_data(tokenizers, data), beside, Path()), lock)
             return 0
         if (code := launched(gpus, loaded, target, world)) is not None:
             return code
-        from specc.runtime.train.sources.source import usual_data
         from specc.runtime.train.train import TrainOptions
         from specc.runtime.train.train import train as run
 
@@ -135,7 +138,7 @@ def command(
         options = TrainOptions(
             loaded,
             chosen,
-            data or usual_data(loaded),
+            data or kind.usual,
             directory,
             overrides,
             resume,

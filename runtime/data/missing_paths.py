@@ -1,8 +1,12 @@
 """Builds errors for paths that do not exist, with suggestions of similar paths."""
 
 from difflib import get_close_matches
+from glob import has_magic
 from pathlib import Path
 
+from specc.compiler.spec.data.kind import DataKind
+from specc.compiler.spec.data.lines import file_settings
+from specc.compiler.spec.train import generated_data
 from specc.runtime.data.errors import DataError
 
 SHOWN = 3  # maximum number of suggestions in a hint
@@ -30,7 +34,25 @@ def nearest_paths(path: Path) -> str:
     return f"did you mean {' or '.join(str(parent / name) for name in close[:SHOWN])}?" if close else ""
 
 
-def missing_source(path: Path) -> DataError:
-    """Returns the error to raise for a text source that does not exist."""
+def data_hint(kind: DataKind) -> str:
+    """Returns what the option `--data` may be for a kind of data."""
+    if kind.gives == "text":
+        return SOURCES
+    generated = " or ".join(f"`{name}`" for name in generated_data())
+    return f"--data must be a file of lines `{file_settings(kind).form}`, or {generated}"
+
+
+def missing_source(path: Path, sources: str = SOURCES) -> DataError:
+    """Returns the error to raise for a source that does not exist. `sources` states what sources are."""
     near = nearest_paths(path)
-    return DataError(f"{path}: no such file or folder", "; ".join(filter(None, (near, SOURCES))))
+    return DataError(f"{path}: no such file or folder", "; ".join(filter(None, (near, sources))))
+
+
+def require_source(source: str, kind: DataKind) -> None:
+    """Raises DataError if a source of data of this kind does not exist. The check needs no Torch, so it comes before
+    all slow imports. A pattern of shards is not checked."""
+    if not source:
+        raise DataError(f"data of kind `{kind.kind}` have no default", "name the data with --data")
+    path = Path(source).expanduser()
+    if source != kind.usual and not has_magic(source) and not path.exists():
+        raise missing_source(path, data_hint(kind))

@@ -123,6 +123,15 @@ def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
     assert done.stderr.count("pip install 'specc[train]'") == 3 and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("spec", ["gpt_mini", "poly_attn"])
+def test_data_that_does_not_exist_is_an_error_before_torch_is_imported(spec: str) -> None:
+    text = "import sys\nfrom specc.cli.app import run\nprint(run(sys.argv[1:]), 'torch' in sys.modules)"
+    command = [sys.executable, "-c", text, "train", f"specs/{spec}.yaml", "--target", "cpu", "--data", "none.txt"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "2 False"
+    assert done.stderr.startswith("error: U005 none.txt: no such file or folder")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "specs/gpt_mini.yaml"], ["schema"]])
 def test_output_to_a_full_disk_is_an_environment_error(arguments: list[str]) -> None:

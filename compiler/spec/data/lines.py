@@ -32,8 +32,14 @@ class LinesData(DataKind):
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     seed: NonNegative = 0
 
+    @property
+    def form(self) -> str:
+        """The form of a line, in printable characters."""
+        form = f"source{self.separator}target"
+        return form if form.isprintable() else repr(form)
 
-def file_settings(data: DataKind) -> LinesData:
+
+def file_settings(data: DataKind | None = None) -> LinesData:
     """Returns the settings with which a file of lines is read: those of the spec, or the defaults if the data of the
     spec are of another kind, which `--data FILE` replaces."""
     return data if isinstance(data, LinesData) else LinesData(kind="lines")

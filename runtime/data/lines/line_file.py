@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specc.compiler.spec.data.lines import LinesData
-from specc.compiler.spec.train import generated_data
+from specc.compiler.spec.data.lines import LinesData, file_settings
 from specc.runtime.data.documents.corpus import in_share, is_val
 from specc.runtime.data.documents.files import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError, LineError
 from specc.runtime.data.lines.pairs import Pairs
-from specc.runtime.data.missing_paths import nearest_paths
+from specc.runtime.data.missing_paths import data_hint, nearest_paths
 from specc.runtime.data.tokenizers.characters import CharTokenizer, lines_of
 from specc.runtime.storage.data_digests import DataDigests
 
@@ -43,7 +42,7 @@ class LineFile:
         characters, or a character that is not in the vocabulary.
         """
         path = Path(data).expanduser()
-        sources, targets = read_lines(path, settings.separator)
+        sources, targets = read_lines(path, settings)
         try:
             pairs = Pairs(*(tokenizer.encode_rows(side, width) for side in (sources, targets)))
         except LineError as error:
@@ -73,11 +72,11 @@ class LineFile:
             raise DataError(message, "a share of the lines, by hash, is used for validation: add more lines")
 
 
-def read_lines(path: Path, separator: str = "=") -> tuple[list[str], list[str]]:
+def read_lines(path: Path, settings: LinesData = file_settings()) -> tuple[list[str], list[str]]:
     """Returns the sources and the targets of all lines of a file. The file may be compressed (.xz, .gz).
 
     Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
-    `separator` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
+    separator with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
     """
     try:
         with open_file(path) as file:
@@ -87,25 +86,17 @@ def read_lines(path: Path, separator: str = "=") -> tuple[list[str], list[str]]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from None
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}", _file_hint(path, separator)) from None
+        near = nearest_paths(path)
+        raise DataError(
+            f"{path}: {error.strerror or error}", " ".join(filter(None, (near, data_hint(settings))))
+        ) from None
     sides: tuple[list[str], list[str]] = ([], [])
     for number, text in enumerate(texts, 1):
-        left, _, right = text.partition(separator)
-        if not left or not right or separator in right:
-            raise DataError(f"{path}:{number}: expected {_form(separator)}, not {text!r}")
+        left, _, right = text.partition(settings.separator)
+        if not left or not right or settings.separator in right:
+            raise DataError(f"{path}:{number}: expected {settings.form}, not {text!r}")
         sides[0].append(left)
         sides[1].append(right)
     if not texts:
         raise DataError(f"{path} has no lines")
     return sides
-
-
-def _form(separator: str) -> str:
-    form = f"source{separator}target"
-    return form if form.isprintable() else repr(form)
-
-
-def _file_hint(path: Path, separator: str) -> str:
-    generated = " or ".join(f"`{name}`" for name in generated_data())
-    hint = f"--data must be a file of lines `{_form(separator)}`, or {generated}"
-    return f"{near} {hint}" if (near := nearest_paths(path)) else hint

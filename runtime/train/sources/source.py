@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specc.compiler.catalog import classes
 from specc.compiler.spec.spec import Spec
-from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validates
@@ -106,13 +105,6 @@ class Source(ABC):
             batches: the minimum number of batches that the feed must provide.
             stack: the exit stack that closes the resources of the feed.
         """
-
-
-def usual_data(spec: Spec) -> str:
-    """Returns the default of the option `--data`. Raises DataError if the data of the spec have no default."""
-    if not spec.train.data.usual:
-        raise DataError(f"data of kind `{spec.train.data.kind}` have no default", "name the data with --data")
-    return spec.train.data.usual
 
 
 def source_of(spec: Spec) -> type[Source]:
