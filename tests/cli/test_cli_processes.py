@@ -123,6 +123,15 @@ def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
     assert done.stderr.count("pip install 'specc[train]'") == 3 and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [["-m", "cli"], ["cli/__main__.py"]])
+def test_a_source_tree_that_is_not_installed_is_an_environment_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-S", *arguments, "validate", "specs/gpt_mini.yaml"]  # -S: without installed packages
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith("error: E002 specc is not installed\n  = help: ") and done.stderr.count("\n") == 2
+
+
 @pytest.mark.parametrize("spec", ["gpt_mini", "poly_attn"])
 def test_data_that_does_not_exist_is_an_error_before_torch_is_imported(spec: str) -> None:
     text = "import sys\nfrom specc.cli.app import run\nprint(run(sys.argv[1:]), 'torch' in sys.modules)"
