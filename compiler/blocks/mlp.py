@@ -1,6 +1,7 @@
 """The dense feed-forward layer with any pointwise activation, and the fields of all feed-forward layers."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -8,17 +9,32 @@ from pydantic import Field
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Layer
-from specc.compiler.expr import parse, variables
+from specc.compiler.expr import ExprError, number, parse, variables
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import reading
-from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, accepted_by, later
 
 SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, each with the matrix product that computes it
+OPERANDS = (-0.83, 0.71)  # at which activations are evaluated; no common function has a kink or overflows there
 _RATIO = ("the ratio", ("ratio",))
 
 
-Expression = Annotated[ExprText, reading("x", "an activation must read x", "gate")]
+def _check_values(text: str) -> None:
+    """Raises ExprError if an activation has no value for some signs of its operands. Results of matrix products are
+    negative for about half of the tokens, so the loss would be NaN from the first step on."""
+    expr = parse(text)
+    for signs in product(OPERANDS, repeat=2):
+        at = {name: value for name, value in zip(SOURCES, signs, strict=True) if name in variables(expr)}
+        try:
+            number(expr, **at)
+        except ExprError as error:
+            place = " and ".join(f"{name} = {value:g}" for name, value in at.items())
+            hint = "define it for negative operands too, for example with `relu(x)` or `abs(x)` in place of `x`"
+            raise ExprError(f"the activation has no value at {place}, where {error.message}", hint=hint) from None
+
+
+Expression = Annotated[ExprText, reading("x", "an activation must read x", "gate"), accepted_by(_check_values)]
 
 
 class NamedActivation(StrictModel):
