@@ -82,7 +82,7 @@ def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
     scale = underscored("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
-    title = _title(op)
+    title = title_of(op)
     variables = (*op.variables, scale)
     return replace(op, outputs=outputs, variables=variables, title=title, scales=((scale, first, second),))
 
@@ -139,7 +139,7 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     outputs = [str(substitute(reread(text), renamed)) for text in after.outputs] + [str(whole[i]) for i in returned]
     labels = (*(after.labels or ("y",)), *names.values()) if names or after.labels else ()
     masks = tuple((str(renamed[name]), p) for name, p in after.draws)
-    title = "_".join(filter(None, (_title(before), _title(after))))
+    title = "_".join(filter(None, (title_of(before), title_of(after))))
     variables = (*before.variables[:count], *known.values())
     joined = Pointwise(
         tuple(outputs), variables, labels, title=title, draws=(*before.draws, *masks), scales=before.scales
@@ -151,5 +151,6 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     return rename(replace(graph, nodes=nodes), dict(moved))
 
 
-def _title(op: Pointwise) -> str:
+def title_of(op: Pointwise) -> str:
+    """Returns the part of a kernel name that describes an epilogue: its title, or else the names of its expressions."""
     return op.title or "_".join(filter(None, (name_of(reread(text)) for text in op.outputs)))

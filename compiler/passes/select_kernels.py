@@ -1,7 +1,8 @@
 """Chooses a kernel for each planned node. For each fused group, chooses the values that the forward pass saves."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from specc.compiler.catalog import catalog
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import NOT_REPEATABLE, Kernel, Site, refusal, symbol
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.passes.join_epilogues import title_of
 from specc.compiler.pattern import matches
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
@@ -60,8 +63,10 @@ def select_kernels(
     save_choices: list[SaveChoices] = []
     problems: list[Problem] = []
     groups: list[Group] = []
+    functions: dict[str, tuple[object, ...]] = {}
     for group in programs.groups:
-        usual, *rest = (_save_choice(programs, option, request) for option in (group, *group.others))
+        named = (_with_names(programs, option, target, functions) for option in (group, *group.others))
+        usual, *rest = (_save_choice(programs, option, request) for option in named)
         problems += usual[1]
         options = (usual[0], *(option for option, wrong in rest if not wrong))
         chosen = options[0]
@@ -69,6 +74,7 @@ def select_kernels(
             save_choices.append(_save_choices(programs, options, target, lock))
             chosen = save_choices[-1].chosen
         choices += chosen.choices
+        functions = {symbol(choice.site)[0]: _computed(choice.site) for choice in chosen.choices} | functions
         groups.append(chosen.group)
     outside = ((None, graph, node) for graph in programs.graphs for node in graph.nodes if node.op.everywhere)
     others, further = _chosen(programs, outside, request)
@@ -80,6 +86,34 @@ def select_kernels(
         raise LoweringError(tuple(problems))
     listed, locked = tuple(_with_shared_labels(choices)), lock.targets.get(target.name)
     return Plan(programs.name, title, source, target, programs, listed, tuple(save_choices), locked)
+
+
+def _with_names(programs: Programs, group: Group, target: Target, functions: Mapping[str, tuple[object, ...]]) -> Group:
+    """Returns the group with other names for the gradients whose names belong to other expressions. `functions` maps
+    the function names of earlier groups to what the functions compute.
+
+    The name of a gradient does not state the activation: the gradients of exp and of silu are both products. The new
+    name does, such as `exp_grad`.
+    """
+    forward = {
+        member: node.epilogue
+        for node in group.forward.nodes
+        for member in node.members
+        if isinstance(node.epilogue, Pointwise)
+    }
+
+    def renamed(node: Node) -> Node:
+        names = (member.removesuffix(".grad") for member in node.members if member.endswith(".grad"))
+        activation = next((forward[name] for name in names if name in forward), None)
+        if activation is None or not isinstance(node.epilogue, Pointwise) or node.epilogue.title:
+            return node
+        site = site_of(programs, group, group.backward, node, target)
+        with suppress(ExprError):  # a name is too long, which is reported when a kernel is chosen
+            if functions.get(symbol(site)[0], _computed(site)) != _computed(site):
+                return replace(node, epilogue=replace(node.epilogue, title=f"{title_of(activation)}_grad"))
+        return node
+
+    return replace(group, backward=replace(group.backward, nodes=tuple(map(renamed, group.backward.nodes))))
 
 
 def _save_choice(programs: Programs, group: Group, request: _Request) -> tuple[SaveChoice, list[Problem]]:
