@@ -35,7 +35,9 @@ ELSEWHERE = {
     "pow": "write x ** n",
     "square": "write x ** 2", "softcap": "write c * tanh(x / c)",
     "swiglu": "write silu(gate) * x", "geglu": "write gelu(gate) * x",
-    "clamp": "write min(max(x, low), high)",
+    "clamp": "write min(max(x, low), high)", "clip": "write min(max(x, low), high)",
+    "hardtanh": "write min(max(x, -1), 1)", "relu6": "write min(relu(x), 6)", "relu2": "write relu(x) ** 2",
+    "elu": "write where(x > 0, x, exp(x) - 1)", "quick_gelu": "write x * sigmoid(1.702 * x)",
 }  # fmt: skip
 
 
@@ -245,7 +247,9 @@ class _Reader:
                 fail("and, or, not and if are not part of the language", node, "write where(x > 0, a, b)")
             case ast.Tuple():
                 fail("a comma is only valid between the arguments of a function", node)
-        fail(f"{describe(node)} is not part of the language", node, "use numbers, names, + - * / ** and functions")
+        power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor)
+        hint = "write ** for a power" if power else "use numbers, names, + - * / ** and functions"
+        fail(f"{describe(node)} is not part of the language", node, hint)
 
     def name(self, name: str, node: ast.expr) -> Expr:
         if name in self.functions:
@@ -254,7 +258,8 @@ class _Reader:
             fail(f"{name} is a table, not a number", node, f"read an element, for example {name}[h, i - j]")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
-            fail(f"unknown variable {name}", node, suggest(name, known) or f"choose from {', '.join(known) or 'none'}")
+            choice = f"choose from {', '.join(known) or 'none'}"
+            fail(f"unknown variable {name}", node, suggest(name, known) or ELSEWHERE.get(name.lower()) or choice)
         return Var(name)
 
     def call(
@@ -263,7 +268,7 @@ class _Reader:
         function = self.functions.get(name)
         if function is None:
             known = f"choose from {', '.join(sorted(self.functions))}"
-            hint = ELSEWHERE.get(name) or suggest(name, self.functions) or known
+            hint = ELSEWHERE.get(name.lower()) or suggest(name, self.functions) or known
             fail(f"unknown function {name}", node, hint)
         example = f"write {function.example}"
         if keywords:
@@ -395,13 +400,13 @@ def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float |
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, [other for other in known if len(other) > 1], n=1, cutoff=0.62)
+    close = get_close_matches(name.lower(), [other for other in known if len(other) > 1], n=1, cutoff=0.62)
     return f"did you mean {close[0]}?" if close else ""
 
 
 def describe(node: ast.expr) -> str:
     names = {"Lambda": "lambda", "NamedExpr": ":=", "Attribute": "attribute access", "Subscript": "indexing"}
-    operators = {"Mod": "%", "FloorDiv": "//", "MatMult": "@"}
+    operators = {"Mod": "%", "FloorDiv": "//", "MatMult": "@", "BitXor": "^"}
     kind = type(node.op).__name__ if isinstance(node, ast.BinOp) else type(node).__name__
     return names.get(kind) or operators.get(kind) or f"a Python {kind.lower()}"
 

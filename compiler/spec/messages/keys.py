@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
@@ -144,8 +145,17 @@ class Words:
 
     def _missing_tag(self, error: FieldError) -> Iterator[Diagnostic]:
         key = _discriminator(error)
-        words = tags_of(models_in(self._annotation(error.path)), key)
-        yield self._missing(error.path, key, one_of(words) if words else "its value")
+        models = models_in(self._annotation(error.path))
+        words, known = tags_of(models, key), {name for model in models for name in keys_of(model)}
+        missing = self._missing(error.path, key, one_of(words) if words else "its value")
+        data = error.value if isinstance(error.value, Mapping) else {}
+        for other in (other for other in data if other not in known):
+            if not nearest(str(other), [key]) and data[other] not in words:
+                continue
+            place, hint = self.source.key((*error.path, other)), f"write {quote(key)} in place of {quote(other)}"
+            yield replace(missing, hint=hint, file=place.file, mark=place.mark)
+            return
+        yield missing
 
     def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
         place = self.source.place(holder) if holder else self.source.value(())

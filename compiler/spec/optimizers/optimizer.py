@@ -1,7 +1,7 @@
 """The base class of all entries of `train.optimizers`."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Annotated, ClassVar
 
@@ -37,6 +37,9 @@ class OptimizerSpec(StrictModel):
             steps.
     """
 
+    instead: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "write `lr` in an optimizer", "wd": "write `weight_decay` in an optimizer",
+    }  # fmt: skip
     in_norm: ClassVar[bool] = True
     slots: ClassVar[int] = 0
     temporaries: ClassVar[float] = 1  # the directions of the update
