@@ -51,6 +51,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.missing_paths", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "parsed"): (_KNOWN, "parsed"),
+    ("specc.runtime.storage.committed", "in_words"): (_KNOWN, "in_words"),
 }
 
 

@@ -104,5 +104,9 @@ def parsed(text: bytes) -> "ShardRecord":
         raise ValidationError("unreadable") from error
 
 
+def in_words(error: ValidationError) -> str:
+    return f"the text is {error}"
+
+
 def user_cache_dir(name: str) -> str:
     return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", name))

@@ -39,7 +39,7 @@ def test_shards_that_are_not_those_of_their_record_are_refused(submission: Submi
         ("train", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
         ("score", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
         ("train", cut, 5, f"has no tokens_train_000001.bin, which {RECORD} lists"),
-        ("train", none, 5, f"{none / RECORD}: the text: unreadable"),
+        ("train", none, 5, f"{none / RECORD}: the text is unreadable"),
     ):
         done = alone(submission, code, command, "--data", str(data))
         assert done.returncode == status and words in done.stderr, (command, data, done.stderr)
