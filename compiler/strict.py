@@ -131,12 +131,10 @@ class StrictModel(BaseModel):
     """The base class of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
     `untagged` is True for the model that a union selects if the data has no tag, such as `kind`. `described` is what
-    messages call a file that contains this model, such as `the spec`. `instead` maps keys that other tools have to what
-    a spec has instead of the key.
+    messages call a file that contains this model, such as `the spec`.
     """
 
     untagged: ClassVar[bool] = False
-    instead: ClassVar[Mapping[str, str]] = {}
     described: ClassVar[str] = "the spec"
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
@@ -151,6 +149,12 @@ class StrictModel(BaseModel):
         entry contains the path of the part, the type of a valid part, and the data of the part. If the part does not
         state its tag, such as `kind`, the tag is added to the data in the entry."""
         yield from ()
+
+    @staticmethod
+    def instead() -> Mapping[str, str]:
+        """Returns the keys of other tools that users could expect here. Each has a hint that states what a spec has
+        instead."""
+        return {}
 
     def stated(self) -> dict[str, Any]:
         """Returns the fields that were set, as JSON data. `model_dump` is not used, because Pydantic would have to

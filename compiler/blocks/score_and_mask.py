@@ -68,9 +68,6 @@ class ScoreAndMask(Layer):
 
     # The fields that may be set only if the layer attends to earlier tokens.
     of_tokens: ClassVar[tuple[str, ...]] = ("score", "mask", "scale", "sinks")
-    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("window", "window_size", "sliding_window"), "write a mask in attention, for example `j <= i and i - j < 512`"
-    )
 
     heads: Positive
     score: ExprText = later(PLAIN)
@@ -79,6 +76,11 @@ class ScoreAndMask(Layer):
     sinks: bool = later(False)
     y: WiringText | None = later(None)
     bos: TokenId | None = later(None)
+
+    @staticmethod
+    def instead() -> Mapping[str, str]:
+        hint = "write a mask in attention, for example `j <= i and i - j < 512`"
+        return dict.fromkeys(("window", "window_size", "sliding_window"), hint)
 
     @property
     def reads_source(self) -> bool:

@@ -105,7 +105,7 @@ class Words:
             home = min(elsewhere, key=lambda path: _apart(path, holder))
             hints.insert(0, f"{quote(key)} belongs {f'under {self._place(home)}' if home else 'at the top'}")
         section = self.models.get(holder[:1], self.root)
-        instead = next((other.instead[key] for other in _models(section) if key in other.instead), None)
+        instead = next((other.instead()[key] for other in _models(section) if key in other.instead()), None)
         if instead is not None:
             hints = [*(hints if not holder else ()), instead]
         elif not hints:

@@ -37,9 +37,6 @@ class OptimizerSpec(StrictModel):
             steps.
     """
 
-    instead: ClassVar[Mapping[str, str]] = {
-        "learning_rate": "write `lr` in an optimizer", "wd": "write `weight_decay` in an optimizer",
-    }  # fmt: skip
     in_norm: ClassVar[bool] = True
     slots: ClassVar[int] = 0
     temporaries: ClassVar[float] = 1  # the directions of the update
@@ -50,6 +47,10 @@ class OptimizerSpec(StrictModel):
     weight_decay: Rate = 0.0
     cautious_decay: bool = later(False)
     every: Positive = later(1)
+
+    @staticmethod
+    def instead() -> Mapping[str, str]:
+        return {"learning_rate": "write `lr` in an optimizer", "wd": "write `weight_decay` in an optimizer"}
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns the reason why the optimizer cannot update a parameter of this shape, or ""."""
