@@ -91,7 +91,7 @@ def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[s
 
 
 def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs this script under all tools at once and prints the results. Returns 0 if no tool reports an error, else 1."""
+    """Runs this script under all tools at once and prints the results. Returns 1 if a tool reports an error, else 0."""
     if not names:
         raise SystemExit("no kernel of the plan has machine code of its own: there is nothing to look at")
     # one allocation per tensor, because memcheck does not detect an access beyond a tensor within an allocation

@@ -72,12 +72,13 @@ class LineFile:
             raise DataError(message, "a share of the lines, by hash, is used for validation: add more lines")
 
 
-def read_lines(path: Path, settings: LinesData = file_settings()) -> tuple[list[str], list[str]]:
+def read_lines(path: Path, settings: LinesData | None = None) -> tuple[list[str], list[str]]:
     """Returns the sources and the targets of all lines of a file. The file may be compressed (.xz, .gz).
 
     Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
     separator with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
     """
+    settings = settings or file_settings()
     try:
         with open_file(path) as file:
             texts = lines_of(file.read().decode("utf-8-sig"))
