@@ -1,5 +1,7 @@
 """The tile of a matrix product, and the rule for the default tile. One thread block computes one tile of the result."""
 
+from itertools import product
+
 from specc.compiler.errors import counted
 from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.epilogue import Epilogue
@@ -134,11 +136,13 @@ BY_POINTER = (
 
 def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
     tma = "tma" in target.features
+    # Deeper blocks of 8-bit elements have as many bytes, and their partial sums are added less often.
+    deeper = (2, 1) if BYTES[epilogue.x.type.dtype] == 1 else (1,)
     tiles = []
-    for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
-        tile = Tile(m, columns // len(epilogue.accumulators), deep, warps, stages, resident)
+    for factor, (m, columns, deep, warps, stages, resident) in product(deeper, WITH_TMA if tma else BY_POINTER):
+        tile = Tile(m, columns // len(epilogue.accumulators), factor * deep, warps, stages, resident)
         needed = loaded_bytes(epilogue, tile) + tma * _staged(epilogue, tile.n) * m // ROWS + BARRIERS
-        if tile.n >= NARROWEST and deep <= epilogue.k and needed * resident <= target.shared_memory:
+        if tile.n >= NARROWEST and tile.k <= epilogue.k and needed * resident <= target.shared_memory:
             tiles.append(tile)
     return tuple(tiles)
 

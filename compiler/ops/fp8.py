@@ -26,8 +26,9 @@ class Fp8Linear(MatrixProduct):
     """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 
     Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each tensor is divided by a
-    scale. The scale maps the largest magnitude to the largest number of the format. The three products are y, dx = dy w
-    and dw = dy^T x. Each product is summed in f32, and multiplied by the scales of its factors.
+    scale. The scale maps the largest magnitude to the largest number of the format; a delayed scale is the next larger
+    power of two. The three products are y, dx = dy w and dw = dy^T x. Each product is summed in f32, and multiplied by
+    the scales of its factors.
 
     Attributes:
         by_rows: Whether a factor has one scale for each vector along the summed dim. Otherwise, the whole factor has
@@ -72,12 +73,26 @@ class Fp8Linear(MatrixProduct):
         return y
 
 
+def delayed_scale(largest: Tensor, most: Tensor | float) -> Tensor:
+    """Returns the smallest power of two f32 by which magnitudes of at most `largest` f32 are divided to be at most
+    `most`; 1 where the quotient of both is 0.
+
+    The division by a power of two is exact, as is the multiplication by its reciprocal. The epilogue of a kernel can
+    therefore multiply. Exact divisions by other scales take most of the time of such a kernel.
+    """
+    import torch
+
+    ratio = largest / most
+    # the next exponent, unless all fraction bits are 0
+    up = ((ratio.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(ratio > 0, up, 1.0)
+
+
 def begin_scales(state: Tensor) -> None:
     """Fills the state f32 [2 + H, 3] of a layer with scales for usual magnitudes. Training starts from these scales."""
-    state.data.zero_()
-    for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
-        state.data[HISTORY:, factor] = usual
-        state.data[SCALES, factor] = usual / most
+    values = state.data.zero_()
+    values[HISTORY:] = values.new_tensor(USUAL)
+    values[SCALES] = delayed_scale(values[HISTORY], values.new_tensor(MOST))
 
 
 def _rounded_products() -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.ops.fp8 import FACTORS, HISTORY, LARGEST, MOST, SCALES, USUAL, begin_scales
+from specc.compiler.ops.fp8 import FACTORS, HISTORY, LARGEST, MOST, SCALES, USUAL, begin_scales, delayed_scale
 from specc.compiler.passes.fp8_products import SUFFIX
 from specc.runtime.distributed.world import World
 
@@ -70,7 +70,7 @@ class Fp8Scales:
         for buffer in self._buffers.values():
             largest = buffer[HISTORY:].amax(0)
             largest[DY] *= loss_scale
-            buffer[SCALES] = torch.where(largest > 0, largest / self._most, 1.0)
+            buffer[SCALES] = delayed_scale(largest, self._most)
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:

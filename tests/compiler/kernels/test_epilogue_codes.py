@@ -30,7 +30,7 @@ def inputs_of(site: Site, m: int) -> list[Tensor]:
         if type == STATE:  # the last is that of the codes
             last = len(values) == len(site.inputs) - 1
             state = torch.zeros(5, 3)
-            state[0] = torch.tensor([2.9 / 448, 7.0, 1.7 / 57344] if last else [1.0, 0.5, 0.02])
+            state[0] = torch.tensor([2.0**-7, 7.0, 2.0**-15] if last else [1.0, 0.5, 0.02])
             values.append(state)
             continue
         value = torch.randn([dim if isinstance(dim, int) else m for dim in type.shape], generator=generator)
