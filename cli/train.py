@@ -105,7 +105,7 @@ def command(
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
-        data, target = data or (known and known.data), target or (known and known.target)
+        stated, data, target = bool(data), data or (known and known.data), target or (known and known.target)
         if known is not None and directory is not None and spec is None:
             if overrides:
                 raise click.UsageError("--set has no effect on a resumed run, because the spec of a run is fixed")
@@ -122,7 +122,7 @@ def command(
             if world is None and not dry_run:
                 compile_committed(path, loaded, target)
         kind = loaded.train.data
-        if world is None:
+        if world is None and (stated or not (known or dry_run)):
             require_source(data or kind.usual, kind)
         if dry_run:
             _dry_run(loaded, target, data, (*with_data(tokenizers, data), beside, Path()), lock)

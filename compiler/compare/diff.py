@@ -83,13 +83,27 @@ class Comparison:
             yield f"  quantize   {other}"
 
     def _times(self) -> Iterator[str]:
+        """Yields times and memory on equal terms: what only one of the specs has measured is compared by its floors."""
         old, new = self.summaries
-        yield f"step         {_change(old.step_time, new.step_time)} on {new.step.target}"
-        before, after = ({work.name: _time(work) for work in summary.step.works} for summary in self.summaries)
-        for name in {**after, **before}:
-            if before.get(name) != after.get(name):
-                yield f"  {name:<24} {_change(before.get(name, 'none'), after.get(name, 'none'))}"
-        yield f"memory       {_change(old.memory, new.memory)}"
+        before, after = ({work.name: work for work in summary.step.works} for summary in self.summaries)
+        times = {name: _times_of(before.get(name), after.get(name)) for name in {**after, **before}}
+        if old.step.timing is not None and new.step.timing is not None:
+            was, now, memory = old.step_time, new.step_time, (old.memory, new.memory)
+        else:
+            was, now = (_least(sum(ms[i] or 0.0 for ms, _ in times.values()), False) for i in (0, 1))
+            memory = (old.forecast, new.forecast)
+        known = [
+            f"; {milliseconds(summary.step.timing.ms)} ms measured {word}"
+            for word, summary in zip(("before", "after"), self.summaries, strict=True)
+            if summary.step.timing is not None and summary.step_time not in (was, now)
+        ]
+        change = f"{was} -> {now} on {new.step.target}" if was != now else f"{now} on {new.step.target}, as before"
+        yield f"step         {change}{''.join(known)}"
+        for name, (ms, measured) in times.items():
+            first, second = ("none" if time is None else _least(time, measured) for time in ms)
+            if first != second:
+                yield f"  {name:<24} {first} -> {second}"
+        yield f"memory       {_change(*memory)}"
         yield f"saved        {self._saved()}"
 
     def _saved(self) -> str:
@@ -215,8 +229,17 @@ def _change(old: str, new: str, difference: int | None = None) -> str:
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
 
 
-def _time(work: Work) -> str:
-    return f"{milliseconds(work.ms)} ms" if work.ms is not None else f"at least {milliseconds(work.floor_ms)} ms"
+def _times_of(*works: Work | None) -> tuple[tuple[float | None, ...], bool]:
+    """Returns the time in ms of a class of work in each spec, and whether the times are measured: all of them, or none.
+    The time is None in a spec without such work."""
+    measured = all(work is None or work.ms is not None for work in works)
+    return tuple(work and (work.ms if measured else work.floor_ms) for work in works), measured
+
+
+def _least(ms: float, measured: bool) -> str:
+    if not ms and not measured:
+        return "no times"
+    return f"{milliseconds(ms)} ms" if measured else f"at least {milliseconds(ms)} ms"
 
 
 def _named(names: list[str]) -> str:

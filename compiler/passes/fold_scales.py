@@ -10,19 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from specc.compiler.expr import (
-    Binary,
-    Const,
-    Expr,
-    ExprError,
-    Neg,
-    Var,
-    number,
-    reread,
-    simplify,
-    substitute,
-    variables,
-)
+from specc.compiler.expr import Binary, Const, Expr, Neg, Var, number, reread, simplify, substitute, variables
 from specc.compiler.ir.builder import first_free
 from specc.compiler.ir.graph import Graph, Node, rename
 from specc.compiler.ir.op import Op
@@ -114,10 +102,7 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
             factor = _factor(term, variable)
             if factor is None:
                 continue
-            try:
-                factor = simplify(factor)
-            except ExprError:  # it has no value, such as 1 / 0
-                continue
+            factor = simplify(factor)
             operands = {name: refs[name] for name in variables(factor)}
             if any(ref[0] not in "@$" for ref in operands.values()):
                 continue

@@ -121,6 +121,10 @@ class Summary:
     def memory(self) -> str:
         if self.step.timing is not None:
             return f"{self.step.timing.memory / 1e9:.1f} GB at most"
+        return self.forecast
+
+    @property
+    def forecast(self) -> str:
         return f"about {self.step.memory.total / 1e9:.1f} GB"
 
     @property
