@@ -1,5 +1,5 @@
-"""The pointwise expression language: parsing, simplification, differentiation, plans for the backward pass, and text
-in Torch, Triton or CUDA C++."""
+"""The pointwise expression language: parsing, simplification, differentiation, plans for the backward pass, and
+translation to source text in Torch, Triton, CUDA C++ or the CuTe DSL."""
 
 from .backward import KEEPS, Backward, Keep, plan_backward
 from .derive import derive, homogeneous_degree

@@ -2,13 +2,13 @@
 
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
-Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is read as the decimal number in
-its printed form. Terms and factors are in order of first appearance, so printed text resembles the input. Two
-expressions have the same `key` if they differ only in the order of terms and factors.
+Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is read as the decimal number that
+Python prints for the float. Terms and factors are in order of first appearance, so printed text resembles the input.
+Two expressions have the same `key` if they differ only in the order of terms and factors.
 
-A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, `a / b * c` does not become
-`a * c / b`, because `a * c` may overflow although `a / b * c` does not. Likewise, `a / b / b` does not become
-`a / b ** 2`.
+A quotient whose divisor is a sum (see `is_quotient`) is one factor, and no rule splits this factor. For example,
+`a / b * c` does not become `a * c / b`, because `a * c` may overflow although `a / b * c` does not. Likewise,
+`a / b / b` does not become `a / b ** 2`.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -21,7 +21,7 @@ from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, 
 
 Factor = tuple[
     Expr, Fraction
-]  # base, exponent; a base is not a number, not a product, and not a quotient unless the divisor is a sum
+]  # (base, exponent); a base is no number and no product, and is a quotient only if the divisor is a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 
@@ -30,7 +30,7 @@ HALF = Fraction(1, 2)
 
 
 def rational(value: float) -> Fraction:
-    """Returns the exact fraction of the decimal number that `value` prints as."""
+    """Returns the decimal number that Python prints for `value`, as an exact fraction."""
     return Fraction(repr(value))
 
 
@@ -62,8 +62,7 @@ def is_sum(expr: Expr) -> bool:
 
 
 def is_quotient(expr: Expr) -> bool:
-    """Returns whether `expr` divides by a sum, min, max or where, or by a product or power that contains one of
-    them."""
+    """Returns whether `expr` is a quotient by a sum, min, max or where, or by a product or power with such a factor."""
     return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
 
 
@@ -164,8 +163,8 @@ def key(expr: Expr) -> Hashable:
 
 
 def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
-    """Returns the numerator and denominator to print for a number. The denominator is 1 if a float is exactly the
-    number: 1/2 prints as 0.5. No float is exactly 1/30, so 1/30 prints as a division by 30."""
+    """Returns the numerator and denominator to print for a number. The denominator is 1 if a float can represent the
+    number exactly: 1/2 prints as 0.5. No float is exactly 1/30, so 1/30 prints as a division by 30."""
     if rational(float(value)) == value:
         return value, Fraction(1)
     return Fraction(value.numerator), Fraction(value.denominator)
@@ -245,7 +244,7 @@ def nonnegative(expr: Expr) -> bool:
 
 
 def positive(expr: Expr) -> bool:
-    """Returns whether `expr` is provably > 0 wherever it is defined, except for underflow."""
+    """Returns whether `expr` is provably > 0 wherever it is defined. Underflow to 0 is ignored."""
     match expr:
         case Const(value):
             return value > 0

@@ -1,4 +1,5 @@
-"""Chooses what the forward pass of a pointwise epilogue y = f(...) saves, so that the backward pass is cheap.
+"""Chooses the values that the forward pass of a pointwise epilogue y = f(...) saves, so that the backward pass is
+cheap.
 
 These are the strategies, in order of preference:
 
@@ -6,12 +7,12 @@ These are the strategies, in order of preference:
 - output: The derivative is a function g(y) of the output. The output is in memory anyway.
 - derivative: The derivatives are saved as additional outputs. The backward pass is then one multiplication without a
   branch. If f is homogeneous of degree k, the forward pass may compute f as slope * x / k.
-- inputs: Like derivative, if the derivatives are the inputs themselves, as for x * gate.
+- inputs: The derivatives are themselves inputs of f, as for x * gate. These inputs are saved.
 
-A caller may request a fifth strategy instead of derivative:
+A caller may request a fifth strategy in place of `derivative`:
 
-- recomputed: The inputs of f are saved, and the backward pass computes the derivatives. This moves arithmetic from the
-  forward epilogue to the backward epilogue. Measurements decide which is faster.
+- recomputed: The inputs of f are saved, and the backward pass computes the derivatives. This strategy moves arithmetic
+  from the forward epilogue to the backward epilogue. Measurements decide which is faster.
 
 The strategy "output" requires that f applies a single function, and that the value of this function determines the
 derivative of the function. Before and after this function, f may multiply by a constant, or take a power of a base that
@@ -36,7 +37,7 @@ STEEPEST = 2.0  # largest factor by which the relative error of y may grow in th
 
 Named = tuple[tuple[str, Expr], ...]
 Keep = Literal["derivative", "input"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)  # what a forward pass may save for its backward pass; the first is the default
+KEEPS: tuple[Keep, ...] = get_args(Keep)  # kinds of values that a forward pass may save; the first kind is the default
 
 
 class Backward(NamedTuple):
@@ -64,9 +65,9 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
     Args:
         expr: The expression of y.
-        wrt: The variables to differentiate with respect to. These variables are results of matrix products, in
-            registers. All other variables are in memory.
-        keep: What is saved if the backward pass needs saved values: the derivatives, or the variables that the
+        wrt: The variables to differentiate with respect to. These variables are results of matrix products and exist
+            only in registers. All other variables are in memory.
+        keep: The values to save if the backward pass needs saved values: the derivatives, or the variables that the
             derivatives read.
 
     Raises:
@@ -112,8 +113,8 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """Returns the gradients of `expr`, as functions of its value y, for each variable of `wrt`. None if the gradients
-    are no functions of y alone, or if these functions would be inaccurate for a rounded y."""
+    """Returns the gradients of `expr`, as functions of its value y, for each variable of `wrt`. Returns None if a
+    gradient also depends on values other than y, or if a rounded y would make a gradient inaccurate."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
@@ -144,7 +145,7 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 def _rate(atom: Call, u: Var) -> Expr | None:
     """Returns the derivative of the function that `atom` calls, in terms of the function's value u. All arguments but
-    the first are constants. None if u does not determine the derivative."""
+    the first are constants. Returns None if u does not determine the derivative."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")

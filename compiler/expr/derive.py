@@ -14,7 +14,7 @@ from .simplify import assume, compare, simplify
 from .traverse import rebuild, substitute, variables
 from .values import ONE, ZERO, Binary, Call, Compare, Expr, ExprError, Neg, Var, children
 
-CASES = 64  # maximum number of case distinctions
+CASES = 64  # maximum number of combinations of outcomes of conditions
 # Sample points; no common function has a kink at one of them
 SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)
 TERMS = 64  # maximum number of terms of an expanded product
@@ -79,9 +79,9 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """Returns the degree of homogeneity of `expr`, as a function f of the variable `var`, called x here. The degree is
-    the number k for which x f'(x) == k f(x) for all x (Euler). None if there is no such k, or if the outcomes of the
-    conditions in `expr` have too many combinations.
+    """Returns the degree of homogeneity of `expr` as a function f of x, where x is the variable `var`. The degree is
+    the number k for which x f'(x) == k f(x) for all x (Euler). Returns None if there is no such k, or if the outcomes
+    of the conditions in `expr` have too many combinations.
 
     For example, f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so f(x) = f'(x) x / 2. The zero function has degree 0.
     """

@@ -1,4 +1,5 @@
-"""Evaluates expressions as a float, or as a Torch tensor for float64 references."""
+"""Evaluates expressions in two ways: in double precision as a Python float, or with Torch operations, for example as a
+float64 reference."""
 
 import math
 import operator

@@ -12,7 +12,7 @@ from .values import Compare, Expr, children
 if TYPE_CHECKING:
     from torch import Tensor
 
-DECADES, STEPS = range(-4, 4), 16  # the number of decades, from 1e-4 to 1e4, and of points per decade
+DECADES, STEPS = range(-4, 4), 16  # the decades from 1e-4 to 1e4, and the number of points per decade
 GRID = (0.0, *(sign * 10 ** (d + step / STEPS) for d in DECADES for step in range(STEPS + 1) for sign in (1.0, -1.0)))
 SHIFTS = (0, 1, 37, 101)  # offsets in the grid between consecutive variables
 # Fraction of float32's maximum; for larger values, the order of the factors decides whether a product overflows
@@ -22,8 +22,8 @@ TOLERANCE = 1e-3
 
 @record
 class Deviation:
-    """A point at which a planned value or gradient is wrong. The planned number differs from two results of Torch, in
-    float32 and in float64."""
+    """A point at which a planned value or gradient is wrong. The planned number differs from both results of Torch: the
+    float32 result and the float64 result."""
 
     title: str
     at: tuple[tuple[str, float], ...]

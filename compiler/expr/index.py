@@ -41,8 +41,8 @@ def formula_value(text: str, values: Mapping[str, int]) -> int:
 
 
 def condition_holds(text: str, values: Mapping[str, int]) -> bool:
-    """Returns whether a condition holds for `values`, the values of its names. A condition consists of comparisons of
-    formulas, joined by `and`, `or` and `not`.
+    """Returns whether a condition holds. `values` maps the names in the condition to numbers. A condition consists of
+    comparisons of formulas, joined by `and`, `or` and `not`.
 
     Raises:
         ExprError: If the text is not a condition, divides by 0, or exceeds 2^31.

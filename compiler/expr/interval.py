@@ -1,6 +1,6 @@
 """Interval analysis of whole-number expressions and conditions on boxes of query-key pairs.
 
-A box contains pairs of a query at position i and a key at position j, for heads h. Its bounds are `i0 <= i <= i1`,
+A box contains triples of a query position i, a key position j and a head h. Its bounds are `i0 <= i <= i1`,
 `j0 <= j <= j1`, `d0 <= i - j <= d1` and `h0 <= h <= h1`. The documents of the queries begin at positions from start0 to
 start1.
 
@@ -174,7 +174,8 @@ def _smallest(*values: Expr) -> Expr:
 
 
 def truth(condition: Expr) -> tuple[Expr, Expr]:
-    """Returns two conditions on a box: that `condition` may hold somewhere, and that `condition` holds everywhere.
+    """Returns two conditions on a box. The first states that `condition` may hold somewhere in the box. The second
+    states that `condition` holds everywhere in the box.
 
     The analysis is sound, but not exact. If the first condition is false, `condition` holds nowhere. If the second is
     true, `condition` holds everywhere.
@@ -293,7 +294,7 @@ class Box:
         return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
 
     def tight(self) -> "Box | None":
-        """Returns the smallest box with all pairs and heads of this box. None if this box is empty."""
+        """Returns the smallest box with all pairs and heads of this box. Returns None if this box is empty."""
         d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
         i0, i1 = max(self.i0, self.j0 + d0), min(self.i1, self.j1 + d1)
         j0, j1 = max(self.j0, self.i0 - d1), min(self.j1, self.i1 - d0)
@@ -360,7 +361,16 @@ class Search(NamedTuple):
 
 
 def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
-    """Returns i, j < `positions` and h < `heads` for which a condition holds. None if the condition never holds.
+    """Returns i, j and h for which a condition holds, or None if the condition never holds.
+
+    Args:
+        condition: The condition of i, j and h.
+        positions: The number of positions. i and j are less than this number.
+        heads: The number of heads. h is less than this number.
+        work: The maximum number of boxes that the search visits.
+
+    Returns:
+        (i, j, h), or None.
 
     Raises:
         Undecided: If the search does not end within `work` boxes.
@@ -379,8 +389,8 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
 
 
 def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
-    """Returns the largest i - j for which a condition holds. None if the condition never holds. Positions are less than
-    `positions`, and heads are less than `heads`.
+    """Returns the largest i - j for which a condition holds. Returns None if the condition never holds. Positions are
+    less than `positions`, and heads are less than `heads`.
 
     Raises:
         Undecided: If the search visits WORK boxes of query-key pairs without a result.

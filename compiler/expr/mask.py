@@ -16,7 +16,7 @@ from .values import ALWAYS, NEVER, Binary, Call, Compare, Const, Expr, ExprError
 
 CAUSAL = "j <= i"
 FARTHEST = 1 << 20  # a proof first tries to cover all positions below this
-NEAREST = 4096  # otherwise, it covers the context, but at least this many positions
+NEAREST = 4096  # if that fails, the proof covers the context, but at least this many positions
 SIZES = ("dim", "kv_heads", "head_dim", "values")
 NUMBERS = ("heads", "context", "prefix", *SIZES)  # numbers of the model and the layer that an expression may read
 Sizes = tuple[tuple[str, int], ...]
@@ -166,7 +166,7 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
 @lru_cache(maxsize=256)
 def sees_later(text: str, heads: int) -> bool:
     """Returns whether a canonical mask lets a query attend to a later key. In a valid mask, only queries in the prefix
-    do so."""
+    attend to later keys."""
     return text != CAUSAL and find_pair(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
 
 
@@ -182,8 +182,8 @@ def sees_itself(text: str) -> bool:
 
 
 def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
-    """Returns i, j and h for which a condition holds, with i and j either in one document or in different documents.
-    None if the condition never holds."""
+    """Returns i, j and h for which a condition holds. The positions i and j may be in one document or in different
+    documents. Returns None if the condition never holds."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
@@ -241,8 +241,8 @@ class Mask(NamedTuple):
     def any(self) -> Expr:
         """The condition that a tile has at least one pair that is not masked.
 
-        The condition reads the inclusive bounds i0, i1, j0 and j1 of the tile. It also reads start0 and start1, the
-        positions at which the documents of i0 and i1 begin.
+        The condition reads the inclusive bounds i0, i1, j0 and j1 of the tile. The condition also reads start0 and
+        start1, the positions at which the documents of i0 and i1 begin.
         """
         return self._over_tile(0)
 
@@ -272,10 +272,10 @@ class Mask(NamedTuple):
 
 @lru_cache(maxsize=256)
 def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
-    """Returns (first, window) if each query attends only to keys j with j < first or i - j < window.
+    """Returns (first, window) if each query i attends only to keys j with j < first or i - j < window.
 
-    `first` is the smallest possible number, and `window` the smallest for this `first`. Returns None if first + window
-    exceeds three quarters of `context`.
+    `first` is the smallest possible number, and `window` is the smallest number for this `first`. Returns None if first
+    + window exceeds three quarters of `context`.
     """
     condition = in_some_documents(reread(text, LANGUAGE))
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}

@@ -29,7 +29,7 @@ COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 
-# Function names from other languages, and the equivalent here.
+# Function names from other languages, and the equivalent in this language.
 ELSEWHERE = {
     "swish": "write silu(x)", "maximum": "write max(a, b)", "minimum": "write min(a, b)",
     "pow": "write x ** n",
@@ -49,7 +49,7 @@ class Positions(NamedTuple):
 
     Attributes:
         whole: The variables that are whole numbers.
-        tables: The names of the tables with their numbers of dims, or 0 for any number.
+        tables: The number of dims of each table, by name. 0 allows any number.
         condition: Whether the text is a condition: comparisons of whole numbers, joined by `and`, `or` and `not`.
     """
 
@@ -65,7 +65,7 @@ def parse(text: str, variables: Collection[str] | None = None, positions: Positi
     allows additional syntax.
 
     Raises ExprError, with the column and a hint, if the text is not in the language. The error is also raised if the
-    text is too long or nested too deeply, if a constant is not finite, or if a part has no value for any values of the
+    text is too long or nested too deeply, if a constant is not finite, or if a part is undefined for all values of the
     variables, such as x / (x - x).
     """
     return _written(text, None if variables is None else frozenset(variables), positions)
@@ -83,8 +83,8 @@ def _written(text: str, variables: Collection[str] | None, positions: Positions 
 
 
 def _no_value(expr: Expr) -> str:
-    """Returns the reason why an expression has no value for any values of its variables. Empty if `simplify` finds
-    none."""
+    """Returns the reason why an expression is undefined for all values of its variables. The result is empty if
+    `simplify` finds no such reason."""
     try:
         simplify(expr)
     except ExprError as error:
@@ -119,7 +119,7 @@ def _parse(
 
 def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple[int, ...]]]:
     """Yields each table element that an expression reads, such as `bias[h, i - j]`, and the columns at which the
-    indices of the element begin in the text. `text` is valid, so `parse` accepts it."""
+    indices of the element begin in the text. `parse` must accept `text`."""
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
         if isinstance(node, ast.Subscript):
@@ -138,7 +138,8 @@ def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
 
 
 def column_of(text: str, part: Expr) -> int:
-    """Returns the column at which `part` first occurs in a text that `parse` accepts. 0 if `part` does not occur."""
+    """Returns the column at which `part` first occurs in a text that `parse` accepts. Returns 0 if `part` does not
+    occur."""
     return min((column for other, column in _parts(text) if other == part), default=0)
 
 

@@ -7,12 +7,13 @@ from .values import ZERO, Call, Compare, Const, Expr
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
-# The orderings of (a, b), as -1, 0 and 1, for which each comparison is true.
+# For each comparison, the orderings of (a, b) for which it is true: -1 for a < b, 0 for a == b, 1 for a > b.
 ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": {-1, 1}}
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """Returns whether `question` is true if `known` has the value `truth`. None if `known` does not determine this."""
+    """Returns the value of `question`, given that `known` has the value `truth`. Returns None if `known` does not
+    determine the value of `question`."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None

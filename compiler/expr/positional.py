@@ -1,12 +1,11 @@
 """The functions of positions and heads that attention masks and scores may call. Each is one entry of POSITIONAL.
 
-To add a function, add an entry: a `WholeFunction` if it returns whole numbers, a `HeadFunction` if it depends on the
-number of heads. No other change is needed.
+To add a function, add an entry: a `WholeFunction` if the function returns whole numbers, a `HeadFunction` if the
+function depends on the number of heads. No other change is needed.
 
-Two entries have no functions that compute values. `slope` depends on the number of heads. When this number is known, a
-formula replaces each call of `slope`. Document numbers are never computed: a mask can call `document` only to compare
-the documents of two positions, as in document(i) == document(j). parse.py and mask.py treat the comparison as one
-condition.
+The functions `slope` and `document` are never computed directly. `slope` depends on the number of heads. When this
+number is known, a formula replaces each call of `slope`. A mask can call `document` only to compare the documents of
+two positions, as in document(i) == document(j). parse.py and mask.py treat this comparison as one condition.
 """
 
 from bisect import bisect_right
@@ -46,8 +45,8 @@ class WholeFunction(Positional):
 
     Attributes:
         value: The function on numbers.
-        bounds: `bounds(low, high, *constants)` returns expressions of the least and the greatest value. The first
-            argument is between the expressions `low` and `high`.
+        bounds: `bounds(low, high, *constants)` returns two expressions: the least and the greatest value of the
+            function, if the first argument is between the expressions `low` and `high`.
         torch: `torch(tensor, *constants)` returns the values for a tensor of first arguments.
         text: `text(printer, language, *args)` returns the source text of a call in the language `torch`, `triton` or
             `cute`. The printer prints the arguments. The text needs no parentheses.
@@ -74,17 +73,17 @@ class HeadFunction(Positional):
 
 @lru_cache(maxsize=256)
 def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
-    """Returns the smallest distance in each bucket of the function `bucket`, without the first bucket. The arithmetic
-    is exact.
+    """Returns the smallest distance of each bucket of the function `bucket`. The first bucket is omitted. The
+    arithmetic is exact.
 
-    Let `exact` be half the number of buckets. The first `exact` buckets each hold one distance. After them, bucket
-    `exact + k` begins at the smallest d with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5,
-    Raffel et al., 2020).
+    Let `exact` be half the number of buckets. The first `exact` buckets each hold one distance. After these buckets,
+    bucket `exact + k` begins at the smallest d with log(d / exact) / log(distance / exact) * (buckets - exact) >= k
+    (T5, Raffel et al., 2020).
     """
     exact = buckets // 2
     bounds, rest = list(range(1, exact + 1)), buckets - exact
     for k in range(1, rest):
-        low, high = bounds[-1], distance  # d ** rest * exact ** k >= distance ** k * exact ** rest holds for `distance`
+        low, high = bounds[-1], distance  # for d = `distance`, d ** rest * exact ** k >= distance ** k * exact ** rest
         while low < high:
             middle = (low + high) // 2
             if middle**rest * exact**k >= distance**k * exact**rest:
@@ -110,8 +109,8 @@ def _torch_bucket(distances: "Tensor", count: float, distance: float) -> "Tensor
     return torch.bucketize(distances, torch.tensor(ends, dtype=distances.dtype, device=distances.device), right=True)
 
 
-# min(floor(scale * log2(d) + offset), last) of a distance d of at least 1, a choice between two numbers, and a
-# condition as the number 0 or 1, in each language.
+# Source text in each language. FLOORED_LOGARITHM is min(floor(scale * log2(d) + offset), last) for a distance d >= 1.
+# CHOICE selects one of two numbers. FLAG converts a condition to the number 0 or 1.
 FLOORED_LOGARITHM = {
     "torch": "({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})",
     "triton": (
@@ -131,8 +130,8 @@ def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> st
     maximum distance. If `d` is below half the number of buckets, the bucket is `d` itself. Otherwise, the bucket is the
     floor of a logarithm.
 
-    The logarithm has an offset with which rounding in fp32 never changes the bucket. If there is no such offset, the
-    bucket is a sum of comparisons.
+    An offset is added to the logarithm, so that rounding in fp32 never changes the bucket. If no such offset exists,
+    the text is a sum of comparisons instead.
     """
     count, distance = (int(limit.value) for limit in limits)
     exact, ends = count // 2, bucket_bounds(count, distance)
@@ -152,8 +151,8 @@ def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> st
 def slope(h: Expr, heads: int) -> Expr:
     """Returns the slope of head `h` of `heads` heads (ALiBi, Press et al., 2022).
 
-    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). Otherwise, let n be the
-    next smaller power of 2. The slopes are all slopes for n heads, followed by every second slope for 2 n heads.
+    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). Otherwise, let m be the
+    largest power of 2 below n. The slopes are all slopes for m heads, followed by every second slope for 2 m heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = Call("exp2", (Const(-8 / n) * (h + 1),))

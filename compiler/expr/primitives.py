@@ -76,10 +76,10 @@ def _gelu_tanh(x: float) -> float:
     return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-# Definitions share subexpressions with derivatives. A kernel that needs both computes such a subexpression once. The
-# helpers of CUDA C++ have no branches, so that the compiler interleaves many elements. A division that is correctly
-# rounded would have a branch.
-# __expf is within 2 + |x| ulp of f32 and quick_erf within 5e-7: far below the rounding of stored values.
+# Definitions share subexpressions with derivatives. A kernel that needs the value and the derivative computes such a
+# subexpression once. The helpers of CUDA C++ have no branches, so that the compiler interleaves the instructions of
+# many elements. A division that is correctly rounded would have a branch. __expf is within 2 + |x| ulp of f32 and
+# quick_erf within 5e-7: far below the rounding of stored values.
 PRIMITIVES = {
     primitive.name: primitive
     for primitive in (

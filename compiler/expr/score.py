@@ -170,7 +170,7 @@ def bound_score(
 
 
 PARTIAL = ("sqrt", "log", "exp", "exp2")  # functions that are undefined or infinite for some arguments
-UNDEFINED = {"sqrt": "<", "log": "<="}  # those arguments, as a comparison with 0
+UNDEFINED = {"sqrt": "<", "log": "<="}  # the comparison with 0 that holds for the undefined arguments of sqrt and log
 
 
 def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Expr:

@@ -321,7 +321,7 @@ def _decide(expr: Expr, condition: Compare, truth: bool) -> Expr:
             for op, larger, smaller in (
                 (">", a, b),
                 ("<", b, a),
-            ):  # a tie is not decided, because it splits the gradient
+            ):  # a tie is not decided, because a tie splits the gradient between the arguments
                 if implied(compare(op, a, b), condition, truth):
                     return _decide(larger if name == "max" else smaller, condition, truth)
         case ((Const() | Var()), _):

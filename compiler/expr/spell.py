@@ -326,10 +326,11 @@ BELL = 1.2011224087864498  # sqrt(log2(e)): exp(-z ** 2) is 2 ** -(BELL * z) ** 
 
 
 def cuda_functions(texts: Iterable[str]) -> str:
-    """Returns the definitions of the CUDA C++ helpers that `texts` call. Empty if the texts call no helpers."""
+    """Returns the definitions of the CUDA C++ helpers that `texts` call. The result is empty if the texts call no
+    helpers."""
     helpers = {name: text for primitive in PRIMITIVES.values() for name, text in primitive.cuda_helpers.items()}
     calls, definitions = "\n".join(texts), list[str]()
-    for name, text in reversed(helpers.items()):  # a helper may call those before it
+    for name, text in reversed(helpers.items()):  # a helper may call the helpers before it
         if f"{name}(" in calls:
             calls += text
             definitions.insert(0, text)

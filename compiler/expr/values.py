@@ -16,15 +16,15 @@ from ..records import record
 
 
 class ExprError(ValueError):
-    """Raised for an invalid expression. `column` is the 0-based position in the text, and `hint` states how to
-    fix it."""
+    """Raised for an invalid expression. `column` is the 0-based position in the text, and `hint` states how to fix the
+    expression."""
 
     def __init__(self, message: str, column: int = 0, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
         self.message, self.column, self.hint = message, column, hint
 
 
-LARGEST_TREE = 8_000  # in nodes; no text that is printed comes from a larger tree
+LARGEST_TREE = 8_000  # maximum number of nodes; every tree that is printed is smaller
 
 
 class Expr:
@@ -203,7 +203,8 @@ ALWAYS, NEVER = Logic("and", ()), Logic("or", ())
 
 # Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.
 CHOICE, OR, AND, NOT, COMPARE, SUM, PRODUCT, UNARY, POWER, ATOM = range(10)
-# In characters; languages without `silu` or `**` repeat arguments, so that nested calls grow exponentially
+# Maximum length of a text in characters. In languages without `silu` or `**`, the text of a call repeats its argument,
+# so that nested calls grow exponentially.
 LONGEST = 20_000
 
 

@@ -1,4 +1,5 @@
-"""The language of wiring: pointwise expressions of named values, and of values from earlier runs of blocks."""
+"""The language that wires blocks together: pointwise expressions of named values and of values from earlier runs of
+blocks."""
 
 import ast
 from collections import Counter
@@ -121,8 +122,8 @@ def _is_dotted(node: ast.expr) -> bool:
 
 @lru_cache(maxsize=1024)
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns the expression E for which `base`, with E in place of the variable `name`, equals `expr`. None if there
-    is no such E."""
+    """Returns the expression E for which `base`, with E in place of the variable `name`, equals `expr`. Returns None if
+    there is no such E."""
     if base == Var(name):
         return expr
     inner, other = children(base), children(expr)
@@ -148,7 +149,7 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
 @lru_cache(maxsize=1024)
 def repeated(expr: Expr) -> Expr | None:
     """Returns the largest subexpression that occurs several times and has a variable other than the names in NUMBERS.
-    None if there is no such subexpression."""
+    Returns None if there is no such subexpression."""
     counts: Counter[Expr] = Counter()
     queue = [expr]
     for part in queue:  # the list grows during the loop
