@@ -17,7 +17,7 @@ from specc.compiler.ops.fp8_codes import FORMATS, CodesLinear
 from specc.compiler.ops.linear import Product
 from specc.compiler.records import record
 
-VECTOR = 16  # in bytes; row sizes must be multiples of this for vector loads, TMA and CUTLASS
+VECTOR = 16  # in bytes; row sizes must be multiples of this number for vector loads, TMA and CUTLASS
 FLOATS = ("bf16", "f16", "f32")
 
 # Identifiers of the generated code, and C++ keywords. Python's keywords come from `keyword`.
@@ -200,7 +200,8 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns a reason why no kernel with an epilogue accepts the node. None if some kernel may accept it."""
+    """Returns a reason why no kernel with an epilogue accepts the node. Returns None if some kernel may accept the
+    node."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"computes products of rows and weights; {site.node.op.name} is not such a product"

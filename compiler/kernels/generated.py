@@ -75,9 +75,9 @@ def generated_function(
         shapes: The shape of each input and output as text, such as `[..., T, 8, 64]`.
         summary: The first sentence of the module's docstring.
         formulas: The formula of each computed value.
-        label: The label in the header. By default, it is the label of the site.
+        label: The label in the header. By default, the label of the site.
         omitted: The names of the inputs that the header does not list.
-        launched: The names of the tensors that the kernel reads and writes. By default, they are the inputs and
+        launched: The names of the tensors that the kernel reads and writes. By default, the names of the inputs and
             outputs.
 
     Returns:

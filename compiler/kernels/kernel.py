@@ -1,4 +1,5 @@
-"""The interface of a kernel: which nodes it accepts, its rank among kernels, and the files that implement it."""
+"""The interface of a kernel: the nodes that the kernel accepts, its rank among kernels, and the files that implement
+the kernel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -106,7 +107,7 @@ class Kernel(ABC):
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
         """Returns the reason why this kernel, with its tile, cannot compute the node. If a size exceeds a limit, the
-        reason states both numbers. None if the kernel can compute the node.
+        reason states both numbers. Returns None if the kernel can compute the node.
 
         The caller has already compared the language and the features in `needs` with the target.
         """
@@ -124,7 +125,8 @@ class Kernel(ABC):
 
     @property
     def package(self) -> str:
-        """The optional package that the kernel calls. Empty if the standard installation is enough."""
+        """The name of the optional package that the kernel calls. The name is empty if the standard installation is
+        enough."""
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
@@ -147,8 +149,8 @@ class Kernel(ABC):
         return ()
 
     def written_over(self, site: Site) -> Mapping[int, int]:
-        """Maps the index of each output that the kernel writes into the memory of an input to the index of this input.
-        No node reads such an input after the kernel."""
+        """Returns the outputs that the kernel writes into the memory of an input. The keys are the indices of the
+        outputs, and the values are the indices of the inputs. No node reads such an input after the kernel."""
         return {}
 
     @abstractmethod
@@ -157,14 +159,14 @@ class Kernel(ABC):
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:
-    """Returns the reason why a kernel in plain Torch rejects a GPU target. None for the CPU. `reason` states how Torch
-    would compute the node on a GPU, such as `would run each part as a separate kernel`."""
+    """Returns the reason why a kernel in plain Torch rejects a GPU target. Returns None for the CPU. `reason` states
+    how Torch would compute the node on a GPU, such as `would run each part as a separate kernel`."""
     return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
 def lacks_memory(site: Site, needed: int, use: str) -> str | None:
     """Returns the reason to reject a kernel if the target has less shared memory than the `needed` bytes, otherwise
-    None. `use` names what the memory holds."""
+    None. `use` names the contents of the memory."""
     if needed <= site.target.shared_memory:
         return None
     return f"needs {needed:,} bytes of shared memory for {use}; {site.target.name} has {site.target.shared_memory:,}"
@@ -172,7 +174,7 @@ def lacks_memory(site: Site, needed: int, use: str) -> str | None:
 
 def missing(kernel: Kernel, target: Target) -> str | None:
     """Returns a reason such as `sm80 has no tma` if the target lacks a language or a feature that the kernel needs.
-    Otherwise None."""
+    Returns None if the target lacks nothing."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
@@ -180,7 +182,7 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 
 def refusal(kernel: Kernel, site: Site) -> str | None:
-    """Returns the reason why a kernel cannot compute a node. None if the kernel can compute the node."""
+    """Returns the reason why a kernel cannot compute a node. Returns None if the kernel can compute the node."""
     if reason := missing(kernel, site.target):
         return reason
     return NOT_REPEATABLE if site.deterministic and not kernel.deterministic else kernel.rejects(site)

@@ -10,7 +10,7 @@ from specc.compiler.targets import Target
 
 ROWS = 128
 WIDTHS = (256, 128, 64, 32)  # the widths to try, in columns summed over all accumulators
-WIDEST_IN_REGISTERS = 128  # without wgmma, which reads shared memory, x and the weights also occupy registers
+WIDEST_IN_REGISTERS = 128  # in columns; without wgmma, x and the weights also occupy registers
 NARROWEST = 32
 DEPTHS = (64, 32)
 SHALLOWEST = 16
@@ -90,7 +90,8 @@ class Tile:
 
 
 def tile_of(target: Target, epilogue: Epilogue) -> Tile:
-    """Returns the widest tile that pads N by at most an eighth, and of which three stages fit into shared memory.
+    """Returns the widest tile that satisfies two conditions: the tile pads N by at most an eighth, and three stages fit
+    into shared memory.
 
     A stage holds a block of x and a block of each weight. With TMA, the next tile is loaded during the epilogue. Shared
     memory must then also hold half a tile of the widest output. If the epilogue reads tiles, shared memory also holds
@@ -108,7 +109,7 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     size = BYTES[epilogue.x.type.dtype]
     tma = "tma" in target.features
     depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
-    # Sums of 8-bit products need registers for partial sums too.
+    # 8-bit products need additional registers for partial sums.
     most = max(WIDTHS) if "wgmma" in target.features and size > 1 else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
     for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
@@ -136,7 +137,8 @@ BY_POINTER = (
 
 def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
     tma = "tma" in target.features
-    # Deeper blocks of 8-bit elements have as many bytes, and their partial sums are added less often.
+    # Blocks of 8-bit elements that are twice as deep have as many bytes as blocks of 16-bit elements. With deeper
+    # blocks, partial sums are added less often.
     deeper = (2, 1) if BYTES[epilogue.x.type.dtype] == 1 else (1,)
     tiles = []
     for factor, (m, columns, deep, warps, stages, resident) in product(deeper, WITH_TMA if tma else BY_POINTER):

@@ -13,7 +13,7 @@ from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionG
 from specc.compiler.records import record
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
-VALUES = frozenset({"v", "y", "dy", "dv"})  # tensors with as many channels as values
+VALUES = frozenset({"v", "y", "dy", "dv"})  # the tensors whose heads have the number of channels of v
 REPEATS = {
     True: "Called again, it gives the same bits.",
     False: "Called again, it may give other bits: blocks of keys add to dq in the order in which they end.",
@@ -25,7 +25,8 @@ class Library(NamedTuple):
 
     Attributes:
         name: The library's usual name.
-        call: The prefix of the names of the macros in templates/torch/attention_calls.jinja that call the library.
+        call: The name prefix of the macros that call the library. The macros are in
+            templates/torch/attention_calls.jinja.
         widest: The largest number of channels per head.
         step: The number of channels per head must be a multiple of this number.
         home: Features of GPUs. On a GPU with one of these features, the compiler prefers this library, as Torch does.
@@ -45,10 +46,11 @@ class Library(NamedTuple):
 DATA_CENTRE = frozenset({"wgmma", "tcgen05"})
 CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE, unequal=True)
 FLASH = Library("Torch's flash attention", "flash", 256)
-# Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
+# Torch's dispatch rejects heads with REFUSED channels for training on sm86, sm89 and sm120. A block on these GPUs has
+# less than ROOM bytes of shared memory.
 REFUSED, ROOM = range(193, 225), 131_072
-# With 8 channels, version 4.0.0b36 computes a wrong dq on an H200 and reports no error. With 64 and 128 channels, dq
-# was correct.
+# With 8 channels per head, flash-attn-4 4.0.0b36 computes a wrong dq on an H200 and reports no error. With 64 and 128
+# channels, dq is correct.
 FLASH_4_CALLS = {False: "_flash_attn_fwd", True: "_flash_attn_bwd"}
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, extra=True)
 
@@ -196,8 +198,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def heads_refusal(q: TensorType, widest: int) -> str | None:
-    """Returns a reason to reject the queries if they are not 16-bit floats or have more than `widest` channels per
-    head, otherwise None."""
+    """Returns the reason to reject queries that are not 16-bit floats, or that have more than `widest` channels per
+    head. Returns None for all other queries."""
     if q.dtype not in ("bf16", "f16"):
         return f"computes in bf16 or f16, not in {q.dtype}"
     return f"takes heads of at most {widest} channels; these have {q.width}" if number_of(q.width) > widest else None

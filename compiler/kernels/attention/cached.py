@@ -24,12 +24,13 @@ from specc.compiler.targets import Target
 
 WIDEST = 512  # largest number of channels of keys or of values
 SHORTEST = 128  # in positions; Torch reads a shorter cache, of one or two tiles, just as fast
-# Bytes that each multiprocessor must have in flight to reach the memory bandwidth: about 8 TB/s x 1 us / 132
+# Bytes that each multiprocessor must have in flight to reach the memory bandwidth: about 8 TB/s times a latency of 1
+# us, divided by 132 multiprocessors
 IN_FLIGHT = 65_536
-RESIDENT = 4  # programs per multiprocessor
+RESIDENT = 4  # program instances per multiprocessor
 WIDE_ROW = 512  # if a position has at least this many bytes, a tile has half as many keys
 MANY_KEYS, MANY_WARPS, MANY_STAGES = 32, 2, 2  # the tile of a step with many texts
-MOST_PROGRAMS = 32  # of a multiprocessor
+MOST_PROGRAMS = 32  # the most program instances per multiprocessor
 # (keys, warps) of the tiles to measure
 TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))
 
@@ -38,7 +39,7 @@ TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2
 class CachedAttention(Kernel):
     """Accepts 16-bit queries over contiguous caches, ring buffers and pages. The cache may hold e4m3 codes. For
     `RopeAttention`, the kernel also rotates the new queries and keys, and writes the new rows to the cache. `tile` is
-    the measured tile. If it is None, the kernel uses the result of `cached_tile`."""
+    the measured tile. If `tile` is None, the kernel uses the result of `cached_tile`."""
 
     TILE: ClassVar[type | None] = CachedTile
     tile: CachedTile | None = None
@@ -101,7 +102,7 @@ def cached_tile(site: Site) -> CachedTile:
 
 def many_tile(site: Site) -> CachedTile | None:
     """Returns the tile for a step with many texts, in which one program instance reads all keys of a text and key head.
-    None if this tile would not increase the number of resident program instances.
+    Returns None if this tile would not increase the number of resident program instances.
 
     All program instances should be resident at once. Program instances that have to wait would run at the end, when
     most multiprocessors are idle. With 12 key heads of 64 channels, 64 texts need 768 program instances. On 132
@@ -112,7 +113,8 @@ def many_tile(site: Site) -> CachedTile | None:
     room, row = site.target.shared_memory, row_bytes(site)
     stages, tile = MANY_STAGES + (page_of(site) > 0), cached_tile(site)
     programs = room // (stages * MANY_KEYS * row)
-    # A block of queries has the fewest rows, and pages consist of whole tiles of both sizes.
+    # The smaller tile requires that a block of queries has the fewest rows, and that pages consist of whole tiles of
+    # both sizes.
     if heads > NARROWEST * kv_heads or tile.keys % MANY_KEYS or programs <= tile.programs:
         return None
     return CachedTile(MANY_KEYS, MANY_WARPS, stages, min(programs, MOST_PROGRAMS))

@@ -49,11 +49,11 @@ class Loop:
 
     Attributes:
         span: The bounds of the loop.
-        keys: Lines that locate a tile of keys. They define the positions `j`, the row indices `at`, and the mask
+        keys: Lines that locate a tile of keys. The lines define the positions `j`, the row indices `at`, and the mask
             `inside`.
         scores: Lines that compute the scores x.
-        new: The prefix of tensor names: "new_" if the loop reads rows of the input tokens, which a ring buffer does not
-            hold yet, and "" if the loop reads rows of the cache.
+        new: The prefix of tensor names. The prefix is "new_" if the loop reads rows of the input tokens, which a ring
+            buffer does not hold yet. The prefix is "" if the loop reads rows of the cache.
     """
 
     span: str
@@ -85,10 +85,10 @@ class CachedContext:
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys also serve as values. Codes are instead loaded once as keys and once as values,
             because Triton does not prefetch a tile that is converted for two products.
-        rest: Whether keys have additional channels after those of the values.
+        rest: Whether keys have additional channels after the channels that are also values.
         positions: Lines that define the variables of the score for a block of queries.
-        new_token: Lines that attend to the new token and write it to the cache. Empty if another kernel writes the
-            cache.
+        new_token: Lines that attend to the new token, and write its key and value to the cache. Empty if another kernel
+            writes the cache.
         tiles: Lines that count the tiles of keys to which a block of queries may attend.
         loops: The loops over tiles of keys.
         key_mask, value_mask: The masks of valid elements, for a tile of keys and for a tile of values.
@@ -190,6 +190,6 @@ def sizes_of(site: Site) -> tuple[int, int]:
 
 
 def page_of(site: Site) -> int:
-    """Returns the number of positions per page. 0 if the cache has no pages."""
+    """Returns the number of positions per page. Returns 0 if the cache has no pages."""
     inputs = inputs_of(site)
     return number_of(inputs["k"].shape[1]) if "table" in inputs else 0

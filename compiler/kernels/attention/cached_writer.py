@@ -39,7 +39,8 @@ SUMS = 128  # f32 sums per thread; a thread has 255 registers
 # 0.6 us. The launch of another kernel would take more than 1 us.
 JOINED_BYTES = 65_536
 JOINED = 32  # partial sums that a thread loads at once; 64 would need too many registers
-# Scales of values are multiplied by this factor, so that they are near 1 in 16-bit products; a power of two is exact
+# Scales of values are multiplied by this factor, so that they are near 1 in 16-bit products; a power of two causes no
+# rounding
 UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
 PROMISE = """\

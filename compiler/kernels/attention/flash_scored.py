@@ -1,5 +1,5 @@
-"""Attention with a score and a mask, and its gradient, by flash-attn-4. The score and the mask are expressions, from
-which functions in the CuTe DSL are generated."""
+"""Attention with a score and a mask, and its gradient, by flash-attn-4. The compiler translates the expressions of the
+score and the mask to functions in the CuTe DSL."""
 
 import re
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ class FlashScoredContext(NamedTuple):
     """The context of templates/torch/flash_scored_attention.py.jinja.
 
     Attributes:
-        how: A description of the algorithm. It states whether repeated calls return the same bits.
+        how: A description of the algorithm, which states whether repeated calls return the same bits.
         modules: The statements that import modules other than Torch.
         imports: The statements that import flash-attn-4, and the CuTe DSL, which compiles hooks.
         helpers: The functions that hooks call: the name and the return value of each, as text.
@@ -106,7 +106,7 @@ class FlashScored(AttentionKernel):
 
 def _misread(site: Site) -> str | None:
     """Returns the name of a variable for which flash-attn-4 passes a wrong value to the gradient of the score: `i`, the
-    query position, or `h`, the head. None if the score reads no such variable.
+    query position, or `h`, the head. Returns None if the score reads no such variable.
 
     flash-attn-4 (4.0.0b36) divides the indices of queries and heads by the number of query heads per key head. The
     division is correct only in a kernel that packs these query heads into one tile. The gradient kernel processes each

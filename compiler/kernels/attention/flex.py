@@ -72,8 +72,8 @@ class FlexContext(NamedTuple):
 class FlexKernel(Kernel):
     """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
 
-    At a site that a Triton kernel also accepts, the plan selects this kernel only if the lock file states that it is
-    faster.
+    At a site that a Triton kernel also accepts, the plan selects this kernel only if the lock file states that this
+    kernel is faster.
     """
 
     RANK: ClassVar[int] = 7
@@ -128,7 +128,7 @@ class FlexKernel(Kernel):
 
 
 def _read_again(score: Score) -> str | None:
-    """Returns a table with several reads, if there is one."""
+    """Returns a table that the score reads several times, or None if there is no such table."""
     count = Counter(read.table for read in score.reads)
     return next((table for table in count if count[table] > 1), None)
 
@@ -145,8 +145,9 @@ def _attend(op: ScoredAttention | ScoredAttentionGrad, score: Score) -> Iterator
     settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
     settings += [f"scale={op.scale!r}"] if op.scale is not None else []
     settings += [] if score.plain else ["score_mod=score"]
-    # FlexAttention's decoding kernel does not terminate. With more stages, Triton copies the elements of tables for
-    # the next blocks of keys into shared memory, and they do not fit
+    # The option FORCE_USE_FLEX_ATTENTION avoids FlexAttention's decoding kernel, which does not terminate. With more
+    # than one stage, Triton copies the table elements of the next blocks of keys into shared memory, which is too small
+    # for these elements.
     options = ['"FORCE_USE_FLEX_ATTENTION": True', *(['"num_stages": 1'] if _reads_keys(score) else [])]
     settings.append(f"kernel_options={{{', '.join(options)}}}")
     yield f"y, lse = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {', '.join(settings)})"

@@ -65,14 +65,14 @@ class Reading:
 
     @property
     def distance(self) -> Expr | None:
-        """The flat index of the element in terms of the head h and the distance d = i - j. None if the index does not
-        depend on d, or depends on i or j in another way."""
+        """The flat index of the element in terms of the head h and the distance d = i - j. The result is None if the
+        index does not depend on d, or depends on i or j in another way than through d."""
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index of the element from the distance d = i - j and the head h. Empty if the
-        index depends on i or j in another way than through i - j."""
+        """The line that computes the flat index of the element from the distance d = i - j and the head h. The text is
+        empty if the index depends on i or j in another way than through i - j."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -95,7 +95,8 @@ class Reading:
     def first(self, by_keys: bool = False) -> list[str]:
         """Returns the lines with which a kernel loads one element for many scores of a head. If the index depends only
         on the head, all scores of the head read this element. If the index depends on i - j, all query-key pairs with a
-        large i - j read this element. Empty for other indices. `by_keys` selects the kernel that computes dk and dv."""
+        large i - j read this element. The result is empty for other indices. `by_keys` selects the kernel that computes
+        dk and dv."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -164,8 +165,8 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines that allocate the partial sums of the table's gradient. Unless the index depends on i or j
-        in another way than through i - j, the lines also compute the table index of each sum."""
+        """Returns the lines that allocate the partial sums of the table's gradient. If the index depends only on the
+        head and on i - j, the lines also compute the table index of each sum."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -178,9 +179,9 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that set the sums of a row of tiles to 0. A read is `general` if its index depends on i or
-        j in another way than through i - j. A `general` read has one row of tiles per block of keys. Other reads have
-        one row of tiles per block of queries and, with `exact`, also a sum that corrects rounding errors."""
+        """Returns the lines that set the sums of a row of tiles to 0. For a read that is `general`, a row of tiles
+        belongs to a block of keys. For any other read, a row of tiles belongs to a block of queries. With `exact`, a
+        read that is not `general` also has a sum that corrects rounding errors."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -198,8 +199,8 @@ class Reading:
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
         """Returns the lines that add the gradients of a tile to the sums. `masked` states whether some pairs of the
-        tile are masked. With `exact`, the lines also sum a correction for rounding errors. Another kernel sums the
-        tiles with masked pairs if the index depends on i - j, so there are no lines for these tiles."""
+        tile are masked. With `exact`, the lines also sum a correction for rounding errors. If the index depends on
+        i - j, another kernel sums the tiles with masked pairs, and this function returns no lines for such tiles."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
@@ -220,7 +221,7 @@ class Reading:
 
     def finish_sums(self) -> list[str]:
         """Returns the lines of the launch function that compute the gradient of the table. These lines run after the
-        kernels. They add the partial sums that the kernels have stored to the elements of the gradient."""
+        kernels, and add the partial sums of the kernels to the elements of the gradient."""
         grad, sums = f"d{self.table}_table", f"{self.name}_sums"
         if self.general:
             return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]
@@ -237,7 +238,7 @@ class ScoreLines(NamedTuple):
         calls: The function calls that the score and its derivatives share: the name of the variable for the result, and
             the call.
         value: The score, as an expression in s, positions and table elements.
-        slope: The derivative of the score with respect to s, as an expression; "" if it is 1.
+        slope: The derivative of the score with respect to s, as an expression. Empty if the derivative is 1.
         mask: The condition that a query attends to a key, as an expression.
         some: The line that computes whether at least one pair of a tile is not masked, from the bounds of the tile.
         every: The line that computes whether no pair of a tile is masked and all scores read the same elements.

@@ -67,8 +67,8 @@ def fitting(
         target: The target.
         channels: The number of channels per head.
         choices: The queries, keys, warps and stages of each tile, most promising first.
-        by_keys: Whether a program instance sums dk and dv for a block of keys. Otherwise, it sums y or dq for a block
-            of queries.
+        by_keys: Whether a program instance sums dk and dv for a block of keys. Otherwise, a program instance sums y or
+            dq for a block of queries.
     """
     width = block(channels)
     fit = []

@@ -38,7 +38,7 @@ class ScoredKernel(Kernel):
 
 @record
 class ScoredForward(ScoredKernel):
-    """The forward kernel. `tile` is the measured tile. If it is None, the kernel uses the first tile that fits."""
+    """The forward kernel. `tile` is the measured tile. If `tile` is None, the kernel uses the first tile that fits."""
 
     TILE: ClassVar[type | None] = ScoreTile
     tile: ScoreTile | None = None
@@ -57,8 +57,8 @@ class ScoredForward(ScoredKernel):
 
 @record
 class ScoredBackward(ScoredKernel):
-    """The two gradient kernels. `tile` holds the measured tiles. If it is None, each kernel uses the first tile that
-    fits."""
+    """The two gradient kernels. `tile` holds the measured tiles. If `tile` is None, each kernel uses the first tile
+    that fits."""
 
     TILE: ClassVar[type | None] = ScoreGradTile
     tile: ScoreGradTile | None = None

@@ -31,7 +31,7 @@ WIDEST = 128  # channels of a head
 # Tokens; up to this length, these kernels rank first, because the tiles of libraries would be at most half full
 SHORT = 64
 NARROWEST = 16  # rows and columns of a product on tensor cores
-# Ranks: the first precedes all libraries, the second follows all kernels that need no optional package
+# Ranks: FIRST precedes all libraries. LAST follows all kernels that need no optional package.
 FIRST, LAST = 0, 7
 MOST_PAIRS = 1024
 
@@ -97,8 +97,8 @@ class ShortContext(NamedTuple):
 
 @record
 class ShortAttention(Kernel):
-    """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. `tile` is the measured tile. If it
-    is None, the kernel uses the result of `pair_tile`."""
+    """Accepts at most 128 queries and 128 keys, with at most 128 channels per head. `tile` is the measured tile. If
+    `tile` is None, the kernel uses the result of `pair_tile`."""
 
     TILE: ClassVar[type | None] = PairTile
     tile: PairTile | None = None
@@ -114,7 +114,7 @@ class ShortAttention(Kernel):
             return f"accepts at most {LONGEST} tokens; there may be {site.context:,}"
         rows, width = _rows(site), _block(number_of(q.width))
         grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys then stay in shared memory for the next query head
-        # Bytes for the gradient, which needs more than the forward
+        # Bytes that the gradient kernel holds. The forward kernel holds fewer bytes.
         held = 2 * ((4 + grouped) * rows * width + rows * rows)
         return lacks_memory(site, held, f"{rows} tokens of {width} channels") if is_gradient(site) else None
 
@@ -169,7 +169,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
     held = {"ROWS": rows, "KEYS": rows, "WIDTH": width, "PAIRS": tile.pairs}
     settings = {**held, "WARPS": tile.warps, "STAGES": tile.stages}
     sizes = ["H", "G", "C", "SCALE", *held]
-    read = [name for name in inputs if name != "y"]  # the weights replace y, unrounded
+    read = [name for name in inputs if name != "y"]  # the kernel uses the unrounded weights instead of y
     strides = ["Q_STRIDE", "K_STRIDE", "V_STRIDE"]
     parameters = [*(f"{name}_ptr" for name in [*read, *outputs]), "B", "T", "S", *strides]
     parameters += [f"{name}: tl.constexpr" for name in sizes]

@@ -34,7 +34,8 @@ class StepWriter(Writer):
         super().__init__(site, tile)
         assert isinstance(site.node.op, RopeAttention)
         self.step = site.node.op
-        # The numbers of tiles before a window are constants, so that such a kernel has one tile
+        # Without a ring buffer, the numbers of tiles before a window are constants of the kernel. These constants
+        # depend on the tile, so such a kernel has only one tile.
         self.many = many if self.ring is not None or self._window() is None else None
         self.chosen = CHOSEN if self.many is not None else {}
 
@@ -79,7 +80,7 @@ class StepWriter(Writer):
     def _choice(self) -> tuple[str, ...]:
         """Returns the line that chooses one of two tiles. The line chooses `MANY`, the smaller tile, if there are more
         blocks of queries than resident program instances. One program instance then reads all keys for a block of
-        queries. Empty if there is only one tile."""
+        queries. The result is empty if there is only one tile."""
         condition = "MANY if b * G * row_tiles > room else (KEYS, WARPS, STAGES)"
         return (f"keys, warps, stages = {condition}",) if self.many is not None else ()
 

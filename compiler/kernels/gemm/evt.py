@@ -1,5 +1,5 @@
-"""A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a CUTLASS visitor tree. It has
-one generated functor per output."""
+"""A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a CUTLASS visitor tree with one
+generated functor per output."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal, NamedTuple
@@ -20,7 +20,7 @@ ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
 LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # the layout of the weight as CUTLASS's operand B, [K, N]
 WARPGROUP_ROWS, STEP = 64, 16  # rows that one warpgroup multiplies; n and k must be multiples of STEP
 LARGEST_CLUSTER = 8  # thread blocks; supported on any GPU that has clusters
-# CUTLASS's RasterOrderOptions; with the first, CUTLASS chooses by the problem's shape
+# CUTLASS's RasterOrderOptions; with the first option, CUTLASS chooses by the problem's shape
 RASTERS = ("", "along M", "along N")
 
 
@@ -178,12 +178,12 @@ class GemmEvt(Kernel):
     """Accepts one or more matrix products of the same rows, with any number of outputs. The epilogue may read operands
     [rows, N] and vectors [N].
 
-    The kernel computes the last product, and library calls compute the others. Separate products are faster than two
-    accumulators in one kernel. For two products of 98,304 x 512 x 1792 with three outputs on an H200, the products
-    alone take 0.54 ms. Triton's single kernel takes 0.92 ms.
+    The kernel computes the last product, and library calls compute the other products. Separate products are faster
+    than two accumulators in one kernel. For two products of 98,304 x 512 x 1792 with three outputs on an H200, the
+    products alone take 0.54 ms. Triton's single kernel takes 0.92 ms.
     """
 
-    # Without measurements, this kernel ranks before Triton's, in which tensor cores idle during the epilogue.
+    # Without measurements, this kernel ranks before the Triton kernel, in which tensor cores idle during the epilogue.
     RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
@@ -276,7 +276,7 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Returns whether an output needs no functor, because it equals the accumulator or an earlier output."""
+    """Returns whether an output needs no functor, because the output equals the accumulator or an earlier output."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 

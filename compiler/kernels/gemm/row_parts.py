@@ -124,8 +124,8 @@ def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
 
 
 def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
-    """Returns the dims of a value as text. `rows` replaces all dims except the last, unless they are numbers, as in a
-    weight."""
+    """Returns the dims of a value as text. `rows` replaces all dims except the last. Dims that are numbers, as in a
+    weight, are not replaced."""
     *leading, width = value.type.shape
     if leading and all(isinstance(dim, int) for dim in leading):  # a weight; its packed codes have W bytes per row
         return (*map(str, leading), str(width))

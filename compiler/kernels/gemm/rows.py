@@ -22,29 +22,29 @@ from specc.compiler.records import record
 
 MULTIPROCESSORS = 132  # the fewest programs for one row of x, if the weights have enough rows
 LOADED = 4096  # elements of a weight that a program instance for one row of x loads at once
-EACH = 16  # of these, the elements that each thread loads: two vectors of 16 bytes
+EACH = 16  # elements that each thread loads at once: two vectors of 16 bytes
 LANES = 2048  # lanes of packed codes that a program instance for one row of x loads at once
-EACH_LANES = 4  # of these, the lanes that each thread loads: with 4-bit codes, a vector of 16 bytes
+EACH_LANES = 4  # lanes that each thread loads at once: with 4-bit codes, a vector of 16 bytes
 DEPENDENT_LAUNCH = 90  # the first architecture with programmatic dependent launch
 MOST_ROWS = 64  # the most rows of x for which these kernels are used
 LINE = 256  # bytes of a row that a program instance for several rows of x loads at once
 AHEAD = 4  # with one row of x, pieces of the weights in flight; each takes 8 registers per thread
 IN_FLIGHT = 65_536  # bytes that each multiprocessor must have in flight, as in attention over a cache
-STAGES = 8  # the most stages of such loads
+STAGES = 8  # the most pipeline stages of these loads
 # Rows of x, and rows of the weights, per program instance for several rows of x
 HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)
 ROWS_WARPS = 4
 PARTS = 8  # the most program instances that share a tile for several rows, each with a part of the features
-# Two fences, a counter in the L2 cache, and the first load of sums take about 1.7 us, in which a multiprocessor loads
-# this many bytes from the L2 cache.
+# Two fences, a counter in the L2 cache, and the first load of sums take about 1.7 us. In this time, a multiprocessor
+# loads JOIN bytes from the L2 cache.
 JOIN = 98_304
 JOINED = (
     "if PARTS > 1:",
     "    p, last = joined(p, partial_ptr, counts_ptr, BLOCK_M, BLOCK_N, PARTS)",
     "    inside &= last",
 )
-# Squares and an asynchronous product read the same buffer of x, into which Triton would load the next piece while the
-# product reads it. The product of a result that is read in each step is not asynchronous.
+# The sum of squares and an asynchronous product read the same buffer of x. Triton would load the next piece into this
+# buffer while the product still reads the buffer. A product is not asynchronous if its result is read in each step.
 ENDED = (
     "if BLOCK_M > 32:  # the product ends before the next piece of x is loaded",
     "    result = tl.where(k < K, result, 0.0)",
@@ -62,7 +62,8 @@ PARTIAL = (
 @record
 class RowTile:
     """The tile of a kernel for one row of x. A program instance multiplies `n` rows of the weights, and reads `k`
-    features at a time. If codes are packed, it reads `k` lanes at a time. A lane holds eight codes."""
+    features at a time. If the weights are packed codes, the program instance reads `k` lanes at a time. A lane holds
+    eight codes."""
 
     n: int
     k: int
@@ -76,7 +77,8 @@ class RowTile:
 class TritonContext:
     """The context of templates/triton/row_linear.py.jinja.
 
-    There are two kinds of program instances: for one row of x, and for several. A lane holds eight packed codes.
+    There are two kinds of program instances: for one row of x, and for several rows of x. A lane holds eight packed
+    codes.
 
     Attributes:
         op: The description of the function.
@@ -85,7 +87,7 @@ class TritonContext:
         gain: The argument for the norm's weight, with a comma. Empty if the norm has no weight.
         row_norm: The lines of the norm for one row.
         rows_norm: The lines of the norm for several rows.
-        ended: Lines after each product, which let it end. Empty without a norm.
+        ended: Lines after each product that wait for the end of the product. Empty without a norm.
         scaled: An expression: the products, times the scales of codes, times the factor of the norm.
         row: The tile for one row.
         product: The template of the function that multiplies x with weights: floats, or packed codes.
@@ -104,7 +106,7 @@ class TritonContext:
             Each warp sums one slice. 1 if the features are not divided.
         slices_name: The launch argument with the number of slices. `_` for codes, which have no slices.
         split: Whether several program instances may share a tile for several rows, each with a part of the features.
-        span, begin: The number of features of a part, and the first of them, as expressions.
+        span, begin: The number of features of a part, and the first feature of a part, as expressions.
         span_lines, begin_lines: Lines that define `span` and that move to the first feature. Empty without parts.
         parts: The largest number of program instances that share a tile. 1 unless `split`.
         join: The bytes that a multiprocessor could load while program instances that share a tile wait for each other.
@@ -120,7 +122,8 @@ class TritonContext:
         part: The signature of the function that computes a part.
         early: Lines of the function `part` that load or request weights, before the wait for the preceding kernel.
         lines: The lines after the wait: the products of the part, then the epilogue. A program instance for one row
-            loads the operands of the epilogue before the products, and one for several rows after the products.
+            loads the operands of the epilogue before the products. A program instance for several rows loads these
+            operands after the products.
         kernel: The signature of the kernel.
         calls: Lines of the kernel that call the function `part` once per part.
         tensors: The tensor arguments of the launch.
@@ -239,7 +242,7 @@ def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
     """Returns the size of one load for several rows of x: the number of features (or lanes of eight codes), then the
     bytes per row of x and per row of the weights."""
     size = BYTES[parts.x.type.dtype]
-    if parts.scales:  # lanes, with all of their features of x: so few that several loads are in flight
+    if parts.scales:  # a load covers a few lanes and all of their features of x
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
         return k, (k * CODES * size, k * CODES)  # codes have at most 8 bits
     k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
@@ -257,7 +260,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
     inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
     slices = () if parts.scales else ("slices",)
-    # With a norm, programs would also exchange sums of squares; with several products, several sums
+    # With a norm, program instances would also have to exchange sums of squares. With several products, they would have
+    # to exchange several sums.
     split = parts.norm is None and not parts.scales and len(parts.products) == len(parts.widths)
     sums = ["partial_ptr", "counts_ptr"] if split else []  # tensors of the programs that share a tile
     parts_word = ["parts"] if split else []
@@ -375,7 +379,8 @@ def _call(head: str, *arguments: str) -> str:
 
 
 def _operands(operands: Sequence[Value], rows: str) -> Iterator[str]:
-    """Yields the lines that load operands of the epilogue if the number of rows is as `rows` states."""
+    """Yields the lines that load operands of the epilogue. The lines run only if the number of rows satisfies `rows`, a
+    comparison such as `> 1`."""
     if operands:
         yield f"if BLOCK_M {rows}:"
     for value in operands:

@@ -29,7 +29,7 @@ class GivenProduct(NamedTuple):
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
-    """Returns an epilogue with only the last product, and the products that library calls compute before it.
+    """Returns an epilogue with only the last product, and the other products, which library calls compute first.
 
     The last product of a gated activation is the gate, so the activation reads the gate without rounding. If an output
     equals one of the other products, the library call writes this output directly.

@@ -1,5 +1,5 @@
-"""Matrix products in Torch. Without an epilogue, the product is a library call on any target. With an epilogue, it is
-plain Torch code on the CPU."""
+"""Matrix products in Torch. Without an epilogue, the product is a library call on any target. With an epilogue, the
+product is plain Torch code on the CPU."""
 
 from typing import ClassVar, NamedTuple
 

@@ -1,5 +1,5 @@
 """A matrix product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and
-uses TMA. On other targets, it uses pointers."""
+uses TMA. On other targets, the kernel uses pointers."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -64,7 +64,7 @@ class PointerContext:
 class LinearTriton(Kernel):
     """Accepts one or two matrix products of the same rows, with any epilogue, operands and outputs.
 
-    `tile` is the measured tile. If it is None, the kernel uses the result of `tile_of`.
+    `tile` is the measured tile. If `tile` is None, the kernel uses the result of `tile_of`.
     """
 
     RANK: ClassVar[int] = 1

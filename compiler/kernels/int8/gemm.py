@@ -58,7 +58,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Returns a reason why no kernel accepts the product. None if some kernel may accept it."""
+    """Returns a reason why no kernel accepts the product. Returns None if some kernel may accept the product."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
@@ -89,7 +89,7 @@ class Int8Function(NamedTuple):
     Attributes:
         op: The names, signatures and descriptions of the function.
         nodes: The paths of all nodes that call the function, as the text of a tuple. The error messages of `check`
-            print them.
+            print these paths.
         check: The statement that checks the inputs.
         dtype: The dtype of y.
     """

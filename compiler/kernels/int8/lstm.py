@@ -15,12 +15,12 @@ class StepFunction(NamedTuple):
     """The template context of the Python function for one time step. Code fields hold whole lines.
 
     Attributes:
-        nodes: The paths of all nodes that call the function, as the text of a tuple. Error messages print them.
+        nodes: The paths of all nodes that call the function, as the text of a tuple. Error messages print these paths.
         size: The hidden size H.
         k: H padded, which is the reduction dim K of the product with h.
         dtype: The dtype of h and c.
-        fine: If h is the sum of two codes, the step size of the first code divided by the step size of the second.
-            Otherwise None.
+        fine: If h is the sum of two codes, the step size of the first code divided by the step size of the second code.
+            None if h is a single code.
         largest: The largest code.
     """
 
@@ -68,7 +68,7 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(site: Site) -> str | None:
-    """Returns a reason why no kernel accepts the dtype of h and c. None if some kernel may accept it."""
+    """Returns a reason why no kernel accepts the dtype of h and c. Returns None if some kernel may accept the dtype."""
     state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 

@@ -14,8 +14,8 @@ NARROWEST_K = 32  # the number of codes that one tensor-core instruction multipl
 WHOLE_K = 256  # up to this K, a program instance loads all of K at once
 BLOCK_K = 128
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
-# Tiles worth measuring: rows, hidden units, warps. The first is the default. A step is short, so many small programs
-# finish it soonest: 768 rows of 128 units give 192 programs.
+# Tiles worth measuring: rows, hidden units, warps. The first is the default. A step is short, so many small program
+# instances finish a step soonest: 768 rows of 128 units give 192 program instances.
 TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 32, 8))
 
 
@@ -29,8 +29,8 @@ class StepContext(NamedTuple):
 
 @record
 class Int8LstmTriton(Kernel):
-    """Accepts any number of rows and any H. `tile` is the measured tile. If it is None, the kernel uses the result of
-    `step_tile`."""
+    """Accepts any number of rows and any hidden size H. `tile` is the measured tile. If `tile` is None, the kernel uses
+    the result of `step_tile`."""
 
     TILE: ClassVar[type | None] = Tile
     tile: Tile | None = None

@@ -46,7 +46,7 @@ class GemmInt8Sm80(Kernel):
 
     def render(self, site: Site) -> Rendered:
         epilogue = int8_epilogue(site)
-        # A thread stores 8 columns at a time, and the rows of a narrow tile are too short for that
+        # A thread stores 8 columns at a time, and the rows of a narrow tile are too short for such stores
         wide = epilogue.y.type.dtype == "f32"
         tile = NARROW if wide and epilogue.n <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)

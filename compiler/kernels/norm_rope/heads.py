@@ -48,7 +48,8 @@ class Heads:
 
     @property
     def weight_slope(self) -> str:
-        """The derivative of the weight expression with respect to `w`, as text. Empty if it is 1."""
+        """The derivative of the weight expression with respect to `w`, as text. The text is empty if the derivative is
+        1."""
         slope = derive(reread(self.op.weight), "w")
         return "" if not variables(slope) and number(slope) == 1 else str(slope)
 

@@ -66,7 +66,8 @@ class HeadContext(NamedTuple):
         how: A description of the kernel's algorithm.
         inside: The mask that selects the valid elements of a tile, as an expression.
         halves: Whether a program instance holds the two halves of each head in separate tiles, and loads every pair
-            once. Otherwise, it loads whole heads, and for each channel also the other channel of its pair.
+            once. Otherwise, a program instance loads whole heads, and for each channel also the other channel of its
+            pair.
         other: The other channel in the pair of channel c, as an expression.
         pair: The index of the pair that contains channel c, as an expression.
         signed: The signed sine for each channel of a whole head, as an expression.
@@ -76,7 +77,7 @@ class HeadContext(NamedTuple):
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
-        after: Lines after the loop. They write partial sums for the gradients of weight and gain.
+        after: Lines after the loop, which write partial sums for the gradients of weight and gain.
         conditions: The required layouts, as the last sentence of the op's docstring.
         wanted: The input checks of the generated function.
         allocated: Lines that allocate the outputs.
@@ -127,7 +128,7 @@ class HeadContext(NamedTuple):
 @record
 class NormRopeTriton(Kernel):
     """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. `tile` is the measured tile. If
-    it is None, the kernel uses the result of `head_tile`."""
+    `tile` is None, the kernel uses the result of `head_tile`."""
 
     TILE: ClassVar[type | None] = HeadTile
     tile: HeadTile | None = None

@@ -1,5 +1,5 @@
-"""Two kernels of `RopeWrite`, in Triton and in plain Torch. `RopeWrite` rotates rows and writes the results to a
-cache."""
+"""Two kernels for the op `RopeWrite`, in Triton and in plain Torch. `RopeWrite` rotates rows and writes the results to
+a cache."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 
 WIDEST = 1024  # the most channels of a head; one program instance holds a head
-HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of one head
+HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of the functions that process one head
 
 
 class Layout(NamedTuple):
@@ -37,8 +37,8 @@ class Layout(NamedTuple):
         lines: The Triton lines that compute `outer`, `inner`, and `token`, the row of the token's angles.
         tokens: The leading dims of q, k and v, as text.
         slots: The leading dims of the cache tensors, as text.
-        known: The line that assigns the variables in `tokens` and `slots`. It also assigns t, the number of rows of
-            angles.
+        known: The line that assigns the variables in `tokens` and `slots`. The line also assigns t, the number of rows
+            of angles.
         call: The Torch call, a format string with the fields `{cache}` and `{x}`.
         helpers: The templates of the functions that the Torch call uses.
     """
@@ -114,7 +114,7 @@ class RopeWriteContext(NamedTuple):
         kernel: the signature of the kernel.
         place: the lines that compute the address of a token's rows in the cache.
         key_lines: the lines that write the row of a rotated key.
-        value_lines: the lines that write the row of a value. Empty if the row of a key contains it.
+        value_lines: the lines that write the row of a value. Empty if the row of a key contains the value.
         programs: the number of program instances per token.
         arguments: the arguments of the launch.
         custom_op: the decorator of the custom op, and its signature.

@@ -30,8 +30,8 @@ from specc.compiler.records import record
 from specc.compiler.targets import Target
 
 ELEMENTS = {"bf16": "__nv_bfloat16", "f32": "float"}
-VECTOR = 16  # bytes that a thread loads at a time; row sizes must be multiples of it
-# Bytes of shared memory that CUDA reserves per block; Target.shared_memory already excludes them for one block
+VECTOR = 16  # bytes that a thread loads at a time; row sizes must be multiples of this number
+# Bytes of shared memory that CUDA reserves per block; Target.shared_memory already excludes these bytes for one block
 RESERVED = 1024
 ALIGNED = 128  # bytes; the alignment of the row in shared memory
 MOST_STEPS = 32  # steps per row; with cp.async, each step is a group of copies in flight
@@ -73,8 +73,8 @@ class StagedTile:
         return ", ".join([*words, *([] if self.persistent else ["one row per block"])])
 
 
-# Threads, vectors, blocks per multiprocessor, persistent; the most promising first. Each is measured with every kind of
-# copy that the target supports.
+# Threads, vectors, blocks per multiprocessor, persistent; the most promising first. Each candidate is measured with
+# every kind of copy that the target supports.
 CANDIDATES = (
     (512, 2, 2, False), (512, 1, 2, False), (256, 2, 2, False), (256, 4, 2, False), (512, 2, 2, True),
     (512, 1, 2, True), (256, 4, 2, True), (512, 2, 1, True), (512, 4, 1, True),
@@ -84,7 +84,7 @@ CANDIDATES = (
 class StagedContext(NamedTuple):
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    The texts in the field `passes` and in all fields after it depend on whether the kernel computes a gradient, and on
+    The texts in the field `passes` and in all later fields depend on whether the kernel computes a gradient, and on
     whether a block processes several rows. A token may have additional targets besides the next token.
 
     Attributes:
@@ -143,8 +143,8 @@ class LauncherContext(NamedTuple):
 
 @record
 class SoftmaxLossCuda(Kernel):
-    """Accepts rows that fit into shared memory but not into registers. `tile` is the measured tile. If it is None, the
-    kernel uses the result of `staged_tile`.
+    """Accepts rows that fit into shared memory but not into registers. `tile` is the measured tile. If `tile` is None,
+    the kernel uses the result of `staged_tile`.
 
     The kernel first multiplies logits by log2(e). A row with a finite logit beyond 2.3e38 therefore gives NaN.
     """
@@ -177,7 +177,8 @@ class SoftmaxLossCuda(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        # On Hopper, this kernel ranks before Triton's: for 50,257 columns it took 0.79 of the time.
+        # On Hopper, this kernel ranks before the Triton kernel: for 50,257 columns, it took 0.79 of the Triton kernel's
+        # time.
         return -1 if "tma" in site.target.features else 1
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
@@ -205,7 +206,7 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 
 
 def staged_tile(site: Site) -> StagedTile:
-    """Returns the default tile. The copies use TMA if the target has it.
+    """Returns the default tile. The copies use TMA if the target has TMA.
 
     If shared memory has room for two rows, each block processes one row. Two blocks then share a multiprocessor: one
     computes while the other waits for its copy.

@@ -38,7 +38,7 @@ from specc.compiler.records import record
 LOGITS = ("bf16", "f32")
 WHOLE = 8192  # columns; longer rows do not fit in registers
 LARGEST = 1 << 17  # elements per tile
-TILE = 4096  # elements that a program instance holds: 32 per thread, each of which needs two to four floats
+TILE = 4096  # elements that a program instance holds: 32 per thread; each element needs two to four floats
 
 
 @record
@@ -65,10 +65,10 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the default tile for rows of `width` columns.
 
-    A row that fits into registers is read once. A program instance processes several rows if they are short. A row that
-    does not fit into registers is read twice, and each thread loads 16 bytes of bf16 at a time. The second read must
-    come from L2, so few rows may be in flight. A program instance therefore has 16 warps, which allows at most four
-    program instances per multiprocessor.
+    A row that fits into registers is read once. If rows are short, a program instance processes several rows. A row
+    that does not fit into registers is read twice, and each thread loads 16 bytes of bf16 at a time. The second read
+    must come from L2, so few rows may be in flight. A program instance therefore has 16 warps, which allows at most
+    four program instances per multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -166,7 +166,7 @@ class LossContext(NamedTuple):
 
 @record
 class SoftmaxLossTriton(Kernel):
-    """Accepts any vocabulary size and any function of the logits. `tile` is the measured tile. If it is None, the
+    """Accepts any vocabulary size and any function of the logits. `tile` is the measured tile. If `tile` is None, the
     kernel uses the result of `row_tile`."""
 
     TILE: ClassVar[type | None] = RowTile
@@ -284,9 +284,9 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
     """Returns the factor of the softmax, and the factor of each one-hot target, in the gradient of a token's loss.
 
-    Let E be the loss, with partial derivatives E_nats and E_lse, and nats = lse - f[target]. Then dE/df = (E_nats +
-    E_lse) softmax - E_nats onehot. An additional target `n` adds a term to the factor of the softmax. This term
-    contains `known_n`: 1 if the token has the target, otherwise 0.
+    Let lse be the logsumexp of f, and nats = lse - f[target]. The loss E has the partial derivatives E_nats and E_lse.
+    Then dE/df = (E_nats + E_lse) softmax - E_nats onehot. An additional target `n` adds a term to the factor of the
+    softmax. This term contains `known_n`: 1 if the token has the target, otherwise 0.
     """
     loss = reread(op.per_token)
     targets = ("nats", *(f"nats_{name}" for name in op.further))
@@ -314,7 +314,7 @@ def width_of(site: Site) -> int:
 
 
 def slope_of(op: SoftmaxLoss) -> str:
-    """Returns the derivative of f with respect to z as text. Empty if it is 1."""
+    """Returns the derivative of f with respect to z as text. The result is empty if the derivative is 1."""
     slope = derive(reread(op.f), "z")
     return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
