@@ -34,7 +34,7 @@ def allocation(
         quant: The quantization of the spec, or None.
         params: The parameter table.
         seen: The first result of `observed`: the names of the weights of matrix products that calibration observes. If
-            None, the function does not check whether calibration observes what the schemes need.
+            None, the function does not check whether calibration observes the inputs that the schemes need.
         looked: The second result of `observed`: the names of the embedding tables whose lookups calibration observes.
 
     Raises:
@@ -114,7 +114,7 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 def and_more(items: Sized, verb: str) -> str:
     """Returns the end of a message about the first of `items`, such as `; so do 3 more parameters`. `verb` is the verb
-    of this end. Empty if there are no more items."""
+    in this text. The result is empty if there are no more items."""
     return f"; {verb} {counted(len(items) - 1, 'more parameter')}" if len(items) > 1 else ""
 
 

@@ -45,7 +45,7 @@ class NoDerivative(Exception):
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     """Returns the variables of a pointwise node in a group that stand for outputs of the group's linear layers.
     `linear` contains the names of these layers. The output of such a layer is stored only if the backward pass reads
-    it."""
+    the output."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
@@ -89,8 +89,8 @@ def gradient_names(forward: Graph) -> tuple[str, ...]:
 
 @dataclass
 class Derivation:
-    """The backward graph under construction. A forward value becomes an input of this graph when a rule first reads
-    it.
+    """The backward graph under construction. A forward value becomes an input of this graph when a rule first reads the
+    value.
 
     Attributes:
         members: The nodes of the group by name, before outputs for saved values were added to the nodes.
@@ -167,8 +167,8 @@ class Derivation:
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
         """Returns the gradients of the inputs of a pointwise node. If an input is a product of the group,
-        `plan_backward` states its gradient. The gradient of any other input is the symbolic derivative of the node's
-        expression."""
+        `plan_backward` determines the gradient. The gradient of any other input is the symbolic derivative of the
+        node's expression."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -208,12 +208,12 @@ class Derivation:
             name: The name of the node.
             title: The title of the node's pointwise op.
             texts: For each variable, the expression of the variable's gradient.
-            operands: For each variable, the ref of the forward value that the variable represents.
-            readable: For each variable that an expression may read, the ref of the forward value.
+            operands: For each variable, the reference of the forward value that the variable represents.
+            readable: For each variable that an expression may read, the reference of the forward value.
             grad: The incoming gradient.
 
         Returns:
-            Pairs (ref of a forward value, name of its gradient).
+            Pairs (reference of a forward value, name of its gradient).
         """
         read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
         inputs = (grad, *(self.saved(readable[v]) for v in read))

@@ -1,5 +1,5 @@
-"""Moves matrices that depend only on parameters into methods of the blocks. Training then computes them once per step,
-not once per micro-batch."""
+"""Moves the computation of matrices that depend only on parameters into methods of the blocks. Training then computes
+these matrices once per step, not once per micro-batch."""
 
 from dataclasses import replace
 

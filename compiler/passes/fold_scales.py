@@ -1,9 +1,10 @@
 """Scales the matrices of linear layers, instead of the outputs of these layers.
 
 In `x + scale * linear(h)`, the gradient of `scale` reads `linear(h)` for all tokens. The gradient of `linear(h)` is
-`scale` times the gradient of the sum, so it is one more tensor. If the layer multiplies by the matrix `scale * w`
-instead of `w`, the gradient of its output equals the gradient of the sum. The gradients of `w` and `scale` follow from
-the gradient of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of d(scale * w) * w over each row.
+`scale` times the gradient of the sum, so this gradient is a separate tensor. If the layer multiplies by the matrix
+`scale * w` instead of `w`, the gradient of the layer's output equals the gradient of the sum. The gradients of `w` and
+`scale` follow from the gradient of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of d(scale *
+w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,10 +30,10 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
     """Scales the matrices of linear layers, instead of the outputs of these layers. `scale * linear(h)` becomes a
     linear layer with the matrix `scale * w`. Returns the new programs.
 
-    The pass applies to a scale that is a constant or a function of parameters, and that has one number, or one number
-    per feature. The linear layer may be the last node of a fused group. Dropout may lie between the linear layer and
-    the scaling. The pass changes programs over whole sequences, such as the programs for training and scoring. Decoding
-    programs are unchanged, because they read few bytes other than the matrices.
+    The pass applies to scales that are constants or functions of parameters. A scale consists of one number, or of one
+    number per feature. The linear layer may be the last node of a fused group. Dropout may lie between the linear layer
+    and the scaling. The pass changes programs over whole sequences, such as the programs for training and scoring.
+    Decoding programs are unchanged, because they read few bytes other than the matrices.
 
     Args:
         programs: The programs, with fused groups.
@@ -51,13 +52,13 @@ class _Scale(NamedTuple):
 
     Attributes:
         reader: The pointwise node.
-        value: The ref that `reader` reads: the product, or the last homogeneous op after it.
-        product: The node of the product: a linear layer, or a fused group that ends in one.
+        value: The reference that `reader` reads: the product, or the last homogeneous op after the product.
+        product: The node of the product: a linear layer, or a fused group that ends in a linear layer.
         weight: The index of the matrix among the inputs of `product`.
         variable: The variable of `value` in the expression of `reader`.
         factor: The factor.
         total: The expression of `reader` without the factor.
-        operands: For each variable of `factor`, the ref of its value.
+        operands: For each variable of `factor`, the reference of its value.
     """
 
     reader: Node

@@ -15,7 +15,7 @@ from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Path, Problem
 from specc.compiler.targets import Target
 
-SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the buffers of scales
+SUFFIX = "_fp8"  # the name suffix of functions that only training runs, and of buffers with scales
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:

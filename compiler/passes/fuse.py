@@ -27,7 +27,7 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         LoweringError: If a fusion point cannot be applied. The error lists the problems of all fusion points.
     """
     problems: list[Problem] = []
-    built: dict[Selection, Group] = {}  # not shared between specs, whose names for equal sizes may differ
+    built: dict[Selection, Group] = {}  # not shared between specs, because specs may name equal sizes differently
     for i, point in enumerate(points):
         (pattern, members), *_ = ((key, value) for key, value in point.items() if not isinstance(value, int))
         chunks = next((value for value in point.values() if isinstance(value, int)), 1)
@@ -148,8 +148,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns a group and whether the programs already have it. If a group of the programs equals `group`, the returned
-    group is that group. Otherwise, it is `group` under a unique name."""
+    """Returns a group, and whether the programs already contain this group. If the programs contain a group that equals
+    `group`, the function returns the existing group. Otherwise, the function returns `group` under a unique name."""
     for known in programs.groups:
         if known.members == group.members and known == _named(group, known.name):
             return known, True

@@ -40,15 +40,15 @@ class Unfusable(Exception):
 
 
 class Selection(NamedTuple):
-    """All that determines a group: the nodes, and the names and types of the values that the nodes read.
+    """The properties that determine a group: the nodes, and the names and types of the values that the nodes read.
 
     Attributes:
         name: The name of the group.
         scope: The prefix of the names of the members.
         members: The names of the nodes of the spec that the group replaces.
         rewrite: The nodes of the group.
-        inputs: The values that the nodes read, each with its ref, its name in the group, and its type.
-        results: The values that the group returns, each with its label and its ref.
+        inputs: The values that the nodes read, each with its reference, its name in the group, and its type.
+        results: The values that the group returns, each with its label and its reference.
         chunks: The number of chunks of rows that are computed one after another.
     """
 
@@ -74,8 +74,8 @@ def build_group(
         known: The groups that were built before in the same programs. This function adds the new group to `known`.
 
     Returns:
-        The group with the default save choice, a choice of the values that the forward pass saves. The field `others`
-        holds the group with each other save choice.
+        The group with the default save choice. A save choice determines the values that the forward pass saves. The
+        field `others` holds one group for every other save choice.
 
     Raises:
         Unfusable: If a member cannot be in a group.
@@ -122,8 +122,8 @@ def compose(
 
 
 def _composed(selection: Selection) -> Group:
-    """Returns the group with the default save choice, a choice of the values that the forward pass saves. Its field
-    `others` contains the group with each of the other save choices."""
+    """Returns the group with the default save choice. A save choice determines the values that the forward pass saves.
+    The field `others` of the result holds one group for every other save choice."""
     name, scope, members, rewrite, _, results, chunks = selection
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
@@ -196,9 +196,9 @@ def _labels(rewrite: Rewrite) -> Mapping[str, str]:
 
 
 def _inputs(graph: Graph, nodes: Sequence[Node], labels: Mapping[str, str]) -> tuple[tuple[str, str, TensorType], ...]:
-    """Returns the values that nodes of a group read, each with its ref, a short name, and its type. An input is named
-    by the label that an op gives to it. Without a label, a parameter is named by the last word of its path, and an
-    activation is named `x`. If two names are equal, longer names are used."""
+    """Returns the values that nodes of a group read, each with its reference, a short name, and its type. An input is
+    named by the label that an op gives to it. Without a label, a parameter is named by the last word of its path, and
+    an activation is named `x`. If two names are equal, longer names are used."""
     inside = {node.name for node in nodes}
     names: dict[str, str] = {}
     for ref in dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside):
@@ -254,5 +254,5 @@ def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
-    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the backward may also read the result itself
+    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the backward pass may also read the result itself
     return join_codes(join_epilogues(replace(forward, outputs=outputs)))

@@ -1,5 +1,5 @@
-"""Turns pointwise nodes and dropout into epilogues of the matrix products that they read. A kernel computes the
-epilogue before it stores the result."""
+"""Turns pointwise nodes and dropout into epilogues of the matrix products whose results they read. A kernel computes
+the epilogue before it stores the result."""
 
 from dataclasses import replace
 
@@ -20,9 +20,10 @@ def join_epilogues(graph: Graph) -> Graph:
     accumulators. A pointwise node that reads a scalar, such as the gradient of a loss, stays separate. Such a pointwise
     node only scales a small tensor, and the product can remain a library call.
 
-    Dropout with a buffer counts as a pointwise node that reads a mask. It also joins the epilogue whose result it
-    reads. A pointwise node that reads the result of an epilogue with a dropout mask also joins this epilogue. Dropout
-    between a product and a sum then needs no separate pass over memory.
+    Dropout with a buffer counts as a pointwise node that reads a mask. If such a dropout node reads the result of an
+    epilogue, the dropout node joins this epilogue. If a pointwise node reads the result of an epilogue with a dropout
+    mask, the pointwise node also joins this epilogue. Dropout between a product and a sum then needs no separate pass
+    over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)

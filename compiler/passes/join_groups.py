@@ -3,7 +3,7 @@
 Separate groups would each return the gradient of one part. These gradients would have to be concatenated into the
 gradient of the product. The kernels of the joined group write into one tensor instead. A part may also have readers
 outside of the groups. Gradients that Torch's compiler computes are written into this tensor directly. All other
-gradients are copied into it.
+gradients are copied into this tensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ from specc.compiler.programs.programs import Group, Programs
 
 
 def join_groups(programs: Programs) -> Programs:
-    """Returns the programs with joined groups. Groups that read parts of one product are joined if the kernel of at
-    least one of these groups can write the gradient of its part into a wider tensor."""
+    """Returns the programs with joined groups. Groups that read parts of one product are joined on one condition: the
+    kernel of at least one of these groups can write the gradient of its part into a wider tensor."""
     for name in [graph.name for graph in programs.functions]:
         for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
             programs = _joined(programs, programs.function(name), parts)
@@ -105,8 +105,8 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
 
 
 def _into_one(graph: Graph) -> Graph:
-    """Returns a backward graph that computes the gradients of `graph`, but whose nodes write the parts of the joined
-    gradient into one tensor."""
+    """Returns a backward graph that computes the same gradients as `graph`. The nodes of the returned graph write the
+    parts of the joined gradient into one tensor."""
     join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
     if join is None:
         return graph
@@ -137,7 +137,7 @@ def _into_one(graph: Graph) -> Graph:
 
 def _writes(graph: Graph, join: Node) -> Iterator[tuple[Node | None, int, str]]:
     """Yields three values for each part of a joined gradient: the node that can write the part into the wider tensor
-    (or None), the index of the part's first feature, and the ref of the part."""
+    (or None), the index of the part's first feature, and the reference of the part."""
     at = 0
     for ref in join.inputs:
         width = graph.types[ref].width

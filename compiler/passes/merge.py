@@ -2,8 +2,8 @@
 the variants that contain it.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
-code runs a node unconditionally if all variants have it, otherwise under a condition. If a node reads different values
-in different variants, these values share a variable.
+code runs a node unconditionally if all variants have the node, otherwise under a condition. If a node reads different
+values in different variants, these values share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +35,8 @@ class Move(Op):
 
 @record
 class Slot:
-    """A merged node. `name` is the name of the node's first output. `nodes` maps the index of each variant that
-    contains the node to the node in that variant."""
+    """A merged node. `name` is the name of the node's first output. `nodes` holds the node in each variant that
+    contains it, by the index of the variant."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -60,7 +60,8 @@ class Slot:
         return output_refs(self.name, len(self.node.types))
 
     def columns(self, side: Literal["inputs", "outputs"]) -> Iterator[dict[int, str]]:
-        """Yields one dict per input or output of the node. A dict maps each variant to the ref in that variant."""
+        """Yields one dict per input or output of the node. A dict maps each variant to the reference in that
+        variant."""
         for refs in zip(*(getattr(node, side) for node in self.nodes.values()), strict=True):
             yield dict(zip(self.nodes, refs, strict=True))
 
@@ -106,8 +107,8 @@ class Merged:
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges the graphs of similar parts of a model, and assigns shared variables to their values. The arguments are
-    those of `align`."""
+    """Merges the graphs of similar parts of a model, and assigns shared variables to their values. `align` describes
+    the arguments."""
     merged = align(graphs, labels, kind)
     for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
         variables = _Variables(merged)
@@ -170,11 +171,11 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
     """Returns a slot (a merged node) for each group of nodes. If two slots of different variants compute the same
-    value, they become one slot."""
+    value, the two slots become one slot."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
-        # A value may be an input of one variant and a node of another
+        # A value may be an input of one variant and the output of a node in another variant.
         taken = {name for graph in graphs for name, _ in graph.inputs}
         for nodes in groups:
             slots.append(Slot(free([next(iter(nodes.values())).name], taken.__contains__), nodes))
@@ -306,7 +307,7 @@ class _Variables:
 
     def join(self) -> tuple[Operand, str, Where] | None:
         """Lets the values of every operand share a variable, and returns None. If a value cannot share the variable,
-        returns the operand, the ref of the value, and its variants."""
+        returns the operand, the reference of the value, and its variants."""
         for operand in self.operands:
             refs = sorted(
                 (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]
@@ -327,9 +328,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether two values must have different variables. This is the case if both values are live at the
-        same time in some variant, or if one of the two values is an optional input. Generated code tests an optional
-        input for None, so no other value may overwrite the input."""
+        """Returns whether two values must have different variables. Two values must have different variables if both
+        values are live at the same time in some variant, or if one of the two values is an optional input. Generated
+        code tests an optional input for None, so no other value may overwrite the input."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(

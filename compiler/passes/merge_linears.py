@@ -179,7 +179,8 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
     """Returns whether the gradient of `ref` must be copied into the concatenated gradients, because a kernel, attention
-    or a fused group computes it. Torch's compiler writes other gradients into the concatenated gradients directly."""
+    or a fused group computes the gradient. Torch's compiler writes other gradients into the concatenated gradients
+    directly."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:

@@ -11,7 +11,7 @@ from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, 
 from specc.compiler.passes.roll import STATES, Loop
 from specc.compiler.records import record
 
-WORTH = 3  # a section that contains no loop over blocks becomes a method only if it has more nodes than this
+WORTH = 3  # a section without a loop over blocks becomes a method only if the section has more nodes than this number
 
 
 @record
@@ -144,11 +144,11 @@ class _Section:
 
     Attributes:
         node_names: The names of the nodes of the section, by program.
-        inputs: Maps each parameter of the method to the ref that each program passes. The state is passed as a whole,
-            so it is not included.
-        read: Maps the label of each output to the output's ref, for the programs that read the output outside of the
-            section.
-        returned: Maps the label of each output to the output's ref, for the programs that compute the output.
+        inputs: Maps each parameter of the method to the reference that each program passes. The state is passed as a
+            whole, so the state is not included.
+        read: Maps the label of each output to the output's reference, for the programs that read the output outside of
+            the section.
+        returned: Maps the label of each output to the output's reference, for the programs that compute the output.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class _Section:
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
         """Returns candidate names of a method parameter, most frequent first. `passed` maps the index of each program
-        to the ref of the value that the program passes as the argument. For each program, the candidates are the name
-        of this value in the program, and the names of the loop inputs that receive the value."""
+        to the reference of the value that the program passes as the argument. For each program, the candidates are the
+        name of this value in the program, and the names of the loop inputs that receive the value."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]

@@ -1,4 +1,4 @@
-"""Replaces the calls of a stack of blocks by one node, a loop over a module list."""
+"""Replaces the calls of a stack of blocks by one node. The node is a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -25,8 +25,8 @@ class Loop(Op):
 
     Attributes:
         at: The path of the module list.
-        names: The names of the blocks' inputs without the first, which is the residual stream. If blocks read different
-            values under one name, there is one entry per value: the name, a space, and the value.
+        names: The names of the blocks' inputs. The first input, the residual stream, is omitted. If blocks read
+            different values under one name, there is one entry per value: the name, a space, and the value.
         some: The inputs that only some blocks read: the name of the input, and the indices of these blocks.
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
             output (empty for the residual stream), and pairs of runs: the run that reads the input, and the earlier
@@ -77,8 +77,8 @@ class Begin(Op):
 
 
 def field_of(node: Node) -> str:
-    """Returns the path of the module list that contains the called block. Empty if the node does not call a block of a
-    module list."""
+    """Returns the path of the module list that contains the called block. The result is empty if the node does not call
+    a block of a module list."""
     if not isinstance(node.op, Call):
         return ""
     place, _, number = node.op.at.rpartition(".")
@@ -219,7 +219,7 @@ def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
     """Returns all names in one order that is consistent with each of `orders`. If two orders contradict each other, the
-    first of the two applies."""
+    earlier order applies."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))
@@ -228,7 +228,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Returns the programs after a change: all loops over one module list then have the same inputs in the same order.
+    """Changes the loops of the programs, so that all loops over one module list have the same inputs in the same order.
+    Returns the changed programs.
 
     A loop that lacks an input receives the value that another program passes. If the program of the loop does not
     compute this value before the loop, the loop receives `None`.

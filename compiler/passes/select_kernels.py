@@ -39,15 +39,15 @@ def select_kernels(
 ) -> Plan:
     """Returns the plan of `programs` on `target`.
 
-    The lock holds measurements. A node gets its fastest measured kernel. Without a measurement, it gets the kernel of
-    the lowest rank among the kernels that accept the node. A group gets its fastest measured save choice. Without a
-    measurement, it gets the save choice that moves the fewest bytes.
+    The lock holds measurements. A node gets its fastest measured kernel. A node without measurements gets the kernel of
+    the lowest rank among the kernels that accept the node. A group gets its fastest measured save choice. A group
+    without measurements gets the save choice that moves the fewest bytes.
 
     Args:
         programs: The programs, with fused groups.
         target: The target to compile for.
         title: The title of the plan.
-        source: The path of the spec, as generated files state it.
+        source: The path of the spec for the headers of generated files.
         lock: The measurements.
         deterministic: Whether every kernel must return the same bits in repeated calls.
 
@@ -89,11 +89,11 @@ def select_kernels(
 
 
 def _with_names(programs: Programs, group: Group, target: Target, functions: Mapping[str, tuple[object, ...]]) -> Group:
-    """Returns the group with other names for the gradients whose names belong to other expressions. `functions` maps
-    the function names of earlier groups to what the functions compute.
+    """Renames each gradient whose name an earlier group uses for a different expression. Returns the new group.
+    `functions` maps the function name of each earlier group to a key for the computation of the function.
 
     The name of a gradient does not state the activation: the gradients of exp and of silu are both products. The new
-    name does, such as `exp_grad`.
+    name states the activation, such as `exp_grad`.
     """
     forward = {
         member: node.epilogue
@@ -148,9 +148,10 @@ def _chosen(
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
     """Returns the save choices of a group, and chooses one of them: the choice in the lock, otherwise the choice that
-    moves the fewest bytes. If the default is among the choices that move the fewest bytes, it is chosen."""
+    moves the fewest bytes. If several choices move the fewest bytes, and the default is one of these choices, the
+    default is chosen."""
     group = options[0].group
-    # The kernel is that of the default save choice, because other save choices may have another kernel
+    # The name contains the kernel of the default save choice, because other save choices may have another kernel
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
@@ -246,8 +247,9 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 def together(labels: Sequence[str]) -> str:
     """Joins labels. Labels that differ in one word become one pattern, such as `blocks.*.attention.{q,k}.rope`. All
-    other labels are joined with ` and `. A label that another one covers is left out, such as `blocks.9.attention.y`
-    next to `blocks.*.attention.y`: a change of one block should not change the text of a kernel of all blocks."""
+    other labels are joined with ` and `. A label is left out if another label covers it, such as `blocks.9.attention.y`
+    next to `blocks.*.attention.y`. A change of one block then does not change the text of a kernel that all blocks
+    share."""
     labels = [label for label in labels if not any(matches(other, label) for other in labels if other != label)]
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
@@ -266,8 +268,9 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         if not choice.rendered.files:
             continue
         function, file = symbol(site)
-        # Without an epilogue, a function name contains only the op. `Plan.called` then calls functions by the name of
-        # the file, so that steps of 8 bits and of 16 bits, for example, can coexist.
+        # The function name of a node without an epilogue contains only the op. `Plan.called` therefore calls such
+        # functions by the name of the file. Two steps of an LSTM with 8 bits and with 16 bits, for example, can then
+        # coexist.
         first = functions.setdefault(file if site.epilogue is None else function, site)
         alike = files.setdefault(file, site)
         message = ""

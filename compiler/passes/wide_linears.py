@@ -30,8 +30,8 @@ def _widened(graph: Graph) -> Graph:
 
 
 def _narrow(graph: Graph, node: Node) -> str | None:
-    """Returns the ref of a bf16 value if `node` is a linear layer that reads this value in f32. Returns None if not, or
-    if another node also reads the f32 value."""
+    """Returns the reference of a bf16 value if `node` is a linear layer that reads this value in f32. Returns None if
+    `node` is no such layer, or if another node also reads the f32 value."""
     if not isinstance(node.op, Linear) or len(node.inputs) != 2:
         return None
     cast = graph.by_name.get(node.inputs[0])

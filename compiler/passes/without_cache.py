@@ -1,5 +1,5 @@
-"""Splits `score` into two programs for decoding without a cache. The first program reads the source. The second reads
-all tokens that were generated so far."""
+"""Splits `score` into two programs for decoding without a cache. The first program reads the source. The second program
+reads all tokens that were generated so far."""
 
 from dataclasses import replace
 

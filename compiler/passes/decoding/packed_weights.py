@@ -44,10 +44,10 @@ class _Packing:
 
     Attributes:
         programs: The programs before the pass.
-        codes: For each parameter, the bits of its codes, or the reason why no kernel decodes it.
+        codes: For each parameter, the number of bits of its codes, or the reason why no kernel decodes the codes.
         functions: The functions of the new programs, by name.
         buffers: The type of each buffer, by name.
-        bits: For each node that reads codes, the bits of each weight.
+        bits: For each node that reads codes, the number of bits of each weight.
         reasons: For each product whose weights stay floats, the reason.
     """
 

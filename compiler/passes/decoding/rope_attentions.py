@@ -21,7 +21,7 @@ def rope_attentions(programs: Programs, target: Target) -> Programs:
     rotated queries.
 
     Nodes are replaced only if the kernel for attention over a cache accepts the new node. `rewritings` of the result
-    records each replaced node. For each `RopeWrite` that is not replaced, it records the reason.
+    records each replaced node. `rewritings` also records the reason for each `RopeWrite` that is not replaced.
 
     Args:
         programs: The programs that append one token to each text, after `rope_writes`.

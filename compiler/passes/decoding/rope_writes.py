@@ -21,7 +21,7 @@ def rope_writes(programs: Programs) -> Programs:
     the rotated k. The new node reads the angles from a table.
 
     In programs that append one token, the new node may write the token to a ring buffer before attention reads the
-    buffer. This is correct because attention masks the position that the token overwrites.
+    buffer. This order is correct, because attention masks the position that the token overwrites.
     """
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     return programs.rewritten(lambda graph: _rewritten(graph, programs.context, single))
@@ -111,7 +111,7 @@ def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
 
     Args:
         graph: The graph.
-        row: The ref of the rows, [B, T, G, C].
+        row: The reference of the rows, [B, T, G, C].
         single: Whether the graph appends one token to each text. If so, a ring buffer may be written before attention
             reads the buffer.
         only: Whether to return None if other nodes read `row`.
@@ -144,8 +144,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
     """Returns the values of attention that the graph writes to a cache at the positions of the keys. An entry has the
-    ref of a value, and the nodes that write the value. Rotated values are left out. Values are also left out if the
-    cache stores only keys or only values as codes, or if keys and values differ in tokens or heads."""
+    reference of a value, and the nodes that write the value. Rotated values are left out. Values are also left out if
+    the cache stores only keys or only values as codes, or if keys and values differ in tokens or heads."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

@@ -1,5 +1,5 @@
-"""Rewrites the programs of decoding steps for few rows. A linear layer becomes one node with the norm before it and
-the operations after it. All layers that read the same input also become one node."""
+"""Rewrites the programs of decoding steps for few rows. A linear layer, the preceding norm and the following pointwise
+operations become one node. All layers that read the same input also become one node."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -57,7 +57,7 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
     """Yields the products that can have `reader` as their epilogue. These products have the same input and the shape of
-    `reader`, and no other node reads them."""
+    `reader`, and only `reader` reads these products."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
