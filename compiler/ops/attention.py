@@ -1,6 +1,6 @@
 """Scaled dot-product attention: over a whole sequence, over a key-value cache, or under a padding mask.
 
-Specs lower to these ops. In training programs, the fusion pass replaces them with the ops of `saved_attention`.
+Specs lower to these ops. In training programs, the fusion pass replaces these ops with the ops of `saved_attention`.
 """
 
 import re
@@ -30,7 +30,7 @@ class Attention(Op):
     """The base class of attention ops.
 
     Attention ops compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H. The
-    output is [B, T, H, D]. The score is q k^T / sqrt(C) unless a subclass changes it.
+    output is [B, T, H, D]. The score is q k^T / sqrt(C) unless a subclass defines another score.
 
     Each subclass has its own mask. A query that attends to no key has output 0, as in Torch.
     """
@@ -67,8 +67,8 @@ class Attention(Op):
     def logits(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the masked scores, and a mask bool[..., T, 1] of the queries that attend to nothing.
 
-        The scores of these queries are not masked. If there is a sink, it is the last column of the scores, and every
-        query attends to it.
+        The scores of these queries are not masked. If there is a sink, the sink is the last column of the scores, and
+        every query attends to the sink.
         """
         import torch
 
@@ -127,7 +127,7 @@ class AttendContext:
         flex: the lines that compute y with FlexAttention.
         keys: the sentence that describes the keys of a cache.
         places: the lines that compute the positions i and j in a cache.
-        package: the package of the model. The names of custom ops contain it.
+        package: the package of the model. The names of custom ops contain this name.
     """
 
     function: str
@@ -161,7 +161,7 @@ class ScoreFields(Op):
     Attributes:
         score: The canonical text of the score, as in expr/score.py.
         mask: The canonical text of the mask, as in expr/mask.py.
-        scale: The factor of q k^T, 1 / sqrt(C) if None.
+        scale: The factor of q k^T. None stands for 1 / sqrt(C).
         tables: The names of the learned tables that the score reads.
         sinks: Whether the denominator of the softmax has an additional term exp(sink) per head.
     """
@@ -323,7 +323,7 @@ class ScoredBase(ScoreFields, Attention):
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
         reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
         lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")
-        # with a mask, those of Torch's kernels that do not store the scores need as many key heads as query heads
+        # With a mask, Torch's kernels that do not store the scores need as many key heads as query heads.
         lines += ["k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))"]
         if not scored and not self.sinks:
             scale = f", scale={self.scale!r}" if self.scale is not None else ""
@@ -418,8 +418,8 @@ class Sdpa(ScoredBase):
 
 
 class SdpaSeen(Attention):
-    """Bidirectional attention of q [B, T, H, C] over k, v [B, S, G, C], at the positions where `seen` bool[B, S] is
-    True."""
+    """Bidirectional attention of q [B, T, H, C] over k, v [B, S, G, C]. Queries attend only to the positions where
+    `seen` bool[B, S] is True."""
 
     name: ClassVar[str] = "sdpa_seen"
     arity: ClassVar[int] = 4

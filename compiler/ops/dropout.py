@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-STORAGE = "draw"  # the storage format that marks a buffer which determines the random numbers of a node
+STORAGE = "draw"  # the storage format that marks the buffers that determine the random numbers of a node
 # The key, the index of the first sequence, the step between sequences, the tokens per sequence
 DRAW = TensorType((4,), "i64", STORAGE)
 PHILOX = 0xD256D193, 0x9E3779B9  # the multiplier of a round, and the increment of the key
-ROUNDS = 7  # the fewest that pass all tests of BigCrush
+ROUNDS = 7  # the fewest rounds that pass all tests of BigCrush, a test suite for random numbers
 
 
 @record
@@ -84,7 +84,8 @@ def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
 
 
 def least_word(p: float) -> int:
-    """Returns a threshold for random 32-bit words. An element is set to 0 if the word of the element is smaller."""
+    """Returns a threshold for random 32-bit words. An element is set to 0 if the word of the element is below the
+    threshold."""
     return int(p * 2**32)
 
 

@@ -1,4 +1,4 @@
-"""Exclusive self-attention, which removes the component along a token's own value."""
+"""Exclusive self-attention, which removes from each token's output the component along the token's own value."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -30,7 +30,7 @@ class Exclusive(SupportCall):
         return 4 * inputs[0].count(sizes) + 3 * inputs[1].count(sizes)
 
     def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        y, v = inputs  # the operations for u, the length of v, and y . u
+        y, v = inputs  # Torch saves u, the length of v, and y . u
         return v.bytes(sizes) + sum(type.with_shape(*type.shape[:-1]).bytes(sizes) for type in (v, y))
 
     def reference(self, *inputs: Tensor) -> Tensors:

@@ -26,7 +26,7 @@ class Fp8Linear(MatrixProduct):
     """Computes y = x w^T for x [..., K] and w [N, K]. The factors of the products are rounded to 8 bits.
 
     Inputs and weights are rounded to e4m3, and output gradients to e5m2. Before rounding, each tensor is divided by a
-    scale. The scale maps the largest magnitude to the largest number of the format; a delayed scale is the next larger
+    scale. The scale maps the largest magnitude to the largest number of the format. A delayed scale is rounded up to a
     power of two. The three products are y, dx = dy w and dw = dy^T x. Each product is summed in f32, and multiplied by
     the scales of its factors.
 
@@ -74,11 +74,11 @@ class Fp8Linear(MatrixProduct):
 
 
 def delayed_scale(largest: Tensor, most: Tensor | float) -> Tensor:
-    """Returns the smallest power of two f32 by which magnitudes of at most `largest` f32 are divided to be at most
-    `most`; 1 where the quotient of both is 0.
+    """Returns the smallest f32 power of two that is at least `largest` / `most`, or 1 where this quotient is 0. A
+    magnitude of at most `largest` f32, divided by this scale, is at most `most`.
 
-    The division by a power of two is exact, as is the multiplication by its reciprocal. The epilogue of a kernel can
-    therefore multiply. Exact divisions by other scales take most of the time of such a kernel.
+    Division by a power of two and multiplication by the reciprocal are both exact. The epilogue of a kernel can
+    therefore multiply. With other scales, exact divisions would take most of the time of such a kernel.
     """
     import torch
 
@@ -96,7 +96,7 @@ def begin_scales(state: Tensor) -> None:
 
 
 def _rounded_products() -> Any:
-    """Returns the `apply` of an autograd function with the three products. The function rounds the factors to 8 bits,
+    """Returns the `apply` of an autograd function with the three products. This function rounds the factors to 8 bits,
     and multiplies in the precision of the inputs."""
     import torch
 

@@ -19,9 +19,9 @@ Role = Literal["y", "dx", "dw"]
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
     """Converts `value`, an operand of a matrix product, to 8-bit codes. The function divides `value` by its scale in
-    `state`, clamps the quotient to the range of an 8-bit format, and rounds it to this format. `factor` selects the
-    scale and the format: 0 for x, 1 for the weight, 2 for dy. The result has the dtype of `value`, which represents the
-    rounded numbers exactly."""
+    `state`, clamps the quotient to the range of an 8-bit format, and rounds the quotient to this format. `factor`
+    selects the scale and the format: 0 for x, 1 for the weight, 2 for dy. The result has the dtype of `value`. This
+    dtype represents the rounded numbers exactly."""
     import torch
 
     scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])
@@ -32,7 +32,7 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 @record
 class Fp8Codes(SupportCall):
     """Converts an operand of a matrix product to 8-bit codes: divides the operand by its scale, clamps the quotient to
-    the range of an 8-bit format, and rounds it.
+    the range of an 8-bit format, and rounds the quotient.
 
     The inputs are the operand and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
     magnitude of the operand in the state. Gradients ignore the rounding: the gradient of the operand is the gradient of

@@ -12,11 +12,11 @@ TOKEN, BEFORE = 36313, 27191  # the multipliers of the token id and of the previ
 
 @record
 class BigramHash(SupportCall):
-    """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
+    """The hash bucket of each token id and the previous token id, i32[B, T] in [0, `buckets`).
 
-    The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A token
-    without a previous token has a negative `previous`, and is in the last bucket. This is the hash of parameter-golf's
-    BigramHash embedding.
+    The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A negative
+    `previous` means that there is no previous token. Such a token is in the last bucket. This is the hash of
+    parameter-golf's BigramHash embedding.
     """
 
     name: ClassVar[str] = "bigram_hash"

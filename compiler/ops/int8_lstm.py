@@ -37,7 +37,7 @@ class Int8LstmStep(Int8Product):
     operations after the sums are f32. If h and c have a narrower dtype, the new h and c are rounded once.
 
     With `bits` 16, h is the sum q1 + q2 / 254 of two int8 codes (see `two_codes`). Both codes are multiplied with w
-    exactly. The total, in f32, is the sum for q1 (with the offset) plus 1/254 of the sum for q2.
+    exactly. The total, in f32, is the sum for q1, including the offset, plus 1/254 of the sum for q2.
     """
 
     name: ClassVar[str] = "int8_lstm_step"

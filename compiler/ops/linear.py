@@ -1,4 +1,5 @@
-"""Matrix products: the linear layer and its two gradients. The operations after a product become its epilogue."""
+"""Matrix products: the linear layer and its two gradients. The operations after a product become the product's
+epilogue."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from specc.compiler.records import record
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
-    """Returns all dims except the last. Kernels flatten them to one dim, the rows."""
+    """Returns all dims except the last. Kernels flatten these dims to one dim, the rows."""
     return type.shape[:-1]
 
 
@@ -94,8 +95,8 @@ class Linear(Product):
 class WideLinear(SupportCall, MatrixProduct):
     """Computes y = x w^T in f32, for x bf16[..., K] and w f32[N, K].
 
-    w is split into a sum of three bf16 matrices. Tensor cores multiply x with all three in one product. x is therefore
-    never stored in f32. The product of two bf16 numbers is exact in f32.
+    w is split into a sum of three bf16 matrices. Tensor cores multiply x with all three matrices in one product, so x
+    is never stored in f32. The product of two bf16 numbers is exact in f32.
     """
 
     name: ClassVar[str] = "wide_linear"

@@ -12,7 +12,7 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 from specc.compiler.ops.shape import Moves
 from specc.compiler.records import record
 
-ROWS = 1 << 11  # the rows of logits that a reference processes at a time
+ROWS = 1 << 11  # the number of rows of logits that a reference processes at a time
 
 
 @record
@@ -129,7 +129,7 @@ class SoftmaxLoss(Op):
     """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...]. The loss is computed in
     f32 or wider.
 
-    `f` is an expression of `z`. Only the first `vocab` of the W columns are logits; the others are padding. With
+    `f` is an expression of `z`. Only the first `vocab` of the W columns are logits; the other columns are padding. With
     `reduction` "mean", a second output `grad` is the gradient of the mean, so one pass over the logits computes the
     loss and the gradient. `grad` has the type of the logits, and is 0 in the padding. `per_token`, `further` and
     `weights` are as in CrossEntropy, but `per_token` must be linear in the losses of the targets.
@@ -145,7 +145,7 @@ class SoftmaxLoss(Op):
     f: str = "z"
     per_token: str = field(default="nats", metadata=ADDED)
     weights: tuple[str, ...] = field(default=(), metadata=ADDED)
-    # The name of `f` in kernel names, if it differs from the name of its functions
+    # The name of `f` in kernel names. If empty, the names of the functions in `f` are used.
     title: str = field(default="", metadata=ADDED)
     further: tuple[str, ...] = field(default=(), metadata=ADDED)
 
@@ -297,7 +297,7 @@ class MeanSquare(Op):
 
 
 def attached(x: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-    """Returns `x` unchanged. The backward pass gives `other` the gradient that `gradient` returns."""
+    """Returns `x` unchanged. In the backward pass, the gradient of `other` is the result of `gradient`."""
     from torch.autograd import Function
 
     class Attached(Function):
@@ -317,8 +317,8 @@ class AttachLoss(SupportCall, Moves):
     """Returns the first input x unchanged. The other inputs are `loss` and `weight`, both f32[]. The backward pass adds
     the gradient of `weight` * `loss`.
 
-    A block can therefore add an auxiliary loss without passing it to the loss of the program (as in DeepSeek-AI 2024,
-    arXiv 2405.04434).
+    A block can therefore add an auxiliary loss without passing the auxiliary loss to the loss of the program (as in
+    DeepSeek-AI 2024, arXiv 2405.04434).
     """
 
     name: ClassVar[str] = "attach_loss"

@@ -155,8 +155,8 @@ class NormRopeGrad(HeadRotation):
         return (x, *others[2:])
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # the norm takes a sum of squares and a multiple of x; norm and gain take s and a factor; the weight takes a
-        # factor, and its gradient a sum of products
+        # The norm needs a sum of squares and a multiple of x. Norm and gain need s and a factor. The weight needs a
+        # factor, and the gradient of the weight needs a sum of products.
         each = 4 * (self.eps is not None) + 3 * self.reads_x + 4 * bool(self.weight)
         return rotation_flops(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 

@@ -19,7 +19,19 @@ CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # the tensor method
 
 
 def pointwise(b: Builder, name: str, text: str, /, dtype: str = "", title: str = "", **values: str) -> str:
-    """Adds a node `name` that computes the expression `text` of named values. Returns a reference to the result."""
+    """Adds a node that computes an expression of named values.
+
+    Args:
+        b: The builder of the graph.
+        name: The name of the node.
+        text: The expression.
+        dtype: The dtype of the result. By default, the dtype of the first value.
+        title: The word for the expression in kernel names. By default, the names of the functions in the expression.
+        values: The references of the values, by their names in the expression.
+
+    Returns:
+        A reference to the result.
+    """
     return b.add(name, Pointwise((text,), tuple(values), dtype=dtype, title=title), tuple(values.values()))
 
 

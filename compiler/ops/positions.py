@@ -12,8 +12,8 @@ from specc.compiler.records import record
 
 
 class Positions(Op):
-    """The positions i64[T] of the tokens in ids [B, T]. They are consecutive numbers. The first position is 0, or the
-    optional second input, i64[].
+    """The positions i64[T] of the tokens in ids [B, T]. The positions are consecutive numbers. The first position is 0,
+    or the optional second input, i64[].
     """
 
     name: ClassVar[str] = "positions"
@@ -189,7 +189,7 @@ class Rope(Op):
 
         x, cos, sin = inputs
         turned = rotated(x, torch.complex(cos, -sin)[:, None], self.neighbors)
-        # The dtype of the angles may be wider than that of x
+        # The dtype of the angles may be wider than the dtype of x
         return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
 
 

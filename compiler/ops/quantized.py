@@ -10,11 +10,11 @@ from specc.compiler.ops.linear import rows
 from specc.compiler.records import record
 
 LARGEST = 127  # the largest code; -128 is not used, so that codes are symmetric
-# Steps of the second code per step of the first: the largest rounding error, half a step, is then 127 steps of the
-# second code
+# The number of steps of the second code per step of the first code. The largest rounding error of the first code, half
+# a step, is then 127 steps of the second code.
 FINE = 2 * LARGEST
-ALIGNMENT = 16  # codes per vector load; K and N of an int8 product are multiples of this
-# Up to this K, the sum of all products and a bias below 2^30 fits in int32
+ALIGNMENT = 16  # codes per vector load; K and N of an int8 product are multiples of this number
+# For K up to LARGEST_K, the sum of K products and a bias below 2^30 fits in int32.
 LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT
 
 
@@ -48,7 +48,7 @@ def step_of(bits: int) -> float:
 
 
 def wide(bits: int) -> str:
-    """Returns a suffix for names: the number of bits of an input, such as `_i16`. Empty for 8 bits."""
+    """Returns a suffix for names: the number of bits of an input, such as `_i16`. The result is empty for 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 

@@ -1,6 +1,6 @@
 """Long short-term memory (Hochreiter and Schmidhuber, 1997), over a whole sequence or one step.
 
-The gates are in the order i, f, g, o. Whole sequences are computed by Torch's LSTM.
+The gates are in the order i (input), f (forget), g (cell), o (output). Torch's LSTM computes whole sequences.
 """
 
 from collections.abc import Sequence

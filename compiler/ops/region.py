@@ -59,8 +59,8 @@ class Call(Region):
 
 
 def calling(node: Node, names: Mapping[str, str]) -> Node:
-    """Returns a copy of the node that calls the function under its new name in `names`. A node that calls no function
-    in `names` is returned unchanged."""
+    """Returns a copy of the node that calls the function by a new name. `names` maps the old names of functions to new
+    names. A node that calls no function in `names` is returned unchanged."""
     if not isinstance(node.op, Call) or node.op.callee not in names:
         return node
     return replace(node, op=replace(node.op, callee=names[node.op.callee]))
@@ -68,8 +68,8 @@ def calling(node: Node, names: Mapping[str, str]) -> Node:
 
 @record
 class Fused(Region):
-    """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of its
-    nodes. See passes/group.py."""
+    """Runs a fused group. A group has a forward graph, and a backward graph composed of the derivative rules of the
+    group's nodes. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
     group: str

@@ -84,7 +84,8 @@ class SavedAttentionGrad(Op):
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
-    # Three sums in sequence: the scores, the gradient of the weights, its product with keys or queries
+    # Three sums in sequence: the scores, the gradient of the weights, and the product of this gradient with keys or
+    # queries
     chained: ClassVar[int] = 3
 
     @property
@@ -114,7 +115,8 @@ class SavedAttentionGrad(Op):
         return q, k, v, *(replace(type, dtype="f32") for type in learned)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # five matrix products, where the forward has two: the scores again, then two for each of the forward's products
+        # The gradient has five matrix products: the scores again, then two products for each of the two products of the
+        # forward pass.
         return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -137,7 +139,7 @@ class SavedAttentionGrad(Op):
 
 
 class CausalAttention(SavedAttention):
-    """`Sdpa` with the default score and mask. It also returns the log-sum-exp."""
+    """`Sdpa` with the default score and mask. The op also returns the log-sum-exp."""
 
     name: ClassVar[str] = "causal_attention"
     words: ClassVar[str] = "causal attention"
@@ -165,7 +167,7 @@ class CausalAttentionGrad(SavedAttentionGrad):
 
 @record
 class ScoredAttention(ScoreFields, SavedAttention):
-    """`Sdpa` with any score and mask. It also returns the log-sum-exp, which includes the sinks.
+    """`Sdpa` with any score and mask. The op also returns the log-sum-exp, which includes the sinks.
 
     The additional inputs of `ScoreFields` follow q, k and v. If a query attends to no key, the log-sum-exp is the
     sink.
@@ -240,7 +242,7 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
 
 
 class SeenAttention(SavedAttention):
-    """`SdpaSeen` that also returns the log-sum-exp."""
+    """`SdpaSeen`, with the log-sum-exp as an additional output."""
 
     name: ClassVar[str] = "seen_attention"
     words: ClassVar[str] = "attention to what is seen"
@@ -303,9 +305,9 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
     """Splits a batch into parts of a few sequences, and yields the values of each part. The first `rows` tensors in
-    `values` have a batch dim. From these tensors, each part has only its own sequences. The remaining tensors are whole
-    in each part. A part of several sequences has at most `SCORES` attention scores of the queries q and keys k. A part
-    of one sequence may have more. For an empty batch, the function yields one part without sequences.
+    `values` have a batch dim. Each part contains only its own sequences of these tensors, and the whole of each
+    remaining tensor. A part of several sequences has at most `SCORES` attention scores of the queries q and keys k. A
+    part of one sequence may have more scores. For an empty batch, the function yields one part without sequences.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):

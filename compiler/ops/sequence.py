@@ -67,7 +67,7 @@ class Zeros(Moves):
 
 
 class StateWrite(Moves):
-    """Overwrites the first input, the state, in place with the second input. Both have the same shape."""
+    """Overwrites the first input, the state, in place with the second input. Both inputs have the same shape."""
 
     name: ClassVar[str] = "state_write"
     inline: ClassVar[bool] = False

@@ -422,7 +422,7 @@ class Column(Moves):
 
 
 class RowByRow(Moves):
-    """Returns the input in contiguous row-major order. Copies the input only if it is not contiguous."""
+    """Returns the input in contiguous row-major order. Copies the input only if the input is not contiguous."""
 
     name: ClassVar[str] = "row_by_row"
     keeps_features: ClassVar[bool] = True

@@ -18,8 +18,8 @@ class CachedBase(ScoredBase):
 
     `names` lists the inputs: q, k, v, the positions, the inputs of the subclass, the scales of k and v, and the
     additional inputs of `ScoreFields`. A ring buffer does not contain the input tokens yet, so the rows of these tokens
-    are separate inputs. The methods of the base classes expect other inputs, which `plain` returns: decoded values in
-    the order of the names in `leading`, then the additional inputs.
+    are separate inputs. The methods of the base classes expect other inputs: decoded values in the order of the names
+    in `leading`, then the additional inputs. `plain` returns these inputs.
 
     Attributes:
         values: The number of leading features of the key that form the value. If None, the values are an input.
@@ -194,7 +194,7 @@ class SdpaCached(CachedBase):
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        # With a ring, so many that every row of the ring holds a position
+        # With a ring, there are so many earlier tokens that every row of the ring holds a position.
         queries, rows = given["q"].shape[1], given["k"].shape[1]
         begin = rows - queries if self.ring is None else 2 * rows
         return {"positions": torch.arange(begin, begin + queries, device=given["q"].device)}

@@ -24,7 +24,7 @@ def ring_positions(first: int, window: int, start: int) -> Tensor:
 
 
 LARGEST = 448.0  # of e4m3
-CODES = 0x7F  # codes below this are 0, or positive and finite
+CODES = 0x7F  # codes below this number are 0, or positive and finite
 
 
 def coded_types(type: TensorType) -> tuple[TensorType, TensorType]:
@@ -76,8 +76,8 @@ class ToCodes(Op):
 class CacheWrite(Op):
     """Replaces the rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
 
-    With `ring` (first, window), the cache is a ring buffer of first + window rows. Position p is in row p if p <
-    first. Otherwise, it is in row first + (p - first) % window, where it replaces position p - window.
+    With `ring` (first, window), the cache is a ring buffer of first + window rows. Position p is in row p if p < first.
+    Otherwise, position p is in row first + (p - first) % window, where it replaces position p - window.
     """
 
     name: ClassVar[str] = "cache_write"

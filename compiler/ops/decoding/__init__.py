@@ -1,1 +1,1 @@
-"""Operations of decoding steps. A pass replaces several other operations by one of these."""
+"""Operations of decoding steps. A pass replaces several other operations by one operation of this package."""

@@ -1,8 +1,8 @@
 """The memory layout of integer weights for kernels with few input rows.
 
-A code is an integer of 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. The bits are divided into parts of 8, 4, 2
-or 1 bits. There is one part for each 1 in the binary notation of the number of bits, so the widths of the parts add up
-to the number of bits. For example, 5 bits become the lower 4 bits and the highest bit.
+A code is an integer of 2 to 8 bits. The layout stores a code plus 2^(bits - 1), which is unsigned. The bits are divided
+into parts of 8, 4, 2 or 1 bits. The widths of the parts are the distinct powers of two that add up to the number of
+bits. For example, 5 bits become the lower 4 bits and the highest bit.
 
 A row of K codes, padded to a multiple of 128, has L = K / 8 lanes. Lane i holds the codes of the features i, i + L,
 ..., i + 7 L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from specc.compiler.ir.types import Tensor
 
 CODES = 8  # codes per lane
-ALIGNMENT = 16  # the number of lanes per row is a multiple of this, so that each part of a row is aligned to 16 bytes
+ALIGNMENT = 16  # lanes per row are a multiple of this number, so that each part of a row is aligned to 16 bytes
 STORAGE = "packed"  # marks the buffers of codes and scales
 
 

@@ -19,8 +19,8 @@ class RopeWrite(Op):
 
     `names` lists the inputs. The outputs are the rotated q and the cache tensors. With a ring buffer, attention reads
     the new rows from separate tensors. New rows that are not inputs of this op, such as rotated keys, are therefore
-    additional outputs. The ring buffer is written before attention reads it. This is valid because each text has a
-    single new token, which replaces a position that the query and all later queries mask.
+    additional outputs. The ring buffer is written before attention reads the buffer. This order is valid because each
+    text has a single new token. This token replaces a position that the query and all later queries mask.
 
     Attributes:
         neighbors: Whether channels 2i and 2i + 1 form a pair, as in `Rope`.

@@ -1,7 +1,7 @@
 """Sorts tokens by expert, so that each expert multiplies consecutive rows. No token is dropped.
 
-A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], although sorted row [b,
-t, k] may belong to another token than [b, t]. No shape therefore depends on the values of a batch.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], so no shape depends on
+the values of a batch. The sorted row [b, t, k] may belong to another token than [b, t].
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The load of experts, and two ways to balance it: a loss, and a bias per expert with its own gradient rule."""
+"""The load of experts, and two ways to balance the load: a loss, and a bias per expert with its own gradient rule."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -38,11 +38,11 @@ class ExpertLoad(SupportCall):
 @record
 class BalanceLoss(Op):
     """The balance loss E sum_e load_e p_e, f32[], where p_e is the mean probability of expert e. The loss is 1 if all
-    loads, or all p, are equal.
+    loads are equal, or if all p_e are equal.
 
     Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
-    Transformers", equation 4). With `by_sequence`, the loss is computed for each sequence, with means over the tokens
-    of the sequence, and the result is the mean of these losses (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
+    Transformers", equation 4). With `by_sequence`, the result is the mean of one loss per sequence. The means in such a
+    loss are over the tokens of the sequence (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
     """
 
     name: ClassVar[str] = "balance_loss"
@@ -73,12 +73,12 @@ class BalanceLoss(Op):
 
 @record
 class AttachLoad(SupportCall, Moves):
-    """Returns the weights f32[B, T, K] unchanged. The gradient for the bias f32[E] is each expert's load minus the
-    mean load.
+    """Returns the weights f32[B, T, K] unchanged. The backward pass gives the bias f32[E] a gradient: each expert's
+    load minus the mean load.
 
     Inputs are the weights, the bias, and the load f32[B, E]. With this gradient, an optimizer lowers the bias of an
-    expert that has more than the mean load. This balances the load without an auxiliary loss (Wang et al. 2024, arXiv
-    2408.15664).
+    expert that has more than the mean load. The bias balances the load without an auxiliary loss (Wang et al. 2024,
+    arXiv 2408.15664).
     """
 
     name: ClassVar[str] = "attach_load"

@@ -1,4 +1,5 @@
-"""The router of a mixture of experts: it scores experts, chooses the best, and computes their weights."""
+"""The router of a mixture of experts, which scores all experts, chooses the best experts, and computes their
+weights."""
 
 from collections.abc import Sequence
 from typing import ClassVar

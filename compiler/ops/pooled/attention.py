@@ -86,7 +86,7 @@ class PooledBase(PoolFields):
         keys = k.with_shape(k.shape[1]).count(sizes)
         pairs = self.parsed(heads)[1].pairs(keys)
         pairs += Mask.of(self.pooled, int(heads)).block_pairs(self.block, keys) * self.tokens
-        return 2 * channels * (pairs * tokens // max(keys, 1))  # a first step has an empty cache
+        return 2 * channels * (pairs * tokens // max(keys, 1))  # in the first step, the cache is empty
 
     def pool_call(self, x: str) -> str:
         """Returns the call of the generated function `pool` with the blocks `x`."""
@@ -250,8 +250,8 @@ class PoolWrite(Op):
     a cache [B, N M, G, C] with M rows per block, in place.
 
     The second input is the cache of single tokens, as in `SdpaPooledCached`. Pooling by latent tokens also reads the
-    keys and the latents. While a block is incomplete, the mask of attention hides the rows that the op writes for the
-    block. The write that completes the block replaces these rows.
+    keys and the latents. The op also writes rows for an incomplete block, and the mask of attention hides these rows.
+    The write that completes the block replaces these rows.
     """
 
     name: ClassVar[str] = "pool_write"

@@ -59,7 +59,8 @@ class Reservoir(Pooling):
     """A random sample of M tokens without replacement: the M tokens with the largest random priorities (Efraimidis and
     Spirakis, 2006, "Weighted random sampling with a reservoir", with equal weights).
 
-    The priority of a token is a hash of the seed and the token's position, so it is the same in training and decoding.
+    The priority of a token is a hash of the seed and the token's position, so the priority is the same in training and
+    decoding.
     """
 
     template = "torch/pool_reservoir.jinja"
