@@ -83,7 +83,7 @@ def cached_bytes(programs: Programs, tokens: int) -> int:
 def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mapping[str, int]]]:
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
     for type in caches.values():
-        # The second dim is the positions of a page
+        # The second dim is the number of positions per page
         pages = -(-tokens // int(type.shape[1])) if type.shape[0] == "P" else 0
         yield type, {"B": 1, "S": tokens, "P": pages}
 

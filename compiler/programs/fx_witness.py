@@ -123,7 +123,7 @@ def compare(
         groups: the function name of each fused group, by the group's name.
 
     Returns:
-        The traced nodes. The keys are the names of the graph nodes that they compute.
+        The traced nodes. The keys are the names of the graph nodes that the traced nodes compute.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -182,7 +182,8 @@ def check_types(
     inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type), device="meta") for _, type in graph.inputs]
     dtypes = {param.name: _dtype(param) for param in programs.params}
     without_data = {id(v): nn.Parameter(v.to("meta", dtypes[name])) for name, v in module.named_parameters()}
-    # a selection by a condition, such as that of all tokens that are not padding, keeps all elements
+    # In this run, a selection by a condition keeps all elements, for example the selection of tokens that are not
+    # padding.
     whole = config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with torch.device("meta"), whole:
         Checked(fx.GraphModule(copy.deepcopy(module, without_data).to("meta"), traced)).run(*inputs)
@@ -202,8 +203,8 @@ def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int
 
 @dataclass
 class _Comparison:
-    """Traverses plan and trace at once, from the output to the inputs. `seen` maps plan nodes to the traced nodes that
-    compute them."""
+    """Traverses the plan and the trace together, from the output to the inputs. `seen` maps plan nodes to the traced
+    nodes that compute them."""
 
     graph: Graph
     scalars: Mapping[str, float]
@@ -264,8 +265,8 @@ class _Comparison:
         """Checks a fused group. The trace must contain a call of the group's function. If the group has a gradient, the
         trace must apply an autograd function instead.
 
-        The trace may flatten the rows of an argument to one dim. If so, it may unflatten the rows of the result, or
-        view the result in the shape of the argument.
+        The trace may flatten the rows of an argument to one dim. If so, the trace may also unflatten the rows of the
+        result, or view the result in the shape of the argument.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)

@@ -45,8 +45,8 @@ def value_of(value: float | str, **variables: float) -> float:
 
 
 def stated(value: float | str, **variables: float) -> float | str:
-    """Returns the text of a formula with the values of `variables` in place of their names. A number is returned as it
-    is."""
+    """Returns the text of a formula with the values of `variables` in place of their names. A number is returned
+    unchanged."""
     if not isinstance(value, str):
         return value
     return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
@@ -60,8 +60,8 @@ class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
     A number may be a formula of `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers`: the number of
-    blocks of the stack that contains the formula. Outside of stacks, `layers` is the number of all blocks, in an
-    encoder-decoder those of encoder and decoder.
+    blocks of the stack that contains the formula. Outside of stacks, `layers` is the number of all blocks of the model,
+    including the blocks of both the encoder and the decoder.
 
     Attributes:
         normal: the standard deviation of a normal distribution.

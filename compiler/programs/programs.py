@@ -45,7 +45,7 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
 
 @record
 class Parameter:
-    """One learned tensor. The optimizer stores it in f32, and programs read it in `dtype`.
+    """One learned tensor. The optimizer stores the tensor in f32, and programs read the tensor in `dtype`.
 
     Attributes:
         name: The name in checkpoints, rules and reports.
@@ -85,7 +85,8 @@ class Group:
         others: A copy of the group for each of the other save choices. The plan selects this group or one of the
             copies.
         chunks: The number of chunks of rows, which are computed one after another. With several chunks, the gradients
-            of a chunk are computed right after its results. Intermediate values then exist for one chunk at a time.
+            of a chunk are computed right after the results of this chunk. Intermediate values then exist for one chunk
+            at a time.
         results: The number of results. The results are the first outputs of `forward`, and their gradients are the
             first inputs of `backward`.
     """
@@ -162,7 +163,7 @@ class DerivedWeight:
 
 
 class Rewriting(NamedTuple):
-    """The effect of a pass on some nodes of the spec, or the reason why the pass did not rewrite them.
+    """The effect of a pass on some nodes of the spec, or the reason why the pass did not rewrite these nodes.
 
     Attributes:
         step: the name of the pass.
@@ -249,7 +250,7 @@ class Programs:
                 paths.setdefault(node.op.callee, []).append(node.op.at)
         for function in self.functions:
             for node in function.nodes:
-                if isinstance(node.op, Call):  # a function that is a part of this one runs at the same path
+                if isinstance(node.op, Call):  # a function that is a part of the calling function runs at the same path
                     paths.setdefault(node.op.callee, []).extend(paths.get(function.name, ()))
         return {name: tuple(at) for name, at in paths.items()}
 

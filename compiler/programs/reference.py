@@ -96,7 +96,8 @@ def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None 
 
 def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns the outputs of the epilogue of a node. `operands` are the accumulators of the node's op, followed by the
-    other values that the epilogue reads. The first output is computed last, because it may read the other outputs."""
+    other values that the epilogue reads. The first output is computed last, because its expression may read the other
+    outputs."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.fp8_codes import codes_of
     from specc.compiler.ops.pointwise import Pointwise

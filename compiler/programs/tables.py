@@ -18,7 +18,7 @@ class Tables:
     """The functions and parameters of a model, in the order in which they were added.
 
     Attributes:
-        layers: The number of all blocks, which formulas outside of stacks read.
+        layers: The total number of blocks, which formulas outside of stacks read as `layers`.
         places: The spec paths of all nodes so far, by the prefix of the node names.
         graphs: The functions, by name.
         params: The parameters, by path.
@@ -101,7 +101,7 @@ class Tables:
                 equal function.
             at: The path prefix of the function's parameters.
             outputs: The output values by label.
-            layer: The index of the block that calls the function, for the initial values of its parameters.
+            layer: The index of the block that calls the function, for the initial values of the function's parameters.
 
         Raises:
             AssertionError: If every candidate name belongs to a different function.
@@ -124,7 +124,7 @@ class Tables:
         """Builds a program without unused nodes. Adds the parameters and constants of the program to the tables."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
-            # Only the modules of `module_ahead` read `layer`. They repeat the last block.
+            # Only the modules of `module_ahead` read `layer`. These modules repeat the last block.
             self._add(path, type, b.inits[path], self.layers - 1, b.learned.get(path, self.layers))
             if not graph.name.startswith(TRAIN):
                 self.scored.add(path)
