@@ -38,7 +38,7 @@ DERIVED = "@derived"
 
 @dataclass
 class Tables:
-    """Module constants of generated code, called tables. Tables state what differs between the blocks of a
+    """Module constants of generated code, called tables. Tables state the differences between the blocks of a
     `ModuleList`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tables:
             name: The preferred name.
             text: The value.
             comment: The comment of the definition.
-            layers: The blocks in the table, if it is a set of blocks.
+            layers: The blocks in the table, if the table is a set of blocks.
         """
         options = (name, f"{place.upper().replace('.', '_')}_{name}")
         chosen = free(options, lambda option: option in self.taken or self.values.get(option, text) != text)
@@ -260,7 +260,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     exclusive: set[tuple[frozenset[int], str]] = set()
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
         graphs = [graph for graph in merged.variants if name in graph.by_name]
-        # blocks may differ in which nodes they have, and in the operation, the epilogue or the sizes of a node
+        # Blocks may have different nodes, and may differ in the operation, the epilogue or the sizes of a node.
         nodes = {graph.name: graph.by_name[name] for graph in graphs}
         forms = {graph: (node.op, node.epilogue, node.types) for graph, node in nodes.items()}
         for form in (None, *dict.fromkeys(forms.values())):

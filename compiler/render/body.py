@@ -26,22 +26,22 @@ Group = tuple[Where, Sequence[str]]  # lines that are run by the same variants
 
 @dataclass
 class Body:
-    """The lines of one function. The constructor renders them.
+    """The lines of one function, which the constructor renders.
 
     Attributes:
         merged: The graphs to render, as variants of one function.
-        spell: A function that returns the text of calls of kernels, groups and blocks. It returns None for other nodes.
+        spell: A function that returns the text of calls of kernels, groups and blocks, or None for other nodes.
         names: The Python names of inputs, by the name in the graph. Contains only inputs whose two names differ.
         facts: The conditions that distinguish the variants, most preferred first.
         reserved: The names that local variables must not have.
         alive: The inputs that generated code reads after the body. The names of these inputs must not be reassigned.
         scopes: First words of paths, such as `encoder`. Names of values omit these words.
-        wanted: The preferred names of some values, by ref.
+        wanted: The preferred names of some values, by reference.
         unpacks: The lines that unpack state. An entry has the names that the line assigns, the text of the line, and
             the variants that run the line. The line is inserted before the first read of one of these names.
         constants: The names of constants, by the text of their values.
-        regions: A function that adds the lines of a loop or another node that is not an expression. It returns False
-            for expressions.
+        regions: A function that adds the lines of a loop or another node that is not an expression. For expressions,
+            the function returns False.
         guarded: The lines, each with its variants.
         texts: The text of each value that has been assigned.
         held: All values that were assigned to each name.
@@ -102,7 +102,7 @@ class Body:
             self.unpacks = [other for other in self.unpacks if other is not unpack]
 
     def line(self, text: str, where: Where | None = None) -> None:
-        """Adds a line for the variants `where`, by default those of the current node."""
+        """Adds a line for the variants `where`, by default the variants of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
         if guard == self.merged.every:  # a line of all variants moves before guarded lines that are independent of it
@@ -233,7 +233,8 @@ class Body:
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
-        """Returns the expression of the node, its complexity, and whether it contains a heavy node (see `_heavy`).
+        """Returns three values: the expression of the node, the complexity of the expression, and whether the
+        expression contains a heavy node (see `_heavy`).
 
         An input may be pending, which means that its value has no name yet. A pending input is first assigned to a name
         if the expression would contain it twice or become too complex.
@@ -280,9 +281,9 @@ class Body:
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
             return False
-        if isinstance(slot.node.op, Section):  # all programs name the result of a method that they share
+        if isinstance(slot.node.op, Section):  # every program assigns the result of a shared method to a name
             return False
-        if len(reads) != 1:  # if each variant has exactly one reader, the first of these assigns the value
+        if len(reads) != 1:  # if each variant has exactly one reader, the first reader assigns the value
             return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)
         if reads[0][0] > len(self.merged.slots):
             return True
@@ -360,8 +361,8 @@ class Body:
         )
 
     def _overwritten(self, held: str, root: str | None) -> bool:
-        """Returns whether a variant reads the value `held` after it assigns the variable `root`. Each variant assigns
-        the variable at a different node."""
+        """Returns whether a variant reads the value `held` after this variant assigns the variable `root`. Each variant
+        assigns the variable at a different node."""
         slots = [
             self._slots[ref] for ref, other in self.merged.variables.items() if other == root and ref in self._slots
         ]
@@ -372,8 +373,8 @@ class Body:
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
         """Returns the possible names of a value, most preferred first.
 
-        These are the name in `wanted`, the label of the graph's output, the label of the op's output, one component of
-        the node's path, and the whole path.
+        The possible names are the name in `wanted`, the label of the graph's output, the label of the op's output, one
+        component of the node's path, and the whole path.
         """
         ref, node = slot.outputs[index], slot.node
         if isinstance(node.op, Move):

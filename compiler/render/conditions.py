@@ -21,8 +21,8 @@ class Indistinguishable(LookupError):
 class Fact:
     """A condition in generated code that holds in the variants `where`, and in no other variants.
 
-    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is `name is not
-    None`; otherwise, it is `name`.
+    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is
+    `name is not None`. Otherwise, the condition is `name`.
     """
 
     name: str
@@ -108,8 +108,8 @@ class Conditions:
         """Returns a condition for the variants `where` that joins tests by both `and` and `or`.
 
         One fact (a condition on an argument or attribute) divides the variants `every` into two parts, and each part
-        has a separate condition. A part needs no further test if all of its variants are in `where`, or none. The
-        chosen fact leaves the fewest variants in parts that need further tests.
+        has a separate condition. A part needs no further test if all of its variants are in `where`, or if none of its
+        variants is in `where`. The chosen fact leaves the fewest variants in parts that need further tests.
         """
 
         def parts(fact: Fact) -> Iterator[tuple[Condition, Where, Where]]:

@@ -48,16 +48,16 @@ def block_variants(
     functions: Sequence[Graph], callers: Mapping[str, Collection[Flags]]
 ) -> Sequence[tuple[Graph, Flags]]:
     """Returns the variants of a method of blocks: each function that the method contains, with the flags that select
-    it.
+    the function.
 
-    The flags are those of the programs that call the function. If programs with different flags call a function, the
-    function has several variants. A flag is omitted if the other flags already distinguish all functions of a block.
-    The flag `cache` selects the function `extend`, which extends a cache. Any other function, except `forward`, `score`
-    and the functions of a training phase, has its name as its flag.
+    A function has the flags of the programs that call the function. If programs with different flags call a function,
+    the function has several variants. A flag is omitted if the other flags already distinguish all functions of a
+    block. The flag `cache` selects the function `extend`, which extends a cache. Any other function, except `forward`,
+    `score` and the functions of a training phase, has its name as its flag.
 
     Args:
         functions: The functions.
-        callers: For each function, the flags of the programs that call it.
+        callers: For each function, the flags of the programs that call the function.
     """
     kinds: dict[tuple[str, Flags], list[str]] = {}
     for graph in functions:

@@ -18,8 +18,8 @@ class _Python(Printer):
 
 
 def python_formula(text: str) -> str:
-    """Returns Python that computes the formula. Empty if `text` is empty, or if Python's math module lacks a function
-    of the formula."""
+    """Returns Python that computes the formula. The result is empty if `text` is empty, or if Python's math module
+    lacks a function of the formula."""
     if not text:
         return ""
     try:

@@ -176,7 +176,7 @@ class Speller:
         return f"self.{op.method}({', '.join(arguments)})"
 
     def kernel(self, graph: Graph, node: Node) -> str:
-        """Returns the name of a node's kernel function. Empty if the plan has no kernel for the node.
+        """Returns the name of a node's kernel function. The result is empty if the plan has no kernel for the node.
 
         The nodes of a group without a backward pass are rendered in the program that runs the group. The plan lists the
         kernels of these nodes under the group.

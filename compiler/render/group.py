@@ -1,4 +1,4 @@
-"""Renders each fused group that is not inlined into a program as an autograd.Function."""
+"""Renders fused groups as autograd.Functions. Groups that are inlined into a program are excluded."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -61,6 +61,15 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
     The forward method also computes the gradients of each chunk, and saves only these gradients. Values without rows
     are computed once, before the first chunk.
+
+    Args:
+        plan: The plan.
+        group: The group.
+        name: The name of the class.
+        groups: All groups that share the class. The docstring of the class names these groups.
+
+    Returns:
+        The context.
     """
     rows = [label for label, type in group.forward.inputs if type.shape and isinstance(type.shape[0], str)]
     first, rest = _split(group.forward, rows)

@@ -85,7 +85,7 @@ def render(template: str, context: object, source: str, key: str, known: Collect
         context: the typed context, which the template reads as `c`.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: the names that the text may read without a definition. The surrounding module defines them.
+        known: the names that the text may read without a definition. The surrounding module defines these names.
 
     Raises:
         TemplateFault: if the template or the rendered Python is invalid or reads an undefined name.

@@ -19,8 +19,8 @@ STATE = "state"  # the type of a dict with one tuple per path in the spec
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     """Adds the tables of loops over blocks.
 
-    The tables hold the order of the blocks, the blocks that receive an optional input, and the positions (in this
-    order) of the earlier blocks whose outputs later blocks or join modules read.
+    The tables hold the order of the blocks, the blocks that receive an optional input, and the earlier blocks whose
+    outputs later blocks or join modules read. Earlier blocks are listed by their positions in the order.
     """
     given: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for loop in loops:
@@ -214,7 +214,7 @@ def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping
         if where == slot.where:
             yield f"{flag}=True"
         elif where:
-            yield f"{flag}={body.condition(where)}"  # another flag, if both are true in the same programs
+            yield f"{flag}={body.condition(where)}"  # or another flag that is true in the same programs
 
 
 def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, Where]) -> None:
@@ -231,7 +231,7 @@ def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, W
     _assign_pending(body, slot.inputs)
     arguments = ", ".join((*map(body.text, slot.inputs), *_flag_arguments(body, slot, block.begin_flags, flags)))
     name = begin.at.rpartition(".")[2]
-    while name in body.reserved or name in body.held:  # the name of the list may also be that of a value or a function
+    while name in body.reserved or name in body.held:  # the list may have the name of a value or a function
         name = f"{name}_begun"
     key = f'f"{begin.at}.{{i}}"'
     body.line(f"{name} = {{{key}: block.begin({arguments}) for i, block in enumerate(self.{begin.at})}}")

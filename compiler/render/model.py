@@ -41,7 +41,7 @@ class OpContext:
     """The template context of the file of an op.
 
     Attributes:
-        package: the package that contains the file. The file uses this name if it is run outside of the package.
+        package: the package that contains the file. The file uses this name if the file is run outside of the package.
         cpu: whether the code runs on a CPU. The plan key does not depend on this attribute.
     """
 
@@ -58,7 +58,7 @@ class ModelContext:
     """
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
-    IMPORTED: ClassVar[frozenset[str]] = frozenset({"F", "Tensor", "math", "nn", "torch"})  # by the template
+    IMPORTED: ClassVar[frozenset[str]] = frozenset({"F", "Tensor", "math", "nn", "torch"})  # imports of the template
     header: tuple[str, ...]
     doc: tuple[str, ...]
     imports: tuple[str, ...]
@@ -187,7 +187,7 @@ def is_op(name: str, generated: tuple[str, Any] | None) -> bool:
 
 def op_file(name: str, generated: tuple[str, Any] | None, context: OpContext) -> tuple[str, object]:
     """Returns the template of an op's file, and the context for the template. If `generated` is None, the context is
-    `context`. Otherwise, the context is the one in `generated`, with the package of `context`."""
+    `context`. Otherwise, the context is the context in `generated`, with the package of `context`."""
     if generated is None:
         return f"torch/ops/{name}.py.jinja", context
     template, settings = generated
@@ -251,7 +251,8 @@ def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], t
 
 
 def _taken(programs: Programs) -> frozenset[str]:
-    """Returns the names that no other method of the model may have: those of programs and of parts with parameters."""
+    """Returns the names that no other method of the model may have: the names of programs, and the names of parts with
+    parameters."""
     methods = [METHODS.get(graph.name, graph.name) for graph in programs.programs]
     parts = [path.partition(".")[0] for graph in programs.programs for path, _ in graph.params]
     return frozenset((*methods, "new_cache", *parts))

@@ -172,7 +172,7 @@ def _new_state(body: Body) -> str:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """Returns the preferred names of values that a loop over blocks reads or returns, by ref.
+    """Returns the preferred names of values that a loop over blocks reads or returns, by reference.
 
     The result of the loop is named `x`. If the blocks also receive the loop's initial value as an argument, the initial
     value has the name of this argument.
