@@ -17,7 +17,7 @@ from specc.compiler.targets import TARGETS
 @record
 class Decoding:
     """A step that decodes one token of one text, with the GPU kernels for few rows. The programs `floats` read all
-    weights as floats of `dtype`. The programs `packed` read codes where a kernel can decode them."""
+    weights as floats of `dtype`. The programs `packed` read codes where a kernel can decode the codes."""
 
     dtype: str
     floats: Programs

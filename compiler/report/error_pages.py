@@ -1,5 +1,4 @@
-"""The meaning and examples of each error code. This module reads them from docs/reference/errors.md of the
-installation."""
+"""The meaning and examples of each error code, as docs/reference/errors.md of the installation states them."""
 
 import difflib
 import importlib.resources

@@ -1,4 +1,4 @@
-"""Explains which kernel computes a node, and why the other kernels do not."""
+"""Explains which kernel computes a node, and why the other kernels were not chosen."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,10 +19,10 @@ class Explained:
     """The kernel of one node on one target.
 
     Attributes:
-        target: The name of the folder of generated files. Each target has such a folder, and each deployed plan too.
+        target: The name of the folder of generated files. Each target and each deployed plan has such a folder.
         rejected: The other kernels, and the reason why each was not chosen.
-        passes: A pair for each pass that rewrote the node, or refused to rewrite it: the name of the pass, and the
-            effect or the reason.
+        passes: A pair for each pass that rewrote the node or refused to rewrite the node. A pair has the name of the
+            pass, and the effect or the reason.
     """
 
     target: str

@@ -2,7 +2,8 @@
 
 The passes are simulated on the flattened training program. The forward pass keeps the values that the backward pass
 reads, and frees other values after the last reader. The backward pass visits the nodes from the last to the first. At
-each node, it computes the gradients of the node's inputs. It then frees each value that no earlier node reads.
+each node, the backward pass computes the gradients of the node's inputs, and then frees each value that no earlier node
+reads.
 """
 
 from collections import Counter
@@ -17,8 +18,8 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.report.saved import Pass, Sizes, is_barrier, moved
 from specc.compiler.spec.train import TrainSpec
 
-# The number of workspaces of cuBLAS. The forward and the backward run in separate threads, and each thread has one
-# workspace on each of two streams: the stream of steps, and the stream that captures graphs.
+# The number of workspaces of cuBLAS. The forward pass and the backward pass run in separate threads, and each thread
+# has one workspace on each of two streams: the stream of steps, and the stream that captures graphs.
 WORKSPACES = 4
 MASTER = BYTES["f32"]  # master weights, their gradients, optimizer state and averages are f32
 
@@ -125,7 +126,7 @@ class _Peak:
 
     def _backward(self) -> int:
         saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
-        # The first node that reads each saved value; the value is freed after the backward of this node
+        # The first node that reads each saved value; the value is freed after the backward pass of this node
         first: dict[str, str] = {}
         for node in self._graph.nodes:
             for ref in (*node.inputs, *node.outputs):
@@ -138,7 +139,7 @@ class _Peak:
         waiting = dict(self._pass.again)
         gradients: dict[str, int] = {}
         for node in reversed(self._graph.nodes):
-            if node.region in waiting:  # the backward of a recomputed region begins with its forward
+            if node.region in waiting:  # the backward pass of a recomputed region begins with the region's forward pass
                 live += sum(waiting.pop(node.region).values())
                 peak = max(peak, live + sum(gradients.values()))
             if node.outputs[0] not in views:

@@ -1,7 +1,7 @@
 """The values that the forward pass of a training program saves for its backward pass.
 
-On the CPU, code is not compiled. The forward pass saves what the derivative of each Torch operation reads. On a GPU,
-Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes all other
+On the CPU, code is not compiled. The forward pass saves the values that the derivative of each Torch operation reads.
+On a GPU, Torch's compiler saves the values around matrix products, attention and groups, and recomputes all other
 values.
 """
 
@@ -127,9 +127,9 @@ class Pass:
         return node.region if node is not None else ""
 
     def _leaves(self, ref: str) -> bool:
-        """Returns whether the forward pass saves the value `ref` of a recomputed region. It saves the value if the
-        program returns the value, or if another recomputed region reads it. Code that is not compiled also saves the
-        value if a node outside of all recomputed regions reads it."""
+        """Returns whether the forward pass saves the value `ref` of a recomputed region. The value is saved if the
+        program returns the value, or if another recomputed region reads the value. Code that is not compiled also saves
+        the value if a node outside of all recomputed regions reads the value."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -209,7 +209,7 @@ class Pass:
 
         Compiled code saves every value that the backward pass of a matrix product, attention or fused group reads. If
         the derivative of another node reads a value, compiled code usually recomputes the value in the backward pass.
-        For this, it also saves the values from which the recomputation starts (see `_sources`).
+        Compiled code therefore also saves the values from which the recomputation starts (see `_sources`).
         """
         saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
@@ -249,7 +249,7 @@ class Pass:
         separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
-        first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it
+        first: dict[str, int] = {}  # the first barrier that reads a value, directly or through other values
         for node in reversed(self.graph.nodes):
             after = min((first[ref] for ref in node.outputs if ref in first), default=len(order))
             reached = order[node.name] if is_barrier(node) else after
@@ -324,7 +324,7 @@ def _needed(group: Group, compiled: bool) -> frozenset[str]:
 
 
 def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. Those of copies read no inputs."""
+    """Returns the inputs that the derivative of a node reads. The derivatives of copies read no inputs."""
     if not isinstance(node.op, Pointwise):
         return frozenset(node.inputs[node.op.linear_in :] if node.op.flops_per_output else ())
     values = dict(zip(node.op.variables, node.inputs, strict=True))
@@ -339,7 +339,7 @@ def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
     read: set[Expr] = set()
 
     def visit(part: Expr) -> bool:
-        """Records what the derivatives of `part` read. Returns whether `part` needs a gradient."""
+        """Records the parts that the derivatives of `part` read. Returns whether `part` needs a gradient."""
         needs = [visit(inner) for inner in children(part)]
         match part:
             case Var(name):

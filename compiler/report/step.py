@@ -46,7 +46,7 @@ class StepRow:
         flops: The operations of one call.
         moved: The bytes that one call reads and writes.
         floor_ms: The floor of one call. None if the target's peak rates are unknown.
-        ms: The time of one call. None if it was not measured.
+        ms: The time of one call. None if the call was not measured.
         site: The node. None for work that is not a node of a graph.
         choice: The plan's choice of kernel. None if the plan has no kernel for the node.
     """
@@ -128,8 +128,8 @@ class Step:
 def step_of(spec: Spec, plan: Plan) -> Step:
     """Returns the training step of a plan.
 
-    The step has a row for each attention, matrix product and kernel, in the forward and the backward pass. It also has
-    a row for each other class of work.
+    The step has a row for each attention, matrix product and kernel, in the forward and the backward pass. The step
+    also has a row for each other class of work.
     """
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
@@ -293,11 +293,11 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Returns the smallest number of bytes that the pointwise nodes of a forward pass can move. Matrix products,
     attention and groups are barriers.
 
-    All nodes between the same barriers count as one kernel. This kernel reads each of its inputs once. It writes each
-    value that another kernel reads once, and no other values.
+    All nodes between the same barriers count as one kernel. This kernel reads each of its inputs once. If another
+    kernel reads a value, the value is written once. No other values are written.
     """
     views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
-    # For each value, its stage, and whether a kernel between barriers computes it
+    # For each value: the stage of the value, and whether a kernel between barriers computes the value
     computed: dict[str, tuple[int, bool]] = {}
     read: set[tuple[int, str]] = set()
     written: set[str] = set()

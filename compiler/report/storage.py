@@ -47,7 +47,7 @@ class Storage(NamedTuple):
         overhead: The bytes of the header, the spec and the table of arrays.
         budget: The limit `quant.budget_bytes`, or None.
         chosen: A description of `quant.promote` or `quant.allocate`, the settings that change the bits of the rules.
-            Empty if the spec has neither.
+            Empty if the spec has neither setting.
         warnings: The reasons why the artifact may not fit.
     """
 
@@ -109,8 +109,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns a description of `quant.promote` or `quant.allocate`, the settings that change the bits of the rules.
-    Empty if the spec has neither."""
+    """Returns a description of `quant.promote` or `quant.allocate`, the settings that change the bits of the rules. The
+    result is empty if the spec has neither setting."""
     if quant is None:
         return ""
     if quant.allocate is not None:

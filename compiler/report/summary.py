@@ -43,7 +43,7 @@ def percent(share: float) -> str:
 @record
 class Summary:
     """The main facts about the plans of a spec. `deployed` maps a target to the plan of the model that runs from an
-    artifact. It contains only targets for which this plan differs from the plan in `plans`."""
+    artifact. `deployed` contains only targets for which this plan differs from the plan in `plans`."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -134,8 +134,8 @@ class Summary:
 
     @property
     def gap(self) -> str:
-        """A phrase about the class of work with the largest difference between measured time and floor. Empty without
-        measurements."""
+        """A phrase about the class of work with the largest difference between measured time and floor. The phrase is
+        empty without measurements."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
         return f"{largest[1]}, {milliseconds(largest[0])} ms above the floor" if largest is not None else ""
@@ -203,7 +203,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
     rows += [f"  {summary.choice}"] if summary.choice else []
     rows += decoding_lines(summary.decoding)
     rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.step_time}; memory {summary.memory}")
-    if summary.deployed:  # their matrix products have separate lines
+    if summary.deployed:  # the matrix products of deployed plans have separate lines
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
         rows += (_work_line(summary, work) for work in step.works)
