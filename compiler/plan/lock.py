@@ -229,7 +229,7 @@ class Lock(StrictModel):
 
 
 NO_LOCK = Lock.model_construct()
-# tune reads the existing lock first, so it cannot repair an entry
+# `specc tune` reads the existing lock first, so it cannot repair an invalid entry
 MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
 
@@ -297,7 +297,7 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 def site_digest(site: Site) -> str:
     """Returns the key of a node in locks of earlier versions. The key is a digest of the target, the types of the node,
-    and the `repr` of its op and epilogue. It has twelve hex digits."""
+    and the `repr` of the node's op and epilogue. The key has twelve hex digits."""
     types, node = map(str, (*site.inputs, *site.node.types)), (site.node.op, site.epilogue)
     return _digest("\n".join((site.target.name, *map(_earlier_repr, node), *types)))
 
@@ -329,7 +329,7 @@ def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
     Args:
         kernel: The kernel that computes the node.
         site: The node and its target.
-        tile: The tile of the kernel, as text (`Rendered.tile`). If a rule chooses the tile, `kernel.tile` is None.
+        tile: The tile of the kernel, as text (`Rendered.tile`). `kernel.tile` is None if a rule chooses the tile.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))

@@ -1,4 +1,4 @@
-"""The plan for one target: programs, and a kernel for every node that needs one."""
+"""The plan for one target: programs, and a kernel for every node that needs a kernel."""
 
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ class Choice:
 
     @property
     def listed(self) -> bool:
-        """Whether plans, explanations and benchmarks list the node. True if the op of the node is `planned`, or if its
-        kernel is a generated function."""
+        """Whether plans, explanations and benchmarks list the node. They list the node if its op is `planned`, or if
+        its kernel is a generated function."""
         return self.site.node.op.planned or bool(self.rendered.function)
 
     @property
@@ -69,8 +69,8 @@ class SaveChoices:
         label: The path of the group.
         name: The name of the group's entry in a lock.
         options: The save choices, beginning with the default of the group.
-        chosen: The selected save choice. This is the fastest choice if the lock has measurements of the group,
-            otherwise the choice that moves the fewest bytes.
+        chosen: The selected save choice. If the lock has measurements of the group, the fastest choice is selected.
+            Otherwise, the choice that moves the fewest bytes is selected.
         measured: The lock's entry of the group, or None.
     """
 
@@ -91,7 +91,7 @@ class Plan:
     """The input of rendering.
 
     Attributes:
-        source: The path of the spec, as generated files state it.
+        source: The path of the spec for the headers of generated files.
         save_choices: The groups with more than one save choice.
         locked: All measurements of the target.
     """
@@ -131,7 +131,8 @@ class Plan:
 
     def called(self, choice: Choice) -> str:
         """Returns the name by which model.py calls the kernel function of `choice`. If several kernels have functions
-        of the same name, this is the name of the kernel's file. Otherwise, it is the name of the function."""
+        of the same name, the result is the name of the kernel's file. Otherwise, the result is the name of the
+        function."""
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
         return function if len(modules) == 1 else choice.rendered.module
