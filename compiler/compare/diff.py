@@ -1,4 +1,4 @@
-"""Compares two specs: a summary of what changed, then unified diffs of the spec and the generated code."""
+"""Compares two specs: a summary of the changes, then unified diffs of the spec and the generated code."""
 
 import difflib
 import json
@@ -83,7 +83,8 @@ class Comparison:
             yield f"  quantize   {other}"
 
     def _times(self) -> Iterator[str]:
-        """Yields times and memory on equal terms: what only one of the specs has measured is compared by its floors."""
+        """Yields times and memory. A measured time is compared only if both specs have measured the time. Otherwise,
+        the floors of both specs are compared."""
         old, new = self.summaries
         before, after = ({work.name: work for work in summary.step.works} for summary in self.summaries)
         times = {name: _times_of(before.get(name), after.get(name)) for name in {**after, **before}}
@@ -230,8 +231,8 @@ def _change(old: str, new: str, difference: int | None = None) -> str:
 
 
 def _times_of(*works: Work | None) -> tuple[tuple[float | None, ...], bool]:
-    """Returns the time in ms of a class of work in each spec, and whether the times are measured: all of them, or none.
-    The time is None in a spec without such work."""
+    """Returns the time in ms of a class of work in each spec, and whether these times are measured. If a spec has not
+    measured the class of work, both times are floors. The time is None in a spec without such work."""
     measured = all(work is None or work.ms is not None for work in works)
     return tuple(work and (work.ms if measured else work.floor_ms) for work in works), measured
 
