@@ -15,9 +15,9 @@ FLAG = "--set"
 def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
     """Applies texts `path=value` to a source, in order. Later overrides take precedence.
 
-    A path is keys with dots between them. Items of a list are numbered from 0, as in `model.embed.0.dim=64`. A value
-    is YAML. The last key of a path may be new. If this key is `+` or the next number of a list, the value is appended
-    to the list. Validation reports unknown keys later.
+    A path consists of keys, separated by dots. Items of a list are numbered from 0, as in `model.embed.0.dim=64`. A
+    value is YAML. The last key of a path may be new. If this key is `+` or the next number of a list, the value is
+    appended to the list. Validation reports unknown keys later.
 
     Raises:
         SpecError: S014, if an override is malformed or its path does not exist.

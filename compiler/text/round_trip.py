@@ -27,8 +27,8 @@ def edited(data: Any) -> str:
 
 
 def flow(value: Any) -> Any:
-    """Converts a dict or list so that `edited` writes it on one line. Data that come from `editable` keep their layout,
-    and are returned unchanged."""
+    """Converts a dict or list so that `edited` writes the result on one line. Data that come from `editable` keep their
+    layout, and are returned unchanged."""
     flowing: CommentedMap | CommentedSeq
     if isinstance(value, dict) and not isinstance(value, CommentedMap):
         flowing = CommentedMap((key, flow(inner)) for key, inner in value.items())

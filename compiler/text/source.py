@@ -24,7 +24,8 @@ _UNSEEN = re.compile(
 )
 _TAB = re.compile(r"^ *\t", re.MULTILINE)
 _SEPARATOR = re.compile(r"[,\[{\n]")
-# One character of a scalar as written: plain, in single and in double quotes. A line break is one space.
+# Patterns of one character of a scalar, as written: without quotes, in single quotes, and in double quotes. A line
+# break counts as one space.
 _BREAK = r"[ \t]*\n\s*|"
 _PLAIN = re.compile(_BREAK + ".")
 _SINGLE = re.compile(_BREAK + "''|.")
@@ -166,7 +167,7 @@ def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 
         text: the text of the file. The diagnostic shows one of its lines.
         code: the code of the error, such as `S001`.
         message: the problem.
-        hint: how to fix it.
+        hint: how to fix the problem.
         at: the index of the wrong character in `text`.
 
     Returns:

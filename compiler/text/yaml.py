@@ -46,8 +46,8 @@ _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = ("unknown escape sequence", "use 'single quotes' around text with backslashes")
 _UNCLOSED = ("a quoted text is not closed", "add the closing quote")
-# A part of the parser's message, the message and the hint of the diagnostic, and whether the construct at fault is
-# unclosed.
+# Each entry has four values: a part of the parser's message, the message of the diagnostic, the hint of the diagnostic,
+# and whether the construct at fault is unclosed.
 _SYNTAX = (
     ("mapping values are not allowed", "unexpected `:`", "quote the text, or check the indentation", False),
     ("could not find expected ':'", "a key has no `:`", "write `key: value`, with a space after the colon", True),
@@ -86,7 +86,7 @@ Parsed = tuple[object, Mapping[Path, Mark], Mapping[Path, Mark], Mapping[Path, t
 def parse(text: str, name: str, column: int = 0) -> Parsed:
     """Parses a text. Characters before the index `column` are skipped, but positions count from the beginning of
     `text`. `name` is the name of the text in messages. Calls with equal arguments return the same object, so callers
-    must not change it.
+    must not change this object.
 
     Raises SpecError if the text is not valid YAML or uses a feature that specs do not allow.
     """
@@ -173,9 +173,9 @@ class _Reading:
         return SpecError(self.problems, {self.name: self.text})
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
-        """Returns the start and end of a multi-line quoted text, if character `stop`, where the parser failed, is on
-        the last line of the quoted text. The closing quote was then probably meant to open another text. Otherwise,
-        returns None."""
+        """Finds a multi-line quoted text whose last line contains character `stop`, at which the parser failed. The
+        closing quote of such a text was probably meant to open another text. Returns the start and end of the quoted
+        text, or None if there is no such text."""
         quoted = None
         try:
             for token in YAML(typ="safe", pure=True).scan(self.body):
