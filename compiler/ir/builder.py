@@ -1,4 +1,4 @@
-"""The builder of graphs. It infers the type of each node."""
+"""The builder of graphs, which infers the type of each node."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Builder:
         """Declares the parameter `name` with the initialization `init`, and returns a reference to the parameter.
 
         If a parameter of this name is already declared, the reference is to that parameter. Raises TypeRuleError if the
-        two declarations differ in type, or if the name is that of a learned value.
+        two declarations differ in type, or if a learned value has this name.
         """
         path = self.path(name)
         if path in self.learned:
@@ -58,8 +58,20 @@ class Builder:
         return f"@{path}"
 
     def learned_param(self, name: str, type: TensorType, init: object, layers: int) -> str:
-        """Declares the parameter of a learned value of the spec, and returns a reference to the parameter. `layers` is
-        the value of `layers` in `init`. Raises TypeRuleError if another parameter has the same name."""
+        """Declares the parameter of a learned value of the spec.
+
+        Args:
+            name: The name of the parameter.
+            type: The type of the parameter.
+            init: The initialization.
+            layers: The value of `layers` in `init`.
+
+        Returns:
+            A reference to the parameter.
+
+        Raises:
+            TypeRuleError: If another parameter has the same name.
+        """
         path = self.path(name)
         if path in self.params and path not in self.learned:
             raise _same_name(path)
@@ -122,8 +134,8 @@ def first_free(name: str, free: Callable[[str], object], separator: str = "") ->
 
 
 def underscored(name: str, taken: set[str], reserved: Collection[str] = ()) -> str:
-    """Appends underscores to `name` until it is neither taken nor reserved. Adds the result to `taken`, and returns
-    it."""
+    """Appends underscores to `name` until the name is neither taken nor reserved. Adds the result to `taken`. Returns
+    the result."""
     while name in taken or name in reserved:
         name += "_"
     taken.add(name)

@@ -25,8 +25,8 @@ class Node:
         types: the types of the outputs.
         epilogue: a pointwise op of the accumulators of `op`, fused into this node.
         members: the spec paths of the nodes that this node replaced. Empty unless this node replaced several nodes.
-        region: in a flattened graph, the call that contains this node, if the backward pass recomputes the call.
-            Otherwise empty.
+        region: in a flattened graph, the call that contains this node, if the backward pass recomputes the call. Empty
+            for all other nodes.
     """
 
     name: str
@@ -133,8 +133,8 @@ def node_of(ref: str) -> str:
 
 
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph with new references in node inputs and graph outputs. `names` maps old references to
-    new ones."""
+    """Returns the graph with new references in node inputs and graph outputs. `names` maps old references to new
+    references."""
 
     def other(ref: str) -> str:
         return names.get(ref, ref)
@@ -150,7 +150,7 @@ def retyped(graph: Graph, change: Callable[[TensorType], TensorType]) -> Graph:
 
 
 def needed(nodes: Sequence[Node], refs: Iterable[str]) -> tuple[Node, ...]:
-    """Returns those of `nodes` on which the values `refs` depend, in the order of `nodes`."""
+    """Returns the nodes in `nodes` on which the values `refs` depend, in the order of `nodes`."""
     names, chosen = set(map(node_of, refs)), list[Node]()
     for node in reversed(nodes):
         if node.name in names:

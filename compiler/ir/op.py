@@ -9,8 +9,8 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.records import record
 
-# Metadata of an op's field that was added later: digests in locks of earlier versions do not contain the field while it
-# has its default.
+# Metadata of a field that was added to an op later. Digests in locks of earlier versions do not contain such a field if
+# the field has its default value.
 ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 
 
@@ -37,7 +37,8 @@ class Op:
     keeps_features: ClassVar[bool] = False
     # torch.compile does not compile the op. A program with this op is therefore not a single graph.
     apart: ClassVar[bool] = False
-    # The reason why a program with this op cannot be exported with variable sizes. Empty if it can.
+    # The reason why a program with this op cannot be exported with variable sizes. Empty if such a program can be
+    # exported.
     unexportable: ClassVar[str] = ""
     # The op modifies its first input, a state, and returns that input.
     in_place: ClassVar[bool] = False
@@ -45,7 +46,7 @@ class Op:
     planned: ClassVar[bool] = False
     # The plan also selects a kernel for the op outside of fused groups.
     everywhere: ClassVar[bool] = False
-    # A plan lists the op inside fused groups, because it changes shapes.
+    # A plan lists the op inside fused groups, because the op changes shapes.
     listed: ClassVar[bool] = False
     # The op combines tokens of a sequence, so the dims of rows and tokens cannot be flattened to one dim.
     mixes_tokens: ClassVar[bool] = False
@@ -56,7 +57,7 @@ class Op:
     by_chunks: ClassVar[bool] = False
     # The number of consecutive sums. Values are rounded between two sums.
     chained: ClassVar[int] = 1
-    # Operations per second on a GPU, relative to those of matrix products in the compute dtype.
+    # Operations per second on a GPU, relative to matrix products in the compute dtype.
     speed: ClassVar[int] = 1
     # The op is linear in its first `linear_in` inputs. The derivative therefore does not read these inputs.
     linear_in: ClassVar[int] = 0
@@ -82,12 +83,14 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """Returns the names of the outputs in generated code. Empty if the only output has the name of the node."""
+        """Returns the names of the outputs in generated code. The result is empty if the only output has the name of
+        the node."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns the names of the inputs in the code of a fused group. Empty if the default names are clear enough."""
+        """Returns the names of the inputs in the code of a fused group. The result is empty if the default names are
+        clear enough."""
         return ()
 
     @property
@@ -128,7 +131,7 @@ class Op:
         """Returns the type with which the plan selects a kernel for an op outside of fused groups. `type` is the type
         of an input or output of the op.
 
-        By default, symbolic dims before the last one become B and T, as for whole sequences. Programs on sequences and
+        By default, symbolic dims before the last dim become B and T, as for whole sequences. Programs on sequences and
         on single tokens then share a kernel.
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
@@ -144,7 +147,7 @@ class Op:
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
-        """Returns the Torch call of the op, or None if only a kernel computes it."""
+        """Returns the Torch call of the op, or None if only a kernel computes the op."""
         return None
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
@@ -186,8 +189,8 @@ class Op:
     def into(self, at: int) -> "Op | None":
         """Returns the variant of the op that writes its first output into a wider tensor, or None.
 
-        The variant has the wider tensor [..., D] as an additional last input. It writes the output to the features of
-        this tensor that begin at index `at`, and returns the tensor in place of the first output.
+        The variant has the wider tensor [..., D] as an additional last input. The variant writes the output to the
+        features of this tensor that begin at index `at`, and returns the tensor in place of the first output.
         """
         return None
 
@@ -211,7 +214,7 @@ class Op:
 
 class SupportCall(Op):
     """The base class of ops that generated code computes with a support function, a helper function of the same name.
-    The arguments of the function are the inputs of the op, followed by its fields."""
+    The arguments of the function are the inputs of the op, followed by the fields of the op."""
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
         return TorchCall(self.name, (*map(Input, range(self.arity)), *(getattr(self, f.name) for f in fields(self))))
@@ -232,9 +235,9 @@ Gradients = tuple[str | Scaled | None, ...]
 
 
 class Tape(Protocol):
-    """The interface through which a derivative rule reads values of the graph and adds nodes to it.
+    """The interface through which a derivative rule reads values of a graph, and adds nodes to the graph.
 
-    A forward value is saved for the backward pass only if a rule reads it.
+    A forward value is saved for the backward pass only if a rule reads the value.
     """
 
     def type(self, index: int) -> TensorType:

@@ -46,15 +46,16 @@ class TorchCall:
 
     @property
     def support(self) -> str:
-        """Returns the name of the support function that the call or one of its arguments calls. Empty if neither calls
-        a support function."""
+        """Returns the name of the support function that the call or one of its arguments calls. The name is empty if
+        there is no such support function."""
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")
 
     @property
     def supports(self) -> Iterator["TorchCall"]:
-        """Yields all calls of support functions: this call, if its function is one, and the calls in its arguments."""
+        """Yields all calls of support functions: this call, if its function is a support function, and the calls in its
+        arguments."""
         if self.function.isidentifier():
             yield self
         for arg in self.args:

@@ -8,7 +8,7 @@ from specc.compiler.records import record
 
 if TYPE_CHECKING:
     from torch import Tensor as Tensor
-else:  # names, because a build does not import torch; only reference implementations do
+else:  # names, because a build does not import torch; only reference implementations import torch
     Tensor = Any
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -17,7 +17,7 @@ BYTES |= {"e4m3": 1, "e5m2": 1}
 DTYPES = {"f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
 DTYPES |= {"i64": "torch.int64", "i32": "torch.int32", "i8": "torch.int8", "u8": "torch.uint8", "bool": "torch.bool"}
 DTYPES |= {"e4m3": "torch.float8_e4m3fn", "e5m2": "torch.float8_e5m2"}
-COMPUTE = "bf16"  # the compute dtype of programs until a target sets its own
+COMPUTE = "bf16"  # the compute dtype of programs until the dtype of a target replaces it
 Dim = int | str
 Sizes = Mapping[str, int]
 
@@ -85,7 +85,7 @@ class TensorType:
     """The shape and dtype of a value.
 
     A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the format
-    of a deployed parameter, such as `int5`. It is empty if the parameter is stored in `dtype`.
+    of a deployed parameter, such as `int5`. `storage` is empty if the parameter is stored in `dtype`.
     """
 
     shape: tuple[Dim, ...]
