@@ -1,1 +1,1 @@
-"""The model kinds. Each composes blocks into programs."""
+"""The model kinds. A model kind composes blocks into programs."""

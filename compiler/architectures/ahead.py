@@ -99,8 +99,13 @@ class Modules(NamedTuple):
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
     """Yields the reasons why modules that predict later tokens cannot have the structure of the model's last block.
-    `common` contains the names of the values that all blocks share. `same_width` states whether the token table has as
-    many features as the model."""
+
+    Args:
+        block: The last block.
+        common: The names of the values that all blocks share.
+        head: The head of the model.
+        same_width: Whether the token table has the same number of features as the model.
+    """
     if block.circuit.earlier:
         yield "they repeat the last block, which calls `output(...)` or `value(...)`"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

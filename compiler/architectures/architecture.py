@@ -26,8 +26,8 @@ class Architecture(StrictModel):
 
         Args:
             name: The name of the model.
-            halves: Whether to add the programs `features` and `nats`, the halves of `score`, if the model kind has
-                them.
+            halves: Whether to add the programs `features` and `nats`, the halves of `score`. Only some model kinds have
+                these programs.
             losses: The terms of the training loss. If empty, the loss is the cross-entropy of the next token.
 
         Raises:
@@ -57,8 +57,8 @@ class Architecture(StrictModel):
 
     @property
     def bounded(self) -> str:
-        """The name of a part with a learned value per position. Empty if no part has such values. A model with such a
-        part cannot score texts longer than the context."""
+        """The name of a part with a learned value per position. The name is empty if no part has such values. A model
+        with such a part cannot score texts longer than the context."""
         return ""
 
     @property
@@ -83,7 +83,7 @@ class Architecture(StrictModel):
 
     @property
     def scored_input(self) -> str:
-        """The name of the input of the program `score` that holds the tokens of the scored text, in order."""
+        """The name of an input of the program `score`. This input holds the tokens of the scored text, in order."""
         return "ids"
 
     @property
@@ -94,7 +94,7 @@ class Architecture(StrictModel):
 
     @property
     def characters(self) -> str | None:
-        """The alphabet of the spec, for a model of lines. None if a tokenizer defines the alphabet."""
+        """The alphabet of the spec, for a model of lines, or None if a tokenizer defines the alphabet."""
         return None
 
     def place_of(self, init: Init) -> Path:
@@ -103,5 +103,5 @@ class Architecture(StrictModel):
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype of the spec. None if the target determines the dtype."""
+        """The compute dtype of the spec, or None if the target determines the dtype."""
         return None

@@ -36,7 +36,7 @@ class Block(StrictModel):
     expression per stream, by name. Expressions read streams by these names.
 
     Attributes:
-        norm: the norms of the block, before each layer or in other places. null for none.
+        norm: the norms of the block, before each layer or in other places. null for no norms.
         learn: learned values, by name.
         read: an expression for the residual stream at the start of the block. By default, the stream is unchanged.
         write: an expression for the residual stream at the end of the block. The name of each layer stands for the
@@ -64,8 +64,8 @@ class Block(StrictModel):
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
         """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may use. For a value
         of an attention layer, these are the sizes of this layer. For any other value, these are the sizes of the first
-        attention layer of the block. Empty if the block has no attention layer. `dim` is the number of features of the
-        model."""
+        attention layer of the block. The result is empty if the block has no attention layer. `dim` is the number of
+        features of the model."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 

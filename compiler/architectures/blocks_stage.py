@@ -17,12 +17,12 @@ def norm_name(title: str) -> str:
 
 
 class BlocksStage(Blocks, Part):
-    """Blocks as a stage of an encoder or a decoder. In all formulas of the stage, `layers` is the number of its own
-    blocks. A final norm follows the last block, unless the blocks normalize the stream after each layer. The final norm
-    belongs to no layer, so it has no `scale` that depends on the layer.
+    """Blocks as a stage of an encoder or a decoder. In all formulas of the stage, `layers` is the number of blocks of
+    this stage. A final norm follows the last block, unless the blocks normalize the stream after each layer. The final
+    norm belongs to no layer, so the norm has no `scale` that depends on the layer.
 
     Attributes:
-        name: the name of the stage in paths of nodes and parameters. By default, its kind.
+        name: the name of the stage in paths of nodes and parameters. By default, the kind of the stage.
     """
 
     kind: Literal["blocks"]

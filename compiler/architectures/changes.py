@@ -17,11 +17,11 @@ Data = Mapping[str, Any]
 
 
 class Change(StrictModel):
-    """Changes to fields of those blocks for which the condition `where` holds.
+    """Changes to fields of the blocks for which the condition `where` holds.
 
     A key may also be the name of a layer of the block. The value of such a key contains the changed fields of the
     layer. Mappings are merged field by field, in the order of the changes. A layer or norm of another `kind` replaces
-    the existing one. Null removes a field, a learned value or a layer.
+    the existing layer or norm. Null removes a field, a learned value or a layer.
 
     Attributes:
         where: a condition such as `layer % 6 == 5`. `layer` is the index of a block, and `layers` is the number of
@@ -80,8 +80,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
     """Returns the spec path of the field `path` of a changed block. `base` is the block before the changes. If several
-    changes set the field, the path points into the last one of them. If no change sets the field, the path points into
-    the fields of all blocks."""
+    changes set the field, the path points into the last of these changes. If no change sets the field, the path points
+    into the fields of all blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:

@@ -110,7 +110,7 @@ class Circuit:
         for path, wiring, title in self.expressions:
             at = path[1] if title else len(titles) if path[0] == "write" else 0
             assert isinstance(at, int)
-            # The width of the model is not known yet, so formulas that read it are not checked
+            # The width of the model is not known yet, so formulas that read the width are not checked
             later = () if layer is not None else tuple(f"{other}." for other in titles[at + 1 :])
             learned_names = [name for name in self.learned if not name.startswith(later)]
             names = {*further, *learned_names, *(name.removeprefix(f"{title}.") for name in learned_names)}
@@ -177,8 +177,8 @@ class Circuit:
 
 
 def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
-    """Returns the alphabetically first name that depends on itself, directly or through other names. None if there is
-    no such name. `sources` maps each name to the direct dependencies of the name."""
+    """Returns the alphabetically first name that depends on itself, directly or through other names. Returns None if
+    there is no such name. `sources` maps each name to the direct dependencies of the name."""
     for name in sorted(sources):
         reached = set(sources[name])
         queue = list(reached)

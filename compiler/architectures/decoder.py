@@ -47,7 +47,7 @@ def indices(text: str) -> tuple[int, ...]:
     """Converts the text of an order to indices: `0..2 1..2 3` becomes 0, 1, 2, 1, 2, 3.
 
     Raises:
-        ValueError: If the text is not a list of indices, or lists more than 4,000.
+        ValueError: If the text is not a list of indices, or lists more than 4,000 indices.
     """
     indices: list[int] = []
     for word in text.split(" "):
@@ -126,14 +126,14 @@ class Decoder(Architecture):
     Attributes:
         vocab: the number of token ids.
         dim: the number of features of the residual stream.
-        prefix: the number of tokens at the start of a sequence that may attend to each other. The mask must admit this,
-            as `j <= i or j < prefix` does. The loss and the score begin after the prefix.
+        prefix: the number of tokens at the start of a sequence that may attend to each other. The mask must admit these
+            pairs of tokens, as `j <= i or j < prefix` does. The loss and the score begin after the prefix.
         context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to the residual stream. By default, `init`.
         embed: the steps that compute the input of the first block from token ids.
         blocks: the blocks.
-        norm: the norm after the last block. null for none.
+        norm: the norm after the last block. null for no norm.
         head: the computation of logits.
         cache: the cache for generation. By default, the cache has one row per text, in the dtype of activations, and
             all texts of a batch have the same length.

@@ -159,8 +159,9 @@ class _Lowering:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
         nats, f32. Padding does not contribute to the cross-entropy.
 
-        The program `train` applies dropout, and returns the mean over all tokens. Its third input is `inputs` i64[B,
-        T], the decoder inputs. The program `score` uses teacher forcing, and returns one value per token, 0 at padding.
+        The program `train` applies dropout, and returns the mean over all tokens. The third input of `train` is
+        `inputs` i64[B, T], the decoder inputs. The program `score` uses teacher forcing, and returns one value per
+        token, 0 at padding.
         """
         b = Builder(name)
         source = b.input("source", SOURCE)

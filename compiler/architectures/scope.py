@@ -68,7 +68,7 @@ class Scope:
 
     def enter(self, part: str) -> None:
         """Sets the prefix of the names of all nodes that are added from now on. The prefix is the attribute `at`, a dot
-        and the title `part`. If one of the two is empty, the prefix is the other."""
+        and the title `part`. If `at` or `part` is empty, the prefix is the other text, without a dot."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
@@ -106,8 +106,14 @@ class Scope:
     def write(
         self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
     ) -> None:
-        """Adds the nodes of `value`, the field `write` of a part or block, and makes the results the new streams. The
-        arguments have the meaning of the arguments of `wire`."""
+        """Adds the nodes of a field `write`, and makes the results the new streams.
+
+        Args:
+            value: The field `write` of a part or block: one expression, or one expression per stream.
+            prefix: The name for a layer-dependent number in the expressions, as in `wire`.
+            title: The title of a part. The expression reads the learned values of this part by their short names.
+            replaced: Values that override values of the scope, by name.
+        """
         streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
         self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
 
@@ -125,8 +131,8 @@ class Scope:
         Args:
             value: One expression, or one per stream.
             name: The name of the node, if `value` is one expression. If not, nodes have the names of the streams.
-            prefix: The name of a number in the expressions that depends on the layer, such as `mlp_residual`. A second
-                number of this kind gets the name `mlp_residual2`.
+            prefix: The name for a layer-dependent number in the expressions, such as `mlp_residual`. A second number of
+                this kind gets the name `mlp_residual2`.
             base: The expression of most blocks, if `value` is the changed expression of one block. If `value` is `base`
                 with an expression in place of the stream, this expression becomes a separate node. The block then
                 shares the node of `base` with the other blocks.
@@ -145,11 +151,20 @@ class Scope:
         }
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds the expression `text` of per-head `values` [B, T, H, C] as the node `name`, and returns the result. H is
-        `heads`, and `title` is the title of the layer.
+        """Adds an expression of per-head values.
 
-        All other values and learned numbers that the expression reads are split into heads: [B, T, H C] becomes [B, T,
-        H, C], and [B, T, H] becomes [B, T, H, 1].
+        All other values and learned numbers that the expression reads are split into heads: [B, T, H C] becomes
+        [B, T, H, C], and [B, T, H] becomes [B, T, H, 1].
+
+        Args:
+            text: The expression.
+            name: The name of the node.
+            values: The per-head values, [B, T, H, C], by name.
+            heads: The number of heads H.
+            title: The title of the layer.
+
+        Returns:
+            The result, [B, T, H, C].
         """
         return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
 

@@ -11,11 +11,12 @@ from specc.compiler.ops.positions import Positions
 
 @dataclass
 class SharedValues:
-    """The positions and the shared computations of one program. A computation is added when a part first reads it.
+    """The positions and the shared computations of one program. A computation is added when a part first reads the
+    result.
 
     Attributes:
-        refs: The graph values of `positions`, and of the computations that depend on positions only. The keys are
-            those of `LoweringContext.shared`.
+        refs: The graph values of `positions`, and of the computations that depend on positions only. The keys are the
+            same as in `LoweringContext.shared`.
         state: The new state of the computations, by name and key.
     """
 

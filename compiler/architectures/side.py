@@ -68,7 +68,7 @@ class Side:
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
         """Returns the types of the decoding state, such as caches, by side, stage and key. `stages` contains stages
-        that were already added. If it is None, the result contains the state of all stages."""
+        that were already added. If None, the result contains the state of all stages."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)
@@ -89,8 +89,17 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the nodes that compute the initial state of one stage, or of all stages of a loop. Returns this state by
-        side, stage and key. `loop` is the name of the loop, or "" for a stage outside of loops."""
+        """Adds the nodes that compute the initial state of one stage, or of all stages of a loop.
+
+        Args:
+            b: The builder of the program.
+            context: The values that the stages can read.
+            loop: The name of the loop, or "" for a stage outside of loops.
+            stages: The stage, or the stages of the loop.
+
+        Returns:
+            The initial state, by side, stage and key.
+        """
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:

@@ -54,7 +54,7 @@ class Stack:
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
         """For each block, the names of the block's inputs for shared values. The keys are the references of the shared
-        values. If two inputs would have one name, the name of the computation precedes this name."""
+        values. If two inputs would have the same name, each name begins with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -314,15 +314,15 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields two mappings from input names of the block's function to the refs that the call passes. The first
-        mapping has the inputs that all blocks of the stack have. The second mapping has the inputs that only some
+        """Yields two mappings from input names of the block's function to the references that the call passes. The
+        first mapping has the inputs that all blocks of the stack have. The second mapping has the inputs that only some
         blocks have.
 
         In decoding, the output of the encoder is left out, because the state of the blocks contains the keys and
         values that were computed from this output.
 
         Args:
-            source: The refs of the values that the block reads from earlier runs of blocks.
+            source: The references of the values that the block reads from earlier runs of blocks.
             labels: The input names of these values.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits

@@ -64,7 +64,8 @@ def name_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
             yield Problem((side, titles[name]), "S207", message, "give one of the two another `name:`", related)
     known: dict[str, tuple[int, str, str]] = {}
     for i, what, owner in classes:
-        # class names drop `_`, so a_1 and a1 collide; stages of blocks with one owner may share its classes
+        # Class names drop `_`, so a_1 and a1 collide. Stages of blocks with the same owner may share the owner's
+        # classes.
         first, other, shared = known.setdefault(re.sub(r"_(?=\d)", "", owner), (i, what, owner))
         if first != i and (shared != owner or LOOP in (what, other)):
             message = f"{what} and {other} would have the same class name in the generated code"

@@ -36,7 +36,7 @@ class QkNorm(StrictModel):
         bias: whether to add a learned number per feature, initially 0.
         over: the features that are normalized together. `head`: the features of one head, with the same weights for all
             heads. `all`: the features of all heads.
-        after_rope: whether the norm follows the rotation of the heads. Otherwise, it precedes the rotation.
+        after_rope: whether the norm follows the rotation of the heads. Otherwise, the norm precedes the rotation.
         gain: the initial value of a learned factor of q, one per head. If unset, there is no factor.
         eps: the epsilon added to the mean square or variance.
     """
@@ -227,7 +227,7 @@ class Attention(ScoreAndMask):
             return b.add("y", pool.op(fields, mask), (q, *rows.values(), *others, *latents)), {}
         ring = self.ring(shape)
         pairs = {name: (context.cache[name], row) for name, row in rows.items()}
-        # a ring is read before the new rows replace old ones
+        # a ring buffer is read before the new rows replace old rows
         read = {name: b.add(f"{name}.rows", RingKeys(), pair) for name, pair in pairs.items() if ring is not None}
         written = self.written(b, rows, shape, context)
         pooled = pool.write(b, read or written, latents, context, ring)

@@ -23,8 +23,8 @@ class ConcatBridge(Bridge):
 
 
 class LinearBridge(Bridge):
-    """Applies one matrix with bias to the last h, and another to the last c. h and c are concatenated over all
-    directions."""
+    """Applies one matrix with bias to the last h, and another matrix with bias to the last c. h and c are concatenated
+    over all directions."""
 
     kind: Literal["linear"]
 

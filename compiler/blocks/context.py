@@ -15,7 +15,7 @@ from specc.compiler.strict import Path
 
 @record
 class Shape:
-    """The sizes and the settings of the model that the checks and the lowering of a part read.
+    """The sizes and settings of a model, for the checks and the lowering of a part.
 
     Attributes:
         dim: The number of features.
@@ -26,8 +26,8 @@ class Shape:
         output_init: The initialization of the matrices that write to the residual stream.
         cache_length: The number of positions that a cache stores.
         source: The number of features of the encoder's output. 0 without an encoder.
-        layer: The index of the block being checked, from 0. Blocks are lowered without it, so that equal blocks are
-            lowered once.
+        layer: The index of the block being checked, from 0. Blocks are lowered without this index, so that equal blocks
+            are lowered once.
         blocks: The number of blocks of the stack that contains the part. 0 outside of stacks.
         attention: The attention sizes, such as `heads`, that formulas of the block may read.
         prefix: The number of tokens at the start of a sequence that may attend to each other.
@@ -54,7 +54,8 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """The value of `layers` in formulas: the number of blocks of the stack, or of the model outside of stacks."""
+        """The value of `layers` in formulas. Inside a stack, the value is the number of blocks of the stack. Outside of
+        stacks, the value is the number of blocks of the model."""
         return self.blocks or self.tables.layers
 
     @property
@@ -102,8 +103,8 @@ class CallSite(NamedTuple):
         at: The prefix of the paths of the calls.
         owner: The base name of the generated class that contains the functions.
         place: The path of the part in the spec.
-        phase: The method name of the functions in this training phase. Empty if the functions are those of the last
-            phase.
+        phase: The method name of the functions in this training phase. Empty if the last phase of training has the same
+            functions.
     """
 
     at: str
@@ -114,7 +115,7 @@ class CallSite(NamedTuple):
 
 @record
 class LoweringContext:
-    """The values that a part can read besides its input. A value is empty if the program lacks it.
+    """The values that a part can read besides its input. A value is empty if the program lacks the value.
 
     Attributes:
         ids: The tokens, i64[B, T].
@@ -127,13 +128,13 @@ class LoweringContext:
         memory: The output of the encoder, [B, S, D], in an encoder-decoder.
         seen: The mask of source positions that hold tokens, bool[B, S].
         final: The last state of the encoder, by key.
-        initial: The initial state of a recurrent part, by key. For a part with a `query_stage`, this is the state of
-            that stage.
+        initial: The initial state of a recurrent part, by key. For a part with a `query_stage`, `initial` is the state
+            of the query stage.
         values: The outputs of earlier parts, by title.
         training: Whether to apply dropout.
         extends: Whether the input continues a sequence whose state is in `cache`.
         site: The call site of a part that calls functions.
-        weights: In training, the weights of the layers' auxiliary losses, f32[], by LAYER.LOSS.
+        weights: In training, the weights of the layers' auxiliary losses, f32[]. A key has the form LAYER.LOSS.
         wire: In a block, a function that adds an expression of head values. Its arguments are the expression, the name
             of the node, values by name, and the number of heads.
     """
@@ -161,8 +162,8 @@ class LoweringContext:
 class Shared:
     """A computation that runs once, for several layers.
 
-    Parts that declare equal `Shared` values share one computation. Within one part, and among all positional
-    computations, `Shared` values with the same name are equal.
+    Parts that declare equal `Shared` values share one computation. Two `Shared` values with the same name are equal if
+    one part declares both, or if both are positional.
 
     Attributes:
         name: The name of the computation.

@@ -12,8 +12,8 @@ from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import Init, constant, reading
 from specc.compiler.strict import ExprText, StrictModel, Unit
 
-# A larger cap has no effect, because no logit comes near it. It is also inexact: some kernels compute tanh of such
-# small arguments with cancellation.
+# A cap above 1e4 has no effect, because no logit comes near the cap. Such a cap is also inexact, because some kernels
+# compute tanh of small arguments with cancellation.
 Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 

@@ -16,12 +16,12 @@ from specc.compiler.programs.init import reading
 from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, accepted_by, later
 
 SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, each with the matrix product that computes it
-OPERANDS = (-0.83, 0.71)  # at which activations are evaluated; no common function has a kink or overflows there
+OPERANDS = (-0.83, 0.71)  # points at which activations are checked; no common function has a kink or overflows there
 _RATIO = ("the ratio", ("ratio",))
 
 
 def _check_values(text: str) -> None:
-    """Raises ExprError if an activation has no value for some signs of its operands. Results of matrix products are
+    """Raises ExprError if an activation is undefined for some signs of its operands. Results of matrix products are
     negative for about half of the tokens, so the loss would be NaN from the first step on."""
     expr = parse(text)
     for signs in product(OPERANDS, repeat=2):
@@ -38,7 +38,7 @@ Expression = Annotated[ExprText, reading("x", "an activation must read x", "gate
 
 
 class NamedActivation(StrictModel):
-    """An activation with a kernel name, for a model in which two activations would have the same name.
+    """An activation with a kernel name, for a model in which two activations would have the same kernel name.
 
     Attributes:
         expr: the expression of `x` and `gate`.

@@ -23,7 +23,8 @@ from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 SCORES: Mapping[str, Op] = {"softmax": Softmax(), "sigmoid": Pointwise(("sigmoid(x)",), ("x",))}
-# Widths must be multiples of this, because grouped matrix products on a GPU need rows of a multiple of 16 bytes
+# Widths must be multiples of this number, because grouped matrix products on a GPU need rows whose size is a multiple
+# of 16 bytes.
 MULTIPLE = 8
 BALANCE = ("balance", "sequence_balance")  # the losses that balance the load
 SINGLE_EXPERT = "with one expert per token, the normalized weight is always 1, so the router would not learn"
@@ -69,7 +70,7 @@ class Moe(FeedForward):
         experts: the number of experts.
         top_k: the number of experts per token. With 1, the layer is as in Switch Transformers.
         shared_experts: the number of additional experts that every token uses, with weight 1. Shared experts are
-            computed as one MLP. Its hidden width is `shared_experts` times the hidden width of an expert.
+            computed as one MLP. The hidden width of this MLP is `shared_experts` times the hidden width of an expert.
         router: the choice of experts.
         router_input: an expression for the input of the router. By default, the input of the layer. `x0` is the
             embedding of the token.
@@ -197,7 +198,7 @@ class Moe(FeedForward):
     def _losses(
         self, b: Builder, logits: str, scores: str, experts: str, count: int, context: LoweringContext
     ) -> tuple[Mapping[str, str], str]:
-        """Adds the nodes of those losses that have a weight in training.
+        """Adds the nodes of the losses that have a weight in training.
 
         Args:
             b: the builder of the function.
@@ -208,7 +209,7 @@ class Moe(FeedForward):
             context: the context, whose `weights` select the losses.
 
         Returns:
-            The losses by name, and the load of each expert, f32[B, N]. The load is "" if no node reads it.
+            The losses by name, and the load of each expert, f32[B, N]. The load is "" if no node reads the load.
         """
         stated = [name for name in (*BALANCE, "z") if f"{self.title}.{name}" in context.weights]
         losses: dict[str, str] = {}

@@ -91,7 +91,17 @@ class Norm(StrictModel):
         return pointwise(b, f"{name}.scaled", f"x * {text}", x=normed, **numbers)
 
     def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
-        """Returns the normalized `x` if the block has a norm at `place`. Otherwise, returns `x` itself."""
+        """Normalizes `x` if the block has a norm at `place`.
+
+        Args:
+            place: The place of the norm in a block.
+            b: The builder of the function.
+            x: The input, [..., D].
+            shape: The sizes of the model.
+
+        Returns:
+            The normalized value, [..., D]. Without a norm at `place`, `x`.
+        """
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
@@ -157,7 +167,7 @@ class Part(StrictModel):
 
     @property
     def mark(self) -> int | None:
-        """The id that begins a document, if the part separates documents. Otherwise None."""
+        """The id that begins a document, or None if the part does not separate documents."""
         return getattr(self, "bos", None)
 
     @property
@@ -181,12 +191,13 @@ class Part(StrictModel):
         yield from ()
 
     def sizes(self, dim: int) -> Mapping[str, int]:
-        """Returns the attention sizes, such as `heads`, in a model of `dim` features. Empty without attention."""
+        """Returns the attention sizes, such as `heads`, in a model of `dim` features. The result is empty without
+        attention."""
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
         """Returns the number of heads and the number of channels per head of the attention values that later blocks may
-        read. `dim` is the number of features of the model. None if the part has no attention values."""
+        read. `dim` is the number of features of the model. Returns None if the part has no attention values."""
         return None
 
     @property
@@ -196,8 +207,8 @@ class Part(StrictModel):
 
     @property
     def query_stage(self) -> str | None:
-        """The title of the later recurrent part whose last h is the query of this part, or None. The parts from this
-        one to the recurrent part form a loop over time."""
+        """The title of the later recurrent part whose last h is the query of this part, or None. All parts from this
+        part to the recurrent part form a loop over time."""
         return None
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
@@ -259,8 +270,8 @@ class Part(StrictModel):
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
         """Attaches the losses in `lowered` to the output of the part. Returns the output.
 
-        A loss is attached if `context` has a weight for it. The backward pass then adds the gradient of the weighted
-        loss to the gradient of the output.
+        A loss is attached if `context` has a weight for the loss. The backward pass then adds the gradient of the
+        weighted loss to the gradient of the output.
         """
         y, stated = lowered.value, dict(lowered.losses)
         if f"{self.title}.activation" in context.weights:
@@ -285,7 +296,7 @@ class Wired(Part):
     """A part whose expressions read and write named values.
 
     Attributes:
-        name: the name of the part in paths of nodes and parameters. By default, its kind.
+        name: the name of the part in paths of nodes and parameters. By default, the kind of the part.
         learn: learned values, by name.
         read: an expression for the input of the part, before the norm. By default, the first residual stream of a
             block, or the output of the previous stage.

@@ -42,8 +42,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens. This method does not check causality; `bound` does.
-        `masks` are the attention masks. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. This method does not check causality, because `bound`
+        checks causality. `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "`pool.mask` calls `document`, but the `mask` of the attention does not"
             yield Problem(
@@ -74,9 +74,18 @@ class Pool(StrictModel):
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """Declares the parameter of the latent tokens, which have `groups` * `channels` features. Returns its
-        reference, an additional input of the pooling's ops. Returns an empty tuple if the pooling has no latent
-        tokens."""
+        """Declares the parameter of the latent tokens, if the pooling has latent tokens.
+
+        Args:
+            b: The builder of the function.
+            groups: The number of key heads.
+            channels: The number of channels per key head.
+            shape: The sizes of the model.
+
+        Returns:
+            The reference of the parameter [tokens, groups * channels], which is an additional input of the pooling's
+            ops. An empty tuple if the pooling has no latent tokens.
+        """
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)
@@ -87,9 +96,9 @@ class Pool(StrictModel):
         return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
-        """Returns the attention op for a cache. `pooled` is the mask of blocks. The inputs of this op are those of
-        `op`, with the positions and the state after v. `ring` has the sizes of the ring buffer of single tokens. It is
-        None without a ring buffer."""
+        """Returns the attention op for a cache. `pooled` is the mask of blocks. The inputs of this op are the inputs of
+        `op`, with the positions and the state inserted after v. `ring` has the sizes of the ring buffer of single
+        tokens, or is None without a ring buffer."""
         return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(
@@ -104,8 +113,8 @@ class Pool(StrictModel):
 
         Args:
             b: The builder of the function.
-            rows: The keys `k` and values `v` to attend to, [B, S, G, C], including those of the input tokens.
-            latents: The latent tokens, if the pooling reads them.
+            rows: The keys `k` and values `v` to attend to, [B, S, G, C], including the rows of the input tokens.
+            latents: The latent tokens, if the pooling reads latent tokens.
             context: The positions of the input tokens and the state of the layer.
             ring: The sizes of the ring buffer of single tokens. None without a ring buffer.
         """

@@ -82,7 +82,8 @@ class Yarn(Scaling):
 
     Attributes:
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
-        whole: whether the two pair indices between which the weight changes are rounded outward to whole numbers.
+        whole: whether the two pair indices between which the weight changes are rounded to whole numbers, the smaller
+            index down and the larger index up.
         magnitude: the factor of queries and keys after the rotation: a number or a formula of `factor`.
     """
 
@@ -110,17 +111,18 @@ class Yarn(Scaling):
 class RopeSpec(StrictModel):
     """Rotary positions (Su et al., 2021). Pair i of R pairs of channels turns by base ** (-i / R) radians per token.
 
-    With `trained`, a longer context has a larger base: base * (context / trained) ** (dims / (dims - 2)). The slowest
-    pair then rotates over the whole context as far as it did over `trained` tokens (NTK-aware scaling). The context is
-    the maximum context of the model, not the length of the input. Cached keys therefore stay valid when a text grows.
+    With `trained`, a longer context has a larger base: base * (context / trained) ** (dims / (dims - 2)). Over the
+    whole context, the slowest pair then rotates as far as the slowest pair of the unchanged `base` rotates over
+    `trained` tokens (NTK-aware scaling). The context is the maximum context of the model, not the length of the input.
+    Cached keys therefore stay valid when a text grows.
 
     Attributes:
-        dims: how many of the first channels of each head are rotated. By default, all.
+        dims: the number of rotated channels of each head, counted from the first channel. By default, all channels.
         base: the base of the powers in the formula above.
         trained: the context length, in tokens, with which `base` was trained.
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
         turn: the direction. `forward`: a pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t), as in
-            the models of Hugging Face Transformers. `backward`: by the opposite angle.
+            the models of Hugging Face Transformers. `backward`: a rotation by the opposite angle.
         scaling: scaled frequencies: an expression of the frequency `f` and the index `pair`, such as `f / 8`; or a
             published kind.
     """

@@ -51,14 +51,15 @@ class ScoreAndMask(Layer):
 
     Attributes:
         heads: the number of query heads.
-        score: the score of a query and a key: an expression of `s`, the scaled product of both. The score may read the
-            position `i` of the query, the position `j` of the key, the head `h`, the sizes `heads`, `kv_heads`,
-            `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022), `bucket` (T5,
-            Raffel et al., 2020), and elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`.
+        score: the score of a query and a key: an expression of `s`, the scaled product of query and key. The score may
+            read the position `i` of the query, the position `j` of the key, the head `h`, the sizes `heads`,
+            `kv_heads`, `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022),
+            `bucket` (T5, Raffel et al., 2020), and elements of learned tables such as
+            `bias[h, bucket(i - j, 32, 128)]`.
         mask: the condition under which a query attends to a key. The mask reads `i`, `j`, `h` and the same sizes as the
-            score. An example is `j <= i and i - j < 512`. `document(i) == document(j)` holds within a document. A
-            query may attend to a later key only if both are in the model's `prefix`, as in `j <= i or j < prefix`. The
-            mask may have a schedule.
+            score. An example is `j <= i and i - j < 512`. `document(i) == document(j)` holds within a document. A query
+            may attend to a later key only if query and key are in the model's `prefix`, as in `j <= i or j < prefix`.
+            The mask may have a schedule.
         scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`. By
             default, `1/sqrt(head_dim)`.
         sinks: whether each head has a learned logit that is added only to the denominator of the softmax.
@@ -123,7 +124,7 @@ class ScoreAndMask(Layer):
         return shape.size("H", self.heads, "heads", self.title)
 
     def expression_problems(self) -> Iterator[Problem]:
-        """Yields the problems of the score and the mask, except those that depend on the context length."""
+        """Yields the problems of the score and the mask, except problems that depend on the context length."""
         documents = any("document" in mask for mask in self.masks)
         if documents and self.bos is None:
             message = "the mask calls `document`, but `bos`, the id that starts a document, is not set"
@@ -221,8 +222,8 @@ class ScoreAndMask(Layer):
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns two numbers: how many of the first positions the cache stores, and how many of the last. None if the
-        cache stores all positions."""
+        """Returns two numbers: the number of first positions that the cache stores, and the number of last positions.
+        Returns None if the cache stores all positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)
@@ -263,7 +264,17 @@ class ScoreAndMask(Layer):
         return begun
 
     def written(self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext) -> dict[str, str]:
-        """Adds the nodes that write `rows` [B, T, G, C] to the caches of the same names. Returns the new state."""
+        """Adds the nodes that write rows to the caches.
+
+        Args:
+            b: The builder of the function.
+            rows: The rows of the input tokens, [B, T, G, C], by the name of the cache.
+            shape: The sizes of the model.
+            context: The cache and the positions of the program.
+
+        Returns:
+            The new state, by the name of the cache.
+        """
         ring = self.ring(shape)
         write, word = PagedWrite() if context.table else CacheWrite(ring), "cache" if ring is None else "ring"
         where = tuple(filter(None, (context.positions, context.table)))
@@ -282,7 +293,7 @@ class ScoreAndMask(Layer):
         """Adds the attention op of a program: without a cache, with a cache, or with a paged cache.
 
         The rows of the input tokens are written to the cache before the op. In a ring buffer, the rows are written
-        after the op, because they replace older rows that the op reads.
+        after the op, because the new rows replace older rows that the op reads.
 
         Args:
             b: The graph, to which the op is added.
@@ -316,7 +327,13 @@ class ScoreAndMask(Layer):
 
     def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
         """Yields the inputs of attention after q, k and v: the first positions of documents, the sinks, and the tables.
-        `form` states which of these inputs the score and the mask read."""
+
+        Args:
+            b: The builder of the function.
+            form: The settings of the attention op, which determine the inputs that the op reads.
+            shape: The sizes of the model.
+            context: The values that the layer can read.
+        """
         if form.documents:
             assert self.documents is not None
             yield context.shared[self.documents.name]
@@ -334,9 +351,17 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the result of the expression in the field `name`, as [B, T, H, C], where H is `heads`. The function
-        `plain` adds the node of the value that the expression reads. Without an expression, the result is the value
-        that `plain` returns."""
+        """Returns the result of the expression in a field of the layer.
+
+        Args:
+            name: The name of the field.
+            plain: A function that adds the node of the value that the expression reads, and returns this value.
+            heads: The number of heads H.
+            context: The values that the layer can read.
+
+        Returns:
+            The result of the expression, [B, T, H, C]. Without an expression, the result of `plain`.
+        """
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

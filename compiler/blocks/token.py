@@ -1,4 +1,4 @@
-"""The token table, and the embedding steps that may follow it."""
+"""The token table, and the embedding steps that may follow the table."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -50,7 +50,8 @@ class Learned(StrictModel):
             heads.
         of: an expression. A learned matrix [shape, features] multiplies the value of the expression. `ids` looks up a
             row of a learned table [vocabulary, shape] for each token.
-        features: how many of the first features of the value are multiplied. By default, all.
+        features: the number of features of the value that are multiplied, counted from the first feature. By default,
+            all features.
     """
 
     init: LayerFormula | Init | None = None
@@ -60,7 +61,7 @@ class Learned(StrictModel):
 
     @property
     def reads(self) -> Wiring | None:
-        """The parsed expression `of`. None for numbers that all tokens share."""
+        """The parsed expression `of`, or None for numbers that all tokens share."""
         return None if self.of is None else parse_wiring(self.of)
 
     def problems(self) -> Iterator[Problem]:
@@ -170,10 +171,18 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
 
 
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
-    """Converts a number or formula of the spec to the text of an expression. Returns the text, and its operands by
-    name.
+    """Converts a number or formula of the spec to the text of an expression.
 
-    A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
+    A formula that reads `layer` becomes a scalar input. Any other formula is evaluated.
+
+    Args:
+        b: The builder of the function.
+        formula: The number or the formula.
+        name: The name of the constant or of the scalar input.
+        shape: The sizes of the model.
+
+    Returns:
+        The text of the expression, and the operands of the expression by name.
     """
     text = stated(formula, layers=float(shape.layers))
     if not isinstance(text, str) or "layer" not in variables(parse(text)):
@@ -185,9 +194,14 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
 def number_problem(
     value: Wiring | Init | float | str | None, at: Path, layer: int | None, layers: int
 ) -> Iterator[Problem]:
-    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer. `at` is
-    the spec path of the number. `layer` is the index of the layer, or None outside of blocks, and `layers` is the
-    number of layers."""
+    """Yields a problem if a number of the spec, or a formula inside an expression, is not finite in a layer.
+
+    Args:
+        value: The number or the expression.
+        at: The spec path of the number.
+        layer: The index of the layer. None outside of blocks.
+        layers: The number of layers.
+    """
     if not isinstance(value, str | Wiring):
         return
     values = {"layers": float(layers)} | ({} if layer is None else {"layer": float(layer)})

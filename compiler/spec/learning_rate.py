@@ -17,7 +17,7 @@ class ScheduleSpec(StrictModel):
     """The multiplier of the learning rate over a run.
 
     The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Warm-up and warm-down are each stated
-    in steps or as a fraction of the run. The run is measured in seconds if it has `budget_seconds`, otherwise in steps.
+    in steps or as a fraction of the run. The run is measured in seconds if `budget_seconds` is set, otherwise in steps.
     If `shape` is set without a length of the warm-down, the warm-down is the whole run after the warm-up.
 
     Attributes:

@@ -40,8 +40,8 @@ def _move_tf32(train: Data) -> None:
 
 
 def migrated_text(path: FilePath) -> str | None:
-    """Returns the text of a spec file in the current version, with its comments. None if the file already has this
-    version.
+    """Returns the text of a spec file in the current version, with its comments. Returns None if the file already has
+    this version.
 
     Raises:
         SpecError: If the file is not a spec of version 1.

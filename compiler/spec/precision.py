@@ -11,7 +11,7 @@ from specc.compiler.strict import Pattern, Positive, PositiveFloat, Problem, Str
 class LossScaleSpec(StrictModel):
     """A factor of the loss that adapts to the range of f16 (Micikevicius et al., 2018).
 
-    Before gradients are clipped, they are divided by the factor. If a gradient is not finite, the factor falls.
+    Gradients are divided by the factor before the gradients are clipped. If a gradient is not finite, the factor falls.
     Weights, optimizer state and average then stay the same in this step.
 
     Attributes:
@@ -38,14 +38,15 @@ class Fp8Spec(StrictModel):
     """Linear layers that multiply 8-bit floats in training: e4m3 for inputs and weights, e5m2 for gradients.
 
     Each factor of a product is divided by a scale. The scale maps the factor's largest magnitude to the largest number
-    of the format. GPUs from sm89 on have such products, and CPUs emulate them. Fusion points need delayed scales.
+    of the format. GPUs from sm89 on compute such products, and CPUs emulate such products. Fusion points need delayed
+    scales.
 
     Attributes:
         match: a pattern of the names of the layers, such as `blocks.*.mlp.*` or `head.logits`.
         scale: one scale per `tensor`, or one per `row` of each factor. Rows extend along the dim that the product sums
             over.
-        scaling: `current`: the values themselves determine the scales. `delayed`: the largest magnitudes of the last
-            steps determine the scales. These magnitudes are stored in checkpoints.
+        scaling: `current`: the values that are rounded determine the scales. `delayed`: the largest magnitudes of the
+            last steps determine the scales. These magnitudes are stored in checkpoints.
         history: the number of steps that determine a delayed scale, 16 if unset.
     """
 
@@ -94,5 +95,5 @@ class PrecisionSpec(StrictModel):
 
     @property
     def scaling(self) -> LossScaleSpec | float | None:
-        """The loss scale of training. None if the loss is not scaled."""
+        """The loss scale of training, or None if the loss is not scaled."""
         return LossScaleSpec() if self.loss_scale is None and self.compute == "f16" else self.loss_scale

@@ -20,7 +20,7 @@ def resolved_text(spec: Spec, source: Source, overrides: Iterable[str] = ()) -> 
     """Returns a spec as YAML that states every value. A comment states the origin of each value.
 
     The origin is the file and the line, the override, or `default`. A value that is not set and has no default is
-    omitted. The text is itself a spec, whose canonical form is that of `spec`.
+    omitted. The text is itself a spec, with the same canonical form as `spec`.
 
     Args:
         spec: The checked spec of the source.

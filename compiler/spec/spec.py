@@ -39,7 +39,7 @@ def rule_model(scheme: type[Scheme]) -> type[Scheme]:
 
 SCHEMES = Kinds(quant, Scheme, tag="scheme")  # type: ignore[type-abstract]
 
-if TYPE_CHECKING:  # for type checkers, a value of these types has the base class as its type
+if TYPE_CHECKING:  # type checkers see the base class as the type of such values
 
     class Rule(Scheme):
         match: str
@@ -78,8 +78,8 @@ class Promote(StrictModel):
     Attributes:
         bits: the bits of the promoted tensors.
         by: the measure of sensitivity.
-        count: how many tensors are promoted. If unset, as many as fit into `quant.budget_bytes`, which must then be
-            set.
+        count: the number of promoted tensors. If unset, as many tensors are promoted as fit into `quant.budget_bytes`,
+            and `quant.budget_bytes` must be set.
         match: a pattern of the names of tensors to choose from.
     """
 
@@ -121,7 +121,7 @@ class Correct(StrictModel):
 
     Attributes:
         rank: the rank of the correction.
-        count: how many tensors are corrected.
+        count: the number of corrected tensors.
         match: a pattern of the names of tensors to choose from.
     """
 
@@ -131,7 +131,7 @@ class Correct(StrictModel):
 
 
 class Calibrate(StrictModel):
-    """The text whose activations define the Hessians.
+    """The text on which the model runs to measure the Hessians.
 
     Attributes:
         sequences: the number of windows.
@@ -238,8 +238,8 @@ class Spec(StrictModel):
 
     @property
     def plain(self) -> "Spec":
-        """The spec without fusion points, merged layers and folded factors. The programs of this spec are exactly
-        those of the model."""
+        """The spec without fusion points, merged layers and folded factors. The programs of this spec are exactly the
+        programs of the model."""
         return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
 
     @property
@@ -286,7 +286,7 @@ class Spec(StrictModel):
 
     @property
     def computes_in(self) -> str | None:
-        """The compute dtype of the spec. None if the target determines the dtype."""
+        """The compute dtype of the spec, or None if the target determines the dtype."""
         return self.train.precision.compute or self.model.computes_in
 
     def _problems_of_precision(self) -> Iterator[Problem]:

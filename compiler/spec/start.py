@@ -13,9 +13,9 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 class StartSpec(StrictModel):
     """Weights that replace initial values before the first step.
 
-    A name is selected if `take` matches it and `skip` does not. Each selected name must be a parameter of the model.
-    The files must have a tensor of this name and shape. All other parameters keep their initial values, and all other
-    tensors are ignored.
+    A name is selected if a pattern in `take` matches the name, and no pattern in `skip` matches the name. Each selected
+    name must be a parameter of the model. The files must have a tensor of this name and shape. All other parameters
+    keep their initial values, and all other tensors are ignored.
 
     Attributes:
         path: a run, an artifact, a folder of Transformers, a file `*.safetensors`, or a folder of such files.

@@ -40,7 +40,7 @@ def generated_data() -> tuple[str, ...]:
     return tuple(kind.usual for kind in DATA.models if kind.generated)
 
 
-if TYPE_CHECKING:  # for type checkers, a value of these types has the base class as its type
+if TYPE_CHECKING:  # type checkers see the base class as the type of such values
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
@@ -102,7 +102,7 @@ OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 
 class TrainSpec(StrictModel):
     """One training run, limited by `steps` or by `budget_seconds`. Exactly one of these fields is set. Schedules run
-    over steps or over seconds accordingly.
+    over steps with `steps`, and over seconds with `budget_seconds`.
 
     The size of a step is stated in tokens or in rows. A row is a window of text or a pair of lines.
 

@@ -9,8 +9,8 @@ from specc.compiler.strict import Problem, StrictModel
 class Adaptation(StrictModel):
     """The base class of `eval.adapt`. A subclass has a `kind` Literal as its tag and adds its settings.
 
-    A spec with an adaptation has two additional programs. `features` returns the last hidden states, and `nats`
-    returns the loss of each token. Together they compute `score`.
+    A spec with an adaptation has two additional programs. `features` returns the last hidden states, and `nats` returns
+    the loss of each token. Together, the two programs compute `score`.
 
     Attributes:
         causal: whether each prediction depends only on the artifact and on earlier tokens. If not, `specc eval` does

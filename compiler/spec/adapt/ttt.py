@@ -1,4 +1,4 @@
-"""Test-time training: each chunk is scored before the model is trained on it."""
+"""Test-time training: each chunk is scored before the model is trained on this chunk."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal

@@ -11,7 +11,7 @@ from specc.compiler.strict import Problem, StrictModel
 FileName = Annotated[str, Field(min_length=1, max_length=256)]
 
 GIVES: Mapping[Form, str] = {"text": "one stream of tokens", "lines": "pairs of lines"}
-# For each form that a model reads: what the model does, and the hint for data of another form
+# For each form that a model reads: a phrase for the model's task, and the hint for data of another form
 READS: Mapping[Form, tuple[str, str]] = {
     "text": ("reads one stream of tokens", "use `data: {kind: text}`, or a model of kind `encoder_decoder`"),
     "lines": ("translates lines", "use `data: {kind: lines}`, or a model of kind `decoder`"),
@@ -36,7 +36,8 @@ class DataKind(StrictModel):
 
     @property
     def least_vocabulary(self) -> int:
-        """The smallest vocabulary that the data needs. 0 if this number is not known before files are read."""
+        """The smallest vocabulary that the data needs. 0 stands for a vocabulary that is not known before files are
+        read."""
         return 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
@@ -50,5 +51,5 @@ class DataKind(StrictModel):
             yield Problem(("train", "data"), "S222", message, hint)
 
     def problems_with_reader(self, model: Any) -> Iterator[Problem]:
-        """Yields the reasons why a model that reads data of this form cannot read these data."""
+        """Yields the reasons why a model cannot read these data, although the model reads data of this form."""
         yield from ()

@@ -20,9 +20,9 @@ class LinesData(DataKind):
     A hash of each line determines whether the line is held out for validation. Equal lines are in the same split.
 
     Attributes:
-        separator: the text between source and target. Each line contains it once.
+        separator: the text between source and target. Each line contains this text once.
         validation_fraction: the share of the lines that are held out. By default, one line in ten.
-        seed: the seed of the choice of the lines that are held out.
+        seed: the seed for the choice of held-out lines.
     """
 
     gives: ClassVar[Form] = "lines"
@@ -40,6 +40,6 @@ class LinesData(DataKind):
 
 
 def file_settings(data: DataKind | None = None) -> LinesData:
-    """Returns the settings with which a file of lines is read: those of the spec, or the defaults if the data of the
-    spec are of another kind, which `--data FILE` replaces."""
+    """Returns the settings with which a file of lines is read. These are the settings of the spec, if the spec has data
+    of this kind. Otherwise, `--data FILE` replaces the data of the spec, and the settings are the defaults."""
     return data if isinstance(data, LinesData) else LinesData(kind="lines")

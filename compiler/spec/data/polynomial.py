@@ -17,7 +17,7 @@ class PolynomialData(DataKind):
     """Products such as `(7-3*z)*(-5*z-9)` and their expansions.
 
     Attributes:
-        lines: the number of training lines. Each epoch reads them in a new order.
+        lines: the number of training lines. Each epoch reads these lines in a new order.
         seed: the seed with which the lines are drawn.
         fresh: whether new lines are generated after the first `lines` lines, so no training line is repeated. New lines
             are never in a held-out split.

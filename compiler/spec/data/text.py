@@ -42,10 +42,10 @@ class TextData(DataKind):
         pattern: the pre-tokenizer of a tiktoken rank file, which splits text into pieces: `gpt2`, `gpt4`, `llama3`,
             `qwen`, `nanochat`, or a regular expression for a piece.
         special: the special tokens of a tiktoken rank file. By default, `<|endoftext|>`.
-        bos: the special token before each document. By default, the first of `special`, or the token that the tokenizer
-            file states.
-        order: the order of training windows. `sequential`: as in the text. `coprime_stride`: by a stride that is
-            coprime to the number of windows. `best_fit`: each row is packed with documents from their beginning, and
+        bos: the special token before each document. By default, the first token of `special`, or the token that the
+            tokenizer file states.
+        order: the order of training windows. `sequential`: the order of the text. `coprime_stride`: with a stride that
+            is coprime to the number of windows. `best_fit`: each row is packed with documents from their beginning, and
             only the last document of a row may be cut off.
     """
 

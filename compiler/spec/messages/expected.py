@@ -102,8 +102,8 @@ def list_words(annotation: Any) -> str:
 
 
 def range_of(annotation: Any, value: object = 0) -> str:
-    """Describes the numbers that a type allows, such as `at least 2 and at most 8`. Empty if the type allows all
-    numbers. The limit of 32 bits is left out unless `value` exceeds it."""
+    """Describes the numbers that a type allows, such as `at least 2 and at most 8`. The text is empty if the type
+    allows all numbers. The limit of 32 bits is left out unless `value` exceeds this limit."""
     size = abs(value) if isinstance(value, int | float) else 0
     limits: dict[str, float] = {}
     for mark in _metadata(annotation):

@@ -97,7 +97,7 @@ class Words:
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
         # Several sections may have the key. In a layer or an optimizer, no other section is suggested, because the key
-        # may belong here.
+        # may belong in this section.
         is_kind = (
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
@@ -135,7 +135,7 @@ class Words:
         known = keys_of(model) if model is not None else {}
         # A misspelled key is reported as unknown, not also as missing.
         data = self._data(holder)
-        # If the data is a list where a mapping is expected, it has no keys
+        # If the data is a list where a mapping is expected, the data has no keys
         present = data if isinstance(data, Mapping) else {}
         absent = [name for name in known if name not in present]
         if any(nearest(str(other), absent) == key for other in present if other not in known):
@@ -178,9 +178,9 @@ class Words:
 
         A kind whose name resembles the stated kind is likely. If no name is similar, the kinds are compared with the
         keys of the value. A kind fits if it accepts all keys of the value, and if the value has all keys that the kind
-        requires. This comparison ignores keys of the value that no kind accepts. A single fitting kind is likely. Of
-        several fitting kinds, one is likely if every other fitting kind accepts all of its keys. Returns None if no
-        kind is likely.
+        requires. This comparison ignores keys of the value that no kind accepts. A single fitting kind is likely. If
+        several kinds fit, a kind is likely if every other fitting kind accepts all keys of this kind. Returns None if
+        no kind is likely.
         """
         key, value = _discriminator(error), error.value
         if not isinstance(value, Mapping):

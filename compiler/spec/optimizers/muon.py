@@ -47,7 +47,7 @@ class MuonSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """How many temporary f32 values an update allocates per element of the matrices of one shape.
+        """The number of temporary f32 values that an update allocates per element of the matrices of one shape.
 
         These are the momentum, the matrix and the next iterate of the matrix, first in f32 and then in bf16. A second
         moment also rescales the direction twice.

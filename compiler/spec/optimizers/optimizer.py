@@ -62,7 +62,7 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """How many temporary f32 values the update of all parameters of one shape allocates per element."""
+        """The number of temporary f32 values that the update of all parameters of one shape allocates per element."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:

@@ -31,8 +31,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """How many temporary f32 values an update allocates per matrix element. The values are the gradient and the
-        direction in the eigenbases, the next rotations of both, and two terms of the denominator."""
+        """The number of temporary f32 values that an update allocates per matrix element. The values are the gradient
+        and the direction in the eigenbases, the next rotations of both, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
