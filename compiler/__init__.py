@@ -1,6 +1,6 @@
 """Compiles a model spec into generated code without importing torch."""
 
-# Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
+# Folders and modules from the lowest layer to the highest. Each entry may import itself and all earlier entries.
 LAYERS = (
     "records",
     "errors",

@@ -1,4 +1,5 @@
-"""Entry points of the compiler. They turn a spec file into one plan per target and the text of every generated file.
+"""Entry points of the compiler. These functions turn a spec file into one plan per target and the text of every
+generated file.
 
 Functions of this module import the modules that render, report and write only when they run, because checking or
 planning a spec does not need those modules.
@@ -262,7 +263,7 @@ def called_text(site: Site) -> str | None:
     """Returns the source of a Python function that computes the node of `site` by the node's Torch call. The constant
     CALLED is the name of the function, and the node's inputs are its arguments. The source begins with the support
     functions that the Torch call uses. Returns None if the node has an epilogue or no Torch call. Also returns None if
-    the Torch call uses no support functions, or one that has no file of its own."""
+    the Torch call uses no support functions, or uses a support function without a separate file."""
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import OpContext, is_op, op_file
 
@@ -342,7 +343,7 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
 def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str, str]:
     """Renders the files of the programs that append one token to each text, with kernels for few rows. No build writes
     these files. If `packed` is True, the kernels read the quantized weights of an artifact of the spec, and decode
-    them.
+    these weights.
 
     Raises ValueError if the model has no program that appends tokens, and LoweringError if the spec cannot be lowered.
     """

@@ -27,8 +27,8 @@ class Schedule(StrictModel):
         by: the unit of the times. `share`: the completed share of the run, from 0 to 1. The share is measured by
             seconds if `budget_seconds` is set, otherwise by steps. `step`: the number of updates. `epoch`: the number
             of passes over the training data.
-        between: how the value between two points is computed. `step`: as the value of the earlier point. `linear`: by
-            linear interpolation.
+        between: how the value between two points is computed. `step`: the value of the earlier point applies. `linear`:
+            by linear interpolation.
     """
 
     at: tuple[tuple[float, Any], ...]
@@ -71,7 +71,7 @@ class Schedule(StrictModel):
     def changes(self) -> tuple[tuple[int, float], ...]:
         """The points at which a new value or a new slope begins, as pairs (index of the point, completed share of the
         run). With `between: step`, these are all points but the first. With `between: linear`, they are all points but
-        the last. Empty if the unit `by` of the times is not `share`."""
+        the last. The result is empty if the unit `by` of the times is not `share`."""
         points = enumerate(time for time, _ in self.at)
         if self.by != "share":
             return ()

@@ -140,7 +140,7 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     """Writes `files` to `folder`. Each changed file is replaced atomically. Stale files of earlier builds are removed.
 
     Args:
-        folder: the generated folder. It is created if missing.
+        folder: the generated folder. A missing folder is created.
         files: the texts, by file name, including the manifest.
         force: whether to overwrite manual edits and files built from another spec file.
 

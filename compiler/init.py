@@ -32,13 +32,13 @@ def origin_of(name: str, folder: Path) -> Path:
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     """Writes a copy of `origin`, with its comments, to `target` under another model name.
 
-    Also writes schema.json, which the copy references for editors, to the folder of `target`, unless that folder
-    already contains the file.
+    The copy references schema.json, which editors read. If the folder of `target` has no schema.json, the function also
+    writes this file.
 
     Args:
         origin: The spec to copy.
         target: The new file. Missing folders are created.
-        name: The model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
+        name: The model name: 1 to 64 characters of `a-z`, `0-9` and `_`, beginning with a letter.
         small: Whether the copy has the small sizes of `small_version`.
 
     Raises:

@@ -71,8 +71,8 @@ LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is for files that
-# other programs read, such as ONNX; `decoding` appends one token to each text, with kernels for few rows; `packed` does
-# the same from an artifact, with kernels that decode the stored codes.
+# other programs read, such as ONNX; `decoding` appends one token to each text, with kernels for few rows; `packed` also
+# appends one token to each text, but runs from an artifact, with kernels that decode the stored codes.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (
         ASSIGN_OPTIMIZERS,
@@ -151,7 +151,7 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
     Args:
         spec: the spec.
         target: the name of a target. The programs have the dtype of this target.
-        until: the name of the last pass to run. If it is `lower`, no pass runs. If it is None, all passes run.
+        until: the name of the last pass to run. With `lower`, no pass runs. With None, all passes run.
         form: the form of the model, which selects the passes.
 
     Returns:
@@ -182,7 +182,7 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec, as generated files state it.
+        source: the path of the spec for the headers of generated files.
         lock: the measured kernels and tiles.
 
     Returns:
@@ -256,7 +256,7 @@ def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) ->
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec, as generated files state it.
+        source: the path of the spec for the headers of generated files.
         packed: whether the kernels decode the codes of an artifact of the spec.
 
     Raises:

@@ -27,7 +27,8 @@ def _usable(name: str) -> str:
     return name
 
 
-# Attributes that a module in generated code already has: those of torch.nn.Module, and names that specc generates.
+# Attributes that a module in generated code already has: the attributes of torch.nn.Module, and names that specc
+# generates.
 RESERVED = frozenset(
     """
     add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval
@@ -107,7 +108,7 @@ class Problem:
         path: the path of the wrong value.
         code: the code of the error.
         message: the problem.
-        hint: how to fix it.
+        hint: how to fix the problem.
         related: (note, path) pairs that are shown with the problem.
         offset: the index of the wrong character, if the value is a text.
     """
@@ -130,8 +131,8 @@ class Problem:
 class StrictModel(BaseModel):
     """The base class of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the model that a union selects if the data has no tag, such as `kind`. `described` is what
-    messages call a file that contains this model, such as `the spec`.
+    `untagged` is True for the model that a union selects if the data has no tag, such as `kind`. `described` is the
+    name that messages use for a file with this model, such as `the spec`.
     """
 
     untagged: ClassVar[bool] = False
@@ -139,7 +140,7 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
-    def __hash__(self) -> int:  # models that hold mappings are not cached, because they are not hashable
+    def __hash__(self) -> int:  # models that hold mappings are not cached, because mappings are not hashable
         values = (getattr(self, name) for name in type(self).model_fields)
         return hash((type(self), *(value for value in values if isinstance(value, Hashable))))
 
@@ -152,8 +153,8 @@ class StrictModel(BaseModel):
 
     @staticmethod
     def instead() -> Mapping[str, str]:
-        """Returns the keys of other tools that users could expect here. Each has a hint that states what a spec has
-        instead."""
+        """Returns keys of other tools that users could expect in this model. Each key has a hint that names the
+        alternative in a spec."""
         return {}
 
     def stated(self) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def as_tuples(value: Any) -> Any:
 
 
 def values_in(part: object, kind: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
-    """Yields every value of the type `kind` in a part of a spec, with its path."""
+    """Yields every value of the type `kind` in a part of a spec, with the path of the value."""
     entries: Iterable[tuple[str | int, object]] = ()
     if isinstance(part, kind):
         yield path, part
@@ -204,7 +205,7 @@ def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
     """Returns the tag of a model: the only value of the `Literal` type of `field`. Returns None if the model has no
-    such field, or if its type is not a `Literal` with a single text."""
+    such field, or if the type of the field is not a `Literal` with a single text."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

@@ -32,12 +32,12 @@ class Mark:
 
 @record
 class Diagnostic:
-    """One problem, its location and a hint that states how to fix it.
+    """One problem, its location, and a hint that states how to fix the problem.
 
     Attributes:
         code: the code of the problem, a key of `codes.CODES`.
         message: the problem.
-        hint: how to fix it. Empty if that is obvious.
+        hint: how to fix the problem. Empty if the fix is obvious.
         file: the file with the problem, or "".
         mark: the position in the file.
         related: (note, position) pairs in the same file.
@@ -120,7 +120,8 @@ class Bug(Exception):
 
 
 class SpecError(SpeccError):
-    """Raised with all problems of a spec, sorted by location. `texts` maps each file of a diagnostic to its text."""
+    """Raised with all problems of a spec, sorted by location. `texts` maps each file of a diagnostic to the text of the
+    file."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
         self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))

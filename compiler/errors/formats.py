@@ -108,7 +108,7 @@ def _result(diagnostic: Diagnostic, rule: int) -> dict[str, Any]:
 def _location(file: str, mark: Mark) -> dict[str, Any]:
     from urllib.parse import quote
 
-    # a relative path with slashes is a relative URI reference; only an absolute one needs a scheme
+    # a relative path with slashes is a relative URI reference; only an absolute path needs a scheme
     uri = f"file://{quote(file)}" if file.startswith("/") else quote(file)
     return {"artifactLocation": {"uri": uri}, "region": {"startLine": mark.line, "startColumn": mark.column}}
 

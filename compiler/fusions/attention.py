@@ -1,5 +1,5 @@
 """Replaces attention by two ops, one for the forward pass and one for the gradient. The forward op saves the
-log-sum-exp, and the gradient op reads it. The plan chooses a kernel for each op."""
+log-sum-exp, which the gradient op reads. The plan chooses a kernel for each op."""
 
 from collections.abc import Sequence
 

@@ -18,8 +18,8 @@ POINTWISE = frozenset(
 class Rewrite(NamedTuple):
     """The nodes that replace the members of a fusion point, in topological order.
 
-    The last node computes the value of the last member. The nodes read only each other and the inputs of the group. If
-    `learns` is false, the group has no backward pass, and its inputs have no gradient.
+    The last node computes the value of the last member. A node reads only results of other nodes of the rewrite, and
+    inputs of the group. If `learns` is false, the group has no backward pass, and its inputs have no gradient.
     """
 
     nodes: tuple[Node, ...]
@@ -84,7 +84,7 @@ def node(name: str, op: Op, inputs: Sequence[tuple[str, TensorType]], members: S
     Args:
         name: The name of the node.
         op: The op of the node.
-        inputs: The ref and the type of each input, in order.
+        inputs: The reference and the type of each input, in order.
         members: The names of the nodes that the new node replaces.
 
     Returns:

@@ -1,4 +1,5 @@
-"""Fuses an RMSNorm, the rotary embedding, and a gain after both, on attention heads. The heads are then read once."""
+"""Fuses an RMSNorm, the rotary embedding, and the multiplication by a gain, on attention heads. The fused kernel reads
+the heads only once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,8 +39,8 @@ class Parts(NamedTuple):
 
     @property
     def weights(self) -> tuple[str, tuple[str, ...]]:
-        """The weight of the norm as an expression in `w`, and a tuple with the reference to `w`. Both are empty if
-        there is no norm, or if the norm has no weight."""
+        """The weight of the norm as an expression in `w`, and a tuple with the reference to `w`. Both values are empty
+        if there is no norm, or if the norm has no weight."""
         if self.norm is None or len(self.norm.inputs) == 1:
             return "", ()
         if self.weight is None:
@@ -50,7 +51,8 @@ class Parts(NamedTuple):
 
 
 class NormRopeFusion(Fusion):
-    """Accepts a rotary embedding, an optional RMSNorm before it, and an optional multiplication by one gain per head.
+    """Accepts a rotary embedding, an optional RMSNorm before the rotation, and an optional multiplication by one gain
+    per head.
 
     The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rotation,
     because a rotation does not change the mean square. The group may have no other members.

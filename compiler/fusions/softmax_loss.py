@@ -13,9 +13,9 @@ from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import PadRows
 
-# Columns: 16 bytes of bf16, one vector load. With row lengths that are no multiple, cuBLAS is six times slower
+# In columns: 16 bytes of bf16, one vector load. If row lengths are not multiples of VECTOR, cuBLAS is six times slower.
 VECTOR = 8
-LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, and no GEMM tile is narrower
+LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start at a line, and no GEMM tile is narrower than a line
 
 
 class Parts(NamedTuple):
@@ -53,8 +53,8 @@ class SoftmaxLossFusion(Fusion):
     8-bit floats.
 
     If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros. Every row of logits is then
-    aligned in memory. A mean loss is computed together with its gradient. A loss per token only scores a model, so it
-    has no gradient.
+    aligned in memory. A mean loss is computed together with its gradient. A loss per token only scores a model, so such
+    a loss has no gradient.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:

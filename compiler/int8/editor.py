@@ -21,7 +21,7 @@ class Unfit(Exception):
     """Raised if a product cannot be computed in int8.
 
     `names` are the full names of the product's parameters. If `at_once` is true, the product requires the same scheme
-    for these parameters, but they have different schemes.
+    for these parameters, but the parameters have different schemes.
     """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
@@ -109,7 +109,7 @@ class Factor(NamedTuple):
 class Editor:
     """A graph whose matrix products are being replaced by int8 products.
 
-    Names and refs (references to values) are those of the original graph, except in attributes that hold new nodes.
+    Names and references to values belong to the original graph, except in attributes that hold new nodes.
 
     Attributes:
         graph: The original graph.
@@ -122,9 +122,9 @@ class Editor:
         types: The types of all values, original and new.
         new: New nodes, by the name of the original node before which they are inserted.
         gone: The names of the removed nodes.
-        names: Maps the ref of each removed value to its replacement.
-        shared: The refs of codes that several products may read. A key contains the ref of the quantized value, and the
-            leader (`Source.leader`), which identifies the input scale.
+        names: Maps the reference of each removed value to its replacement.
+        shared: The references of codes that several products may read. A key contains the reference of the quantized
+            value, and the leader (`Source.leader`), which identifies the input scale.
     """
 
     graph: Graph
@@ -180,15 +180,15 @@ class Editor:
         return flags.pop()
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
-        """Declares a tensor that is stored next to a weight, and returns the ref of the tensor. The name of the tensor
-        is the name of the weight, followed by a suffix such as `codes`, `offset` or `scale`."""
+        """Declares a tensor that is stored next to a weight, and returns the reference of the tensor. The name of the
+        tensor is the name of the weight, followed by a suffix such as `codes`, `offset` or `scale`."""
         name = f"{weight[1:]}_{suffix}"
         self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The codes of the input are
-        the input times this constant, rounded."""
+        """Returns the reference of the inverse input scale, f32 [K], of the product with `weight`. The codes of the
+        input are the input times this constant, rounded."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
@@ -224,10 +224,10 @@ class Editor:
         return leaders.pop()
 
     def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Returns the refs of the int8 codes of the value `ref`, for the product with `weight`.
+        """Returns the references of the int8 codes of the value `ref`, for the product with `weight`.
 
-        A 16-bit input has two codes per value, so the result has two refs. New nodes before the node `before` compute
-        the codes. All products that read the value share the codes.
+        A 16-bit input has two codes per value, so the result has two references. New nodes before the node `before`
+        compute the codes. All products that read the value share the codes.
         """
         leader = self.leader(weight)
         if (ref, leader) not in self.shared:
@@ -235,7 +235,7 @@ class Editor:
         return self.shared[ref, leader]
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Adds nodes that compute the codes of the value `ref`, before the node `before`. Returns the refs of the
+        """Adds nodes that compute the codes of the value `ref`, before the node `before`. Returns the references of the
         codes."""
         width, inputs = self.types[ref].width, (ref, self.inverse(weight))
         assert isinstance(width, int)
@@ -245,7 +245,7 @@ class Editor:
         )
 
     def add(self, node: Node, at: Node) -> str:
-        """Inserts a new node at the position of the original node `at`. Returns the ref of the new node's first
+        """Inserts a new node at the position of the original node `at`. Returns the reference of the new node's first
         output."""
         node.op.infer([self.types[ref] for ref in node.inputs[: node.op.arity or len(node.inputs)]])
         self.new.setdefault(at.name, []).append(node)
@@ -258,11 +258,11 @@ class Editor:
         Args:
             name: The name of the node.
             op: The op of the node.
-            inputs: The refs of the inputs.
+            inputs: The references of the inputs.
             at: The original node at whose position the new node is inserted.
 
         Returns:
-            The ref of the node's first output.
+            The reference of the node's first output.
         """
         return self.add(Node(name, op, tuple(inputs), op.infer([self.types[ref] for ref in inputs])), at)
 
@@ -274,7 +274,7 @@ class Editor:
         return graph.name
 
     def replace(self, old: Node, *refs: str) -> None:
-        """Removes the original node `old`. Nodes that read its outputs then read `refs`. `refs` is empty if a new node
-        with the name of `old` computes the outputs, or if no node reads them any more."""
+        """Removes the original node `old`. Nodes that read the outputs of `old` then read `refs`. `refs` is empty if a
+        new node with the name of `old` computes the outputs, or if no node reads the outputs any more."""
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}

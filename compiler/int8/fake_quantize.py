@@ -130,7 +130,7 @@ class _Copied:
     """
 
     def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
-        # what only training reads, such as the modules of a loss, is never stored
+        # Parameters that only training reads, such as the parameters of the modules of a loss, are never stored
         unstored = dict.fromkeys((param.name for param in programs.params), Unquantized(scheme="none", dtype="f32"))
         self._all, self._schemes, self._sources = programs, {**unstored, **schemes}, sources
         self.programs: list[Graph] = []

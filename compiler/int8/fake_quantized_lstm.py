@@ -30,12 +30,12 @@ def fake_quantized_gates(
         edit: The editor of the graph.
         node: The original LSTM node. New nodes are inserted at its position.
         name: The prefix of the names of new nodes.
-        x: The ref of the input.
+        x: The reference of the input.
         factors: The matrix products of the direction, with x and with h.
         backward: Whether the direction runs backward in time.
 
     Returns:
-        The ref of the contribution, in the order of the steps, and the step. The step rounds h.
+        The reference of the contribution, in the order of the steps, and the step. The step rounds h.
     """
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)

@@ -13,7 +13,7 @@ from specc.compiler.ops.shape import RowByRow
 def finished(graph: Graph) -> Graph:
     """Returns the graph with two changes. If an operand of an int8 product's epilogue has the shape of the product, a
     new node copies the operand to contiguous rows. If only a `QuantizeRows` node reads an int8 product, the product
-    writes the codes itself."""
+    itself writes the codes, and the `QuantizeRows` node is removed."""
     return _row_by_row(_requantized(graph))
 
 

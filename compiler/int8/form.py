@@ -24,7 +24,7 @@ class Int8Form:
     takes: ClassVar[type[Op]]
 
     def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
-        """Returns the matrix products of a node. Empty if the node cannot be computed in int8."""
+        """Returns the matrix products of a node. The result is empty if the node cannot be computed in int8."""
         raise TypeError(f"{type(self).__name__} must override `factors`")
 
     def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
@@ -33,13 +33,14 @@ class Int8Form:
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces a node of a training program by float ops that round wherever the nodes of `rewrite` round. For a
-        training graph, `edit.codes` returns one reference. It refers to the rounded input, which consists of floats."""
+        training graph, `edit.codes` returns one reference. This reference refers to the rounded input, which consists
+        of floats."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
 def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
-    """Declares the stored tensors of a weight, and returns the references to them: codes [N, K] i8, offset [N] i32 and
-    scale [N] f32. N and K are padded to the multiples that an int8 product requires."""
+    """Declares the stored tensors of a weight, and returns references to these tensors: codes [N, K] i8, offset [N] i32
+    and scale [N] f32. N and K are padded to the multiples that an int8 product requires."""
     n, k = edit.types[weight].shape
     assert isinstance(n, int) and isinstance(k, int)
     rows = padded(n)

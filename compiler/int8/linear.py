@@ -22,8 +22,8 @@ class Int8LinearForm(Int8Form):
     """Converts `x w^T`, the sum with a bias vector that is stored for int8 products, and the pointwise nodes that
     follow.
 
-    A pointwise node joins the epilogue of the product if it is the only reader of the node before it. Each of its other
-    operands must be a vector [N], or have the shape of the product.
+    A pointwise node joins the epilogue of the product if no other node reads the result of the preceding node. Each
+    other operand of the pointwise node must be a vector [N], or have the shape of the product.
     """
 
     takes: ClassVar[type[Op]] = Linear
@@ -78,8 +78,8 @@ class Int8LinearForm(Int8Form):
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:
-    """Returns the node that adds a parameter vector to the product `node`. Returns None if no node does so, or if other
-    nodes also read the product."""
+    """Returns the node that adds a parameter vector to the product `node`. Returns None if no node adds a parameter
+    vector, or if other nodes also read the product."""
     readers = graph.consumers[node.name]
     if graph.uses(node.name) != 1 or not readers:
         return None
@@ -103,7 +103,7 @@ def _tail(edit: Editor, last: Node, operands: Mapping[str, str]) -> Node | None:
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
     (epilogue,) = readers
-    if epilogue.name in edit.gone:  # the node reads two products, and has already joined the epilogue of the other
+    if epilogue.name in edit.gone:  # the node reads two products, and is already in the epilogue of the other product
         return None
     if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
@@ -128,7 +128,7 @@ def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str])
         if ref == last.name:
             swap[variable] = expr
             continue
-        name = variable  # named by role, so that nodes that differ only in the bias that they read share a kernel
+        name = variable  # named by role, so that nodes that read different biases share a kernel
         while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
             name += "_"
         swap[variable] = Var(named.setdefault(ref, name))

@@ -122,7 +122,7 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the nodes that compute the contribution of x to the gates of one direction. Returns the ref of this
+    """Adds the nodes that compute the contribution of x to the gates of one direction. Returns the reference of this
     contribution, and the step.
 
     The gates are stored time-major, so the gates of one step are contiguous.

@@ -15,7 +15,7 @@ class Step(NamedTuple):
 
     Attributes:
         suffix: The suffix of the function name, for this kind of step.
-        constants: The refs of the values that every step reads, by the name of the step's input.
+        constants: The references of the values that every step reads, by the name of the step's input.
         update: A function that adds the ops of a step: (builder, h, c, gates of the step, constants) -> the next h. The
             next c is the second output of the node that computes the next h.
     """
@@ -34,8 +34,8 @@ def add_loop(
         edit: The editor of the graph.
         node: The original LSTM node. New nodes are inserted at its position.
         name: The prefix of the names of new nodes.
-        inputs: The refs of x, the initial h, the initial c, and the contribution of x to the gates. This contribution
-            is in the order of the steps.
+        inputs: The references of x, the initial h, the initial c, and the contribution of x to the gates. This
+            contribution is in the order of the steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 

@@ -53,12 +53,12 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
-        quant: The quantization of the spec. If it is None, the programs are returned unchanged.
+        quant: The quantization of the spec. If None, the programs are returned unchanged.
 
     Raises:
         LoweringError: If a node other than a matrix product reads a parameter with an integer scheme. Also if a product
-            cannot be computed in int8, for example because several blocks share its code, but its weight has an integer
-            scheme in only some of these blocks. The error lists all problems.
+            cannot be computed in int8. An example is a product whose code several blocks share, but whose weight has an
+            integer scheme in only some of these blocks. The error lists all problems.
     """
     schemes = allocation(quant, programs.stored)
     if quant is None:
@@ -80,7 +80,8 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
         for at in places[graph.name]:
             for name, type in editor.added.items():
                 added.setdefault(at + name, Parameter(at + name, _sizes(type), type.dtype, constant(0.0), STORAGE))
-    # what only training reads, such as the modules of a loss, has no scheme, and is not deployed
+    # Parameters that only training reads, such as the parameters of the modules of a loss, have no scheme, and are not
+    # deployed
     params = tuple(p for p in deployed.params if p.name in schemes and not schemes[p.name].integer)
     problems += _left_over(changed, places, quant, schemes)
     if problems:
@@ -175,8 +176,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each spec path that requests an integer scheme for a parameter that a node still reads as
-    floats. `changed` are the rewritten graphs, by name."""
+    """A node may still read a parameter with an integer scheme as floats. Yields a problem for each spec path that
+    requests the scheme of such a parameter. `changed` are the rewritten graphs, by name."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:

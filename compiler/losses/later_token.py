@@ -1,4 +1,4 @@
-"""The cross-entropy of a token after the next one, from the logits of the next token."""
+"""The cross-entropy of a token after the next token, from the logits of the next token."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -19,8 +19,8 @@ class LaterToken(LossTerm):
     The mean is over all tokens.
 
     Attributes:
-        ahead: the position of the target: 2 is the token after the next.
-        bos: the id that begins a document. If it is set, targets in later documents do not count.
+        ahead: the position of the target: 2 is the token after the next token.
+        bos: the id that begins a document. If `bos` is set, targets in later documents do not count.
     """
 
     kind: Literal["later_token"]

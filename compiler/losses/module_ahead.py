@@ -14,8 +14,8 @@ class ModuleAhead(LossTerm):
 
     A module consists of a block like the last block of the model, a norm, and the head of the model. The parameters of
     the modules have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints contain these parameters, but scoring,
-    generation and artifacts do not use them. Targets beyond the end of a row or a document contribute 0, and each mean
-    is over all tokens.
+    generation and artifacts do not use them. Each mean is over all tokens. Targets beyond the end of a row or a
+    document contribute 0 to the mean.
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv
@@ -23,7 +23,7 @@ class ModuleAhead(LossTerm):
             the embedding of the token k positions later. Module k reads a matrix product of the result (DeepSeek-V3,
             arXiv 2412.19437).
         modules: the number of modules.
-        bos: the id that begins a document. If it is set, targets in later documents do not count.
+        bos: the id that begins a document. If `bos` is set, targets in later documents do not count.
     """
 
     kind: Literal["module_ahead"]

@@ -25,17 +25,18 @@ class LossTerm(StrictModel):
 
     @property
     def per_token(self) -> str:
-        """The loss of a token, as an expression. Empty for an auxiliary loss.
+        """The loss of a token, as an expression. The expression is empty for an auxiliary loss.
 
-        The variables of the expression are `nats` (the cross-entropy of the next token), `lse`
-        (log(sum(exp(logits)))), and `nats_NAME` (the cross-entropy of an additional target) for each NAME that the
-        method `targets` returns.
+        The variables of the expression are `nats`, the cross-entropy of the next token; `lse`, which is
+        log(sum(exp(logits))); and `nats_NAME`, the cross-entropy of the additional target NAME that the method
+        `targets` returns.
         """
         return ""
 
     @property
     def states(self) -> str:
-        """The name of the auxiliary loss, as LAYER.LOSS. Empty for a loss of each token."""
+        """The name of the auxiliary loss, as LAYER.LOSS. The name is empty for a loss that is computed for each
+        token."""
         return ""
 
     @property
@@ -50,13 +51,13 @@ class LossTerm(StrictModel):
 
     @property
     def input(self) -> str:
-        """The name of the program input with the weight, f32 []. Empty if the weight is always 1."""
+        """The name of the program input with the weight, f32 []. The name is empty if the weight is always 1."""
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
         """Adds nodes that compute additional targets, such as the token after the next token. The loss compares the
-        logits of the next token with each additional target. Returns the refs of the additional targets, i64 [B, T], by
-        name. A token without an additional target has the target -1. In the expression `per_token`, the variable
+        logits of the next token with each additional target. Returns the references of the additional targets, i64 [B,
+        T], by name. A token without an additional target has the target -1. In the expression `per_token`, the variable
         `nats_NAME` is the cross-entropy of the additional target NAME.
 
         Args:
@@ -85,8 +86,8 @@ def add_loss(
         terms: The terms of the training loss.
         logits: The logits, f32 [B, T, V].
         targets: The next token of each token, i64 [B, T].
-        mean: If true, the value is the training loss, f32 []. Otherwise, it is the cross-entropy of each token, f32 [B,
-            T].
+        mean: If true, the value is the training loss, f32 []. Otherwise, the value is the cross-entropy of each token,
+            f32 [B, T].
         ignore: The target id that the loss ignores.
     """
     reduction: Literal["mean", "none"] = "mean" if mean else "none"

@@ -13,7 +13,7 @@ from specc.compiler.quant.scheme import Stored
 from specc.compiler.records import record
 
 CHUNK_BYTES = 512 * 2**10  # the largest size of a section, before compression
-# Smaller roles share a stream, because each section needs a header entry and is compressed separately
+# Roles with fewer bytes share a stream, because each section needs a header entry and is compressed separately
 JOIN_BYTES = 16 * 2**10
 DATA_DIGEST_BYTES = 64  # the size in bytes of the section that holds the digests of the data
 CODEC_BYTES = 16  # the bytes of brotli or LZMA2 block headers in a text section that does not compress
@@ -40,7 +40,7 @@ class Kind(IntEnum):
 
 ITEM_BYTES = dict.fromkeys(Kind, 1)
 ITEM_BYTES |= {Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4, Kind.I32: 4}
-# These kinds have at most one section each; they precede all others, in this order
+# These kinds have at most one section each; they precede all other kinds, in this order
 TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)
 
 
@@ -109,9 +109,9 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
 
 
 def _columns(stored: Stored) -> int:
-    """Returns the number of columns with which an array is stored: the number of items per row, where a row has one
-    index in the first dim. Returns 1 for a scalar. Also returns 1 if a row is larger than CHUNK_BYTES, the largest size
-    of a section, so that the row can be divided between sections."""
+    """Returns the number of columns with which an array is stored: the number of items per row. A row is the part of
+    the array at one index of the first dim. Returns 1 for a scalar. Also returns 1 if a row is larger than CHUNK_BYTES,
+    the largest size of a section, so that the row can be divided between sections."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

@@ -13,7 +13,8 @@ from specc.compiler.strict import Positive, PositiveFloat, later
 
 Quantile = Annotated[float, Field(gt=0, le=1)]
 
-# Maximum number of values in memory while solving, over all candidates. More rows are solved in several chunks.
+# Maximum number of values in memory while solving, over all candidates. If there are more values, the rows are solved
+# in several chunks.
 CHUNK_VALUES = 2**24
 
 
@@ -29,11 +30,11 @@ class Gptq(PerRow):
         damping: the number that is added to the Hessian's diagonal, as a fraction of the mean diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
         block: the number of columns that are rounded before the error is propagated to the other columns. The number
-            affects the speed. It affects codes only by rounding errors in float64.
+            affects the speed. The number affects codes only through rounding errors in float64.
         clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394).
-            These clips replace the quantiles. For rounding to nearest, they replace the maximum of the row. Such clips
-            give a larger error, but smaller codes, which compress to fewer bytes.
+            These clips replace the quantiles. For rounding to nearest, these clips replace the maximum of the row. Such
+            clips give a larger error, but smaller codes, which compress to fewer bytes.
     """
 
     scheme: Literal["gptq"] = "gptq"

@@ -13,7 +13,7 @@ from specc.compiler.quant.scheme import SchemeError, Solution, Use
 from specc.compiler.records import record
 
 TINY = 1e-300
-SMALLEST_SHARE = 10  # weights below 2^-10 of the largest count as 2^-10 of it
+SMALLEST_SHARE = 10  # weights below 2^-10 of the largest weight count as 2^-10 of the largest weight
 # Relative to the mean diagonal; with more damping, the solution is practically rounding to nearest
 LARGEST_DAMPING = 10.0
 
@@ -36,12 +36,12 @@ class Factor:
 
 
 def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
-    """Divides the rows of a parameter into groups of rows whose metrics are nearly equal, up to a factor.
+    """Divides the rows of a parameter into groups. The metrics of the rows in a group are nearly proportional.
 
-    The metric of row i is the matrix sum_u rows_ui columns_u over the uses u. It takes the place of the Hessian. GPTQ
-    factorizes one metric per group. To form the groups, the weights rows_ui of each row are divided by the largest
-    weight of the row. The quotients are rounded to powers of 2, to at least 2^-10. Rows with equal rounded quotients
-    form a group. With two uses, there are at most 21 groups.
+    The metric of row i is the matrix sum_u rows_ui columns_u over the uses u. This metric takes the place of the
+    Hessian. GPTQ factorizes one metric per group. To form the groups, the weights rows_ui of each row are divided by
+    the largest weight of the row. The quotients are rounded to powers of 2, with a minimum of 2^-10. Rows with equal
+    rounded quotients form a group. With two uses, there are at most 21 groups.
 
     Args:
         uses: At least one use.

@@ -40,8 +40,8 @@ class Int8(PerRow):
             precision (SmoothQuant, Xiao et al. 2022). r_k is a power of the largest magnitude of feature k. The
             exponent of the power minimizes the expected error.
         activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does. The input is then
-            s_in (q1 + q2 / 254) with two int8 codes q1 and q2, and each is multiplied by the weight. For the hidden
-            weights of an LSTM, the input is h, which is rounded at every step.
+            s_in (q1 + q2 / 254) with two int8 codes q1 and q2, and each code is multiplied by the weight. For the
+            hidden weights of an LSTM, the input is h, which is rounded at every step.
         correction_rank: always 0, because a correction would add a floating-point product.
     """
 

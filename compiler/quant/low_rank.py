@@ -40,7 +40,8 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
         error: the error E of the codes, float64 [rows, columns].
         rank: the rank of the correction.
         hessian: X^T X of the inputs [columns, columns]. The function then minimizes the error of the outputs, tr(E H
-            E^T) with H = `hessian`. If `hessian` is None, it minimizes the Frobenius norm of the remaining error.
+            E^T) with H = `hessian`. If `hessian` is None, the function minimizes the Frobenius norm of the remaining
+            error.
 
     Raises:
         SchemeError: if the damped Hessian is not positive definite.

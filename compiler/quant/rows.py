@@ -46,7 +46,7 @@ class PerRow(Scheme):
 
     @property
     def top(self) -> int:
-        """Returns the largest code. The smallest is its negative."""
+        """Returns the largest code. The smallest code is the negative of the largest code."""
         return (1 << (self.bits - 1)) - 1
 
     def label(self) -> str:
@@ -141,7 +141,7 @@ class PerRow(Scheme):
 
     def normal_clip(self, columns: int) -> float:
         """Returns the approximate clip of normally distributed rows with `columns` values. The unit is the standard
-        deviation of a row. If the scheme tries several clips, returns the smallest."""
+        deviation of a row. If the scheme tries several clips, returns the smallest clip."""
         return normal_clip(columns)
 
     @abstractmethod

@@ -24,7 +24,7 @@ else:
 
 StoredType = Literal["i8", "i32", "f16", "bf16", "f32"]
 
-# numpy has no bfloat16: its 16 bits are stored as uint16 without conversion.
+# numpy has no bfloat16, so the 16 bits of a bfloat16 are stored as uint16 without conversion.
 NUMPY_TYPES: Mapping[StoredType, str] = {"i8": "<i1", "i32": "<i4", "f16": "<f2", "bf16": "<u2", "f32": "<f4"}
 ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "i32": 4, "f16": 2, "bf16": 2, "f32": 4}
 
@@ -38,8 +38,8 @@ class SchemeError(ValueError):
 class Stored:
     """One stored array of a parameter, such as its codes or its row scales.
 
-    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 arrays with
-    the same 16 bits.
+    `dtype` "i8" is one signed code per byte, and "i32" is one signed code per four bytes. "bf16" arrays are numpy
+    uint16 arrays with the same 16 bits.
     """
 
     suffix: str
@@ -80,7 +80,7 @@ class Range:
 
 @record
 class Solution:
-    """How the Hessian was used to quantize a matrix.
+    """The use of the Hessian in the quantization of a matrix.
 
     Attributes:
         requested: The requested damping, relative to the mean diagonal of the Hessian.
@@ -134,7 +134,8 @@ class Scheme(StrictModel):
     """The base class of all schemes. A subclass is identified by a `scheme` Literal, and adds its settings."""
 
     needs_hessian: ClassVar[bool] = False
-    # The deployed model multiplies the integer codes themselves, instead of dequantizing them when it is loaded.
+    # Whether the deployed model multiplies the integer codes. Otherwise, the codes are dequantized when the model is
+    # loaded.
     integer: ClassVar[bool] = False
     has_grid: ClassVar[bool] = False
 
@@ -157,15 +158,16 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def rejects(self, shape: tuple[int, ...]) -> str | None:
-        """Returns the reason why this scheme cannot store a parameter of `shape`, or None if it can."""
+        """Returns the reason why this scheme cannot store a parameter of `shape`, or None if the scheme can store the
+        parameter."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         """Converts `weight` (any float dtype and device) to the arrays of `stored`, by suffix.
 
-        `hessian` is X^T X [columns, columns], up to a positive factor. Schemes with `needs_hessian` False ignore it.
-        Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out of
-        range.
+        `hessian` is X^T X [columns, columns], up to a positive factor. Schemes with `needs_hessian` False ignore the
+        Hessian. Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value
+        is out of range.
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
