@@ -19,8 +19,8 @@ class Clock:
     def common(self) -> float:
         """The training time in seconds, with the same value on all processes of the run.
 
-        Decisions that must be equal on all processes depend on this value. With several processes, it is the last
-        argument of `agree`. With one process, it is `seconds`.
+        Use this value for decisions that all processes must make alike. With one process, the value is `seconds`. With
+        several processes, the value is the last argument of `agree`.
         """
         return self._agreed if self._agreed is not None else self.seconds
 

@@ -9,7 +9,7 @@ import torch
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads this variable when a process first multiplies matrices
-SIZES = (":4096:8", ":16:8")  # the workspace sizes with which cuBLAS sums in a fixed order
+SIZES = (":4096:8", ":16:8")  # the cuBLAS workspace sizes that make the order of sums fixed
 REDUCTION = "NCCL_ALGO"  # NCCL's ring adds the gradients in the order of the ranks
 _MISSING = "does not have a deterministic implementation"
 
@@ -22,7 +22,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
     and before torch.distributed is initialized.
 
     Raises:
-        EnvironmentFailure: if the environment selects a cuBLAS workspace for which results may vary.
+        EnvironmentFailure: if `CUBLAS_WORKSPACE_CONFIG` selects a cuBLAS workspace for which results may vary.
         RunFailure: if a Torch operation has no deterministic implementation on the device.
     """
     if not wanted:
@@ -39,7 +39,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         torch.use_deterministic_algorithms(True)
         _set(
             stack, torch.utils.deterministic, "fill_uninitialized_memory", False
-        )  # a fill is not needed, because every kernel writes all of its outputs
+        )  # without a fill, because every kernel writes all of its outputs
         _set(stack, torch.backends.cudnn, "deterministic", True)
         _set(stack, torch.backends.cudnn, "benchmark", False)
         if device.type == "cuda":
@@ -47,7 +47,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
 
             stack.enter_context(
                 config.patch(deterministic=True)
-            )  # so that the compiler does not choose kernels by measured times
+            )  # the compiler must not choose kernels by measured times, which vary between runs
         try:
             yield
         except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The random numbers of dropout in text models.
 
-They depend on the seed of the run, the step, the dropout node, and the index of a row in the step.
+The numbers depend on the seed of the run, the step, the dropout node, and the index of a row in the step.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from specc.runtime.distributed.world import World
 class DropoutDraws:
     """Writes the keys and row numbers of dropout into the buffers of a model.
 
-    A dropout node derives its random numbers from a key and the row numbers; see `specc.compiler.ops.dropout`. With W
-    processes, process r computes the sequences r, r + W, r + 2 * W, ... of a step.
+    A dropout node derives its random numbers from a key and the row numbers; see `specc.compiler.ops.dropout`. The
+    sequences of a step are divided among W processes: process r computes the sequences r, r + W, r + 2 * W, ...
 
     Args:
         model: the model in training.
@@ -31,15 +31,15 @@ class DropoutDraws:
         self._seed, self._rows, self._window, self._world = seed, rows, window, world
         self._draws = torch.zeros(len(self._buffers), 4, dtype=torch.int64, device=world.device)
         for buffer, draw in zip(self._buffers.values(), self._draws, strict=True):
-            buffer.data = draw  # one buffer for all, so that one copy writes them
+            buffer.data = draw  # all nodes share one buffer, so that a single copy to the device writes all values
         self._keys: tuple[int, list[int]] = (-1, [])
 
     def write(self, step: int, part: int) -> None:
         """Writes the keys and row numbers for one backward pass, without waiting for the device.
 
         Args:
-            step: the number of previous updates.
-            part: the index of the backward pass in its update.
+            step: the number of optimizer updates before this step.
+            part: the index of the backward pass in its step.
         """
         if not self._buffers:
             return

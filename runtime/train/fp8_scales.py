@@ -19,8 +19,9 @@ X, WEIGHT, DY = range(len(FACTORS))
 class Fp8Scales:
     """Computes the scales of matrix products from the largest magnitudes of their operands in earlier steps.
 
-    A product reads its scales from a buffer of the model, and records magnitudes in this buffer; see
-    `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates.
+    A matrix product reads its scales from a buffer of the model, and records the magnitudes of its operands in the
+    same buffer; see `specc.compiler.ops.fp8`. The first step has no recorded magnitudes. Its scales depend on the
+    weights, and on estimates for the inputs and the gradients.
 
     Args:
         model: the model in training, on its device.
@@ -40,7 +41,9 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales of the first step from the current weights and the factor `loss_scale` of the loss."""
+        """Sets the scales of the first step. `loss_scale` is the factor by which the loss is multiplied in this
+        step.
+        """
         for name, buffer in self._buffers.items():
             begin_scales(buffer)
             buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
@@ -49,10 +52,10 @@ class Fp8Scales:
 
     @torch.no_grad()
     def update(self, loss_scale: float) -> None:
-        """Records the largest magnitudes of a step, and sets the scales of the next step.
+        """Records the largest magnitudes of the last step, and sets the scales of the next step.
 
-        `loss_scale` is the factor by which the loss is multiplied in the next step. If a magnitude is not finite, for
-        example because of an overflow, it is replaced by the largest recorded magnitude.
+        `loss_scale` is the factor by which the loss is multiplied in the next step. A magnitude that is not finite, for
+        example after an overflow, is replaced by the largest recorded magnitude.
         """
         if not self._buffers:
             return
@@ -74,7 +77,7 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the recorded magnitudes for a checkpoint, by name. The tensors f32 [steps, 3] are not copies."""
+        """Returns the recorded magnitudes by name, for a checkpoint. The tensors, f32 [steps, 3], are not copies."""
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()

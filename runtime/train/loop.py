@@ -41,11 +41,11 @@ class RunLabel(Protocol):
     def resume_command(self) -> str: ...
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns the loss of the validation at `step`, in nats per token. None if the log has no such validation."""
+        """Returns the loss that the validation at `step` logged, in nats per token. None without such a validation."""
 
 
 class _SignalReceived(Exception):
-    """Raised after this process has received a signal that it has not yet reported to the other processes."""
+    """Raised after this process has received a signal, before the other processes know of the signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Limits:
 
     Attributes:
         steps: the number of steps, counted from step 0, after which the run ends; None for no limit.
-        seconds: the number of seconds in the current loop after which the run ends; None for no limit.
+        seconds: the wall-clock time of the loop, in seconds, after which the run ends; None for no limit.
     """
 
     steps: int | None = None
@@ -93,8 +93,8 @@ class TrainResult:
 class Loop:
     """Trains one run, from the current step of the trainer to the end of the run.
 
-    With several processes, each process runs the loop. Once per step, the processes exchange signals and elapsed times,
-    so that all of them stop at the same step. Rank 0 writes checkpoints and the log.
+    With several processes, each process runs the loop. Once per step, the processes exchange their signals and elapsed
+    times, so that all processes stop at the same step. Rank 0 writes checkpoints and the log.
 
     Args:
         run: the names and paths of the run.
@@ -103,8 +103,8 @@ class Loop:
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end the run early.
         save: writes a snapshot and returns the path of the checkpoint. Raises RunFailure if the disk is full.
-        advice: returns the hint for the user if a GPU runs out of memory.
-        start: the running measurement of the start of the run. None for a new measurement.
+        advice: returns the hint for the user after a GPU has run out of memory.
+        start: the measurement of the start of the run, if it has already begun. None for a new measurement.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Loop:
     def _log_failure(self, error: RuntimeFailure) -> None:
         with suppress(
             RunFailure
-        ):  # if the disk is full, the log entry cannot be written; the raised error is reported anyway
+        ):  # if the disk is full, this log entry cannot be written either; the error in progress is reported anyway
             self._log.write("failure", step=self._trainer.step, message=error.message)
 
     def _train(self) -> None:
@@ -221,8 +221,9 @@ class Loop:
     def _begins_with_validation(self) -> bool:
         """Returns whether the loop begins with a validation.
 
-        A resumed run validates first if the validation of the current step is due but not in the log. It also validates
-        first if the logged loss of the current step reached `train.stop_at_loss`, so that the run ends.
+        A resumed run validates first if the validation of the current step is due, but the log does not contain this
+        validation. The run also validates first if the logged loss of the current step reached `train.stop_at_loss`. In
+        the second case, the validation ends the run.
         """
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
@@ -318,7 +319,8 @@ class Loop:
         try:
             result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
         except _SignalReceived:
-            # Waits until all ranks have scored their parts. After a signal, all ranks raise Stopped.
+            # Wait until all ranks have scored their parts. If any rank received a signal, `_agree` raises Stopped on
+            # all ranks.
             self._agree()
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())

@@ -13,9 +13,9 @@ LARGEST = 2.0**32  # the largest factor, because the scaled loss must stay far b
 class LossScale:
     """The factor by which the loss is multiplied before the backward pass.
 
-    Gradients are divided by the factor before clipping. A dynamic factor falls after a step with a gradient that is not
-    finite, and rises after many steps with finite gradients (Micikevicius et al., 2018). All processes have the same
-    factor.
+    Gradients are divided by the factor before clipping. A dynamic factor decreases after a step with a gradient that is
+    not finite, and increases after many steps with finite gradients (Micikevicius et al., 2018). All processes have the
+    same factor.
 
     Args:
         spec: the settings, or a constant factor.

@@ -17,13 +17,13 @@ from specc.compiler.spec.train import BLOCK
 from specc.runtime.errors import RunFailure
 
 GENERAL = "lower train.micro_batch; the size of a step need not change"
-MARGIN = 1.03  # a factor for memory that the allocator cannot use, because the free parts of segments are too small
+MARGIN = 1.03  # some free memory is unusable, because the free parts of the allocator's segments are too small
 Change = tuple[str, Step]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Computes the hint for the user if a run needs more memory than its GPU has.
+    """Computes the hint for the user after a run needed more memory than its GPU has.
 
     Attributes:
         spec: the spec of the run.
@@ -43,8 +43,8 @@ class Advice:
         """Returns a hint with the smallest changes of the spec that fit in `capacity` bytes.
 
         A change reduces the rows per micro-batch, recomputes a part of the model in the backward pass, or both. The
-        unchanged run has failed, so it needs at least `capacity` bytes. If the estimate for the unchanged run is
-        smaller than `capacity`, all estimates are scaled up.
+        unchanged run ran out of memory, so it needs at least `capacity` bytes. If the estimate for the unchanged run is
+        below `capacity`, the method scales up all estimates by the same factor.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -99,7 +99,7 @@ def capacity_of(device: torch.device) -> int:
     The number includes the bytes that the tensors already occupy.
     """
     free, total = torch.cuda.mem_get_info(device)
-    # The next function does not accept a device without an index
+    # `get_per_process_memory_fraction` requires the index of the device
     limit = torch.cuda.get_per_process_memory_fraction(device.index) * total
     return int(min(free + torch.cuda.memory_reserved(device), limit))
 

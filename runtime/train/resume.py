@@ -15,8 +15,8 @@ from specc.runtime.train.trainer import Trainer
 def run_to_resume(directory: Path | None, name: str) -> Path | None:
     """Returns the directory of the run to resume, or None if no such run exists.
 
-    `directory` is the run directory that the user names. If it is None, the result is the newest run of the spec
-    `name`.
+    `directory` is the run directory that the user names. If `directory` is None, the result is the newest run of the
+    spec `name`.
     """
     directory = directory or newest_run(name)
     return directory if directory is not None and is_run(directory) else None
@@ -26,14 +26,14 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
     """Restores the newest valid checkpoint of a run.
 
     Args:
-        begun: the run, with the recorded location of its data.
-        run: the same run, with the current location of its data.
+        begun: the run as it was recorded at its start, with the previous path of its data.
+        run: the same run, with the current path of its data.
         trainer: the trainer that receives the state of the checkpoint.
         say: the function that receives messages for the user.
 
     Raises:
-        IntegrityError: if the run has had checkpoints, but none of them is valid.
-        RunDirectoryError: if the path of the data has changed, and no checkpoint can show that the data are unchanged.
+        IntegrityError: if checkpoints were written, but none of them is valid.
+        RunDirectoryError: if the path of the data has changed, and no checkpoint can prove that the data are the same.
     """
     moved = run.data != lasting(begun.data)
 
@@ -47,7 +47,7 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     path = trainer.world.first(newest)
     if path is None:
-        # Without a checkpoint, it cannot be confirmed that the data are the same
+        # Without a checkpoint, only recorded digests can prove that the data are the same
         if moved and begun.data_digests is None:
             message = f"{run.directory} was started with the data {begun.data}, not with {run.data}"
             raise RunDirectoryError(message, "the run has no checkpoint yet: start a new run")

@@ -23,8 +23,8 @@ class RunSegment:
     """A part of a run with fixed programs, row length and step size.
 
     Attributes:
-        begins: the completed share of the run, from 0 to 1, at which the segment begins.
-        phase: the phase, which states the programs for training and scoring.
+        begins: the completed fraction of the run, from 0 to 1, at which the segment begins.
+        phase: the phase of the spec, which selects the programs for training and scoring.
         tokens: the length of a row, in tokens.
         micro_batches: the number of backward passes per step on each process.
     """
@@ -46,7 +46,8 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
     Args:
         phases: all phases of the run except the last phase, in order.
         train: the section `train` of the spec.
-        window: the context of the model in tokens. If `train.context` is unset, `window` is also the row length.
+        window: the context of the model in tokens. The row length is `train.context`, or `window` if that setting is
+        unset.
         world: the number of processes.
 
     Raises:
@@ -83,7 +84,7 @@ def compiled_functions(
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:
         return functions
-    # If the model has a loop over time, its generated code marks the parts to compile
+    # A generated model with a loop over time compiles its parts itself, so that `fullgraph` is False
     whole = getattr(model, "fullgraph", True)
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
@@ -96,11 +97,11 @@ def compiled_functions(
 
 
 class UnusedParameters:
-    """Protects parameters that no program of a phase reads from changes by an optimizer.
+    """Prevents optimizers from changing parameters that no program of a phase reads.
 
-    Without this protection, an optimizer would apply weight decay to the parameters and advance their step counts. The
-    method `save` stores the parameters and their optimizer state, and `restore` writes the stored values back. During
-    each call, `masters` must contain the f32 weights.
+    Without this protection, an optimizer would apply weight decay to these parameters and advance their step counts.
+    The method `save` stores the parameters and their optimizer state. The method `restore` writes the stored values
+    back. During each call, `masters` must contain the f32 weights.
 
     Args:
         names: the names of the parameters.

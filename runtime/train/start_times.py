@@ -22,7 +22,7 @@ class StartTimes:
     def mark(self, phase: str) -> None:
         """Adds the seconds since the last call to the total of `phase`.
 
-        The seconds in which this process waited for nvcc are added to the total of the phase `nvcc` instead.
+        The seconds in which this process waited for nvcc count for the phase `nvcc` instead.
         """
         now, waited = time.monotonic(), native.waited[0]
         nvcc = waited - self._waited

@@ -65,16 +65,18 @@ class TrainOptions:
         target: the target of the spec to run.
         data: the training data, in the format of the option `--data`. For text, see
             `specc.runtime.data.windows.stream.open_stream`.
-        run: the run directory. If it is None, a new run gets the next free directory `runs/NAME-NNN`, and a resumed run
-            is the newest `runs/NAME-NNN`.
-        overrides: the values of `--set`, which run.json records and `spec` already contains.
-        resume: "auto" continues from the newest valid checkpoint. If no run exists, or if the run has no checkpoint
-            yet, training starts from step 0.
+        run: the run directory. None selects a directory by name. For a new run, it is the next free directory
+            `runs/NAME-NNN`. For a resumed run, it is the newest directory `runs/NAME-NNN`.
+        overrides: the values of the option `--set`. They are already part of `spec`. The file run.json records them.
+        resume: "auto" continues from the newest valid checkpoint. Training starts from step 0 if no run exists, or if
+        the run
+            has no checkpoint yet.
         stop_after_steps: the number of steps after which the run ends early, counted from step 0. The limit does not
             change schedules.
-        max_seconds: the number of seconds in this process after which the run ends early. The limit does not change
-            schedules.
-        search: folders to search for the tokenizer.
+        max_seconds: the wall-clock time of the training loop in this process, in seconds, after which the run ends
+        early.
+            The limit does not change schedules.
+        search: the folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
@@ -82,7 +84,7 @@ class TrainOptions:
             resumed run ignores `lock`, and uses the stored kernels.
         track: the names of the trackers that receive the records of the log.
         place: the position of the section `train` in the spec, as `file:line`, for messages; empty if unknown.
-        began: the value of `time.monotonic` when the command began, so that the log includes the time of imports.
+        began: the value of `time.monotonic` when the command began. The logged start time then includes imports.
     """
 
     spec: Spec
@@ -106,24 +108,26 @@ class TrainOptions:
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
     """Trains until the run is complete or ends early.
 
-    With several processes, each process calls this function with the same options. Rank 0 prints messages, and writes
-    the run directory, which must be on shared storage. The number of processes changes the result only by rounding.
+    With several processes, each process calls this function with the same options. Rank 0 prints the messages and
+    writes the run directory, which must be on shared storage. Results with different numbers of processes differ only
+    by
+    rounding.
 
     Args:
         options: the spec, the data and the run directory.
-        say: the function that receives messages for the user. Its errors are ignored, so that the run continues after
-            the user closes the terminal.
-        world: the processes that train together. None for this process alone.
+        say: the function that receives messages for the user. Errors of this function are ignored, so that the run
+            continues after the user closes the terminal.
+        world: the processes that train together. None for a run with one process.
 
     Raises:
         RunDirectoryError, BatchError: if the options do not fit the run or the machine (exit code 2).
         EnvironmentFailure: if the machine lacks something that the run needs (3).
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
-        Preempted, Interrupted: after a signal (75, 130). If training had begun, the run has a checkpoint of the current
-            step.
-        PeerLost: if another process ended or does not answer (76).
-        DataError: if the data cannot be read or do not fit the spec.
+        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint of the current step
+        exists.
+        PeerLost: if another process has ended or does not answer (76).
+        DataError: if the data cannot be read or do not match the spec.
     """
     with ExitStack() as stack:
         return _train(options, unfailing(say), world or World.alone(), stack)
@@ -149,17 +153,17 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         begun.require_same(spec, options.target)
         begun.with_data(data)
     # Open the data before anything is written. A failure then leaves no folder.
-    with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
+    with world.in_turn("data"):  # rank 0 tokenizes the data; the other ranks read the cache that rank 0 writes
         opened = source.open(data, options.cache, stack)
     times.mark("data")
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
-            require_free(directory)  # checked before the lock, which would add a file to a directory with other content
+            require_free(directory)  # checked before taking the lock, because the lock adds a file to the directory
             stack.callback(_remove_unused, directory, directory.exists())
         stack.enter_context(locked(directory))
         if begun is None:
-            require_free(directory)  # another process may have created a run while this one waited for the lock
+            require_free(directory)  # checked again, because another process may have created a run in the meantime
     say(f"run: {directory}")
     fresh = Run(directory, spec, options.target, data, options.overrides, options.lock, opened.digests)
     run = begun.with_data(data) if begun is not None else fresh
@@ -176,7 +180,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         raise RunDirectoryError(message, "the run has no checkpoint yet: start a new run")
     if begun is not None:
         restore_newest(begun, run, trainer, say)
-    elif leads:  # written after all checks, so that a failed start can be repeated in the same directory
+    elif leads:  # after all checks, so that the user can repeat a failed start in the same directory
         run.create(source.files)
     reporter = Reporter(Silence(), lambda step, done: None, say)
     if leads:
@@ -222,7 +226,7 @@ def _prepare(
     times.mark("build")
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
-    # Random numbers are drawn without the interpreter lock, so another thread can import modules meanwhile
+    # Drawing random numbers releases the interpreter lock, so that another thread can import modules at the same time
     with ThreadPoolExecutor(1) as background:
         initialized = background.submit(initialize, loaded, spec.train.seed)
         if options.compiled and gpu:

@@ -50,7 +50,7 @@ from specc.runtime.train.segments import (
 from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
-WORK_STEPS = 10_000  # all kinds of work in the next WORK_STEPS steps are compiled before the clock starts
+WORK_STEPS = 10_000  # all programs that the next WORK_STEPS steps need are compiled before the clock starts
 PART_TOKENS = 16384  # the approximate number of tokens on which the terms of the loss are measured
 PART_WINDOWS = 4  # the number of validation windows in which the load of experts and the terms of the loss are measured
 _NOT_FINITE = "the last checkpoint is unchanged; lower the learning rates, or set train.clip_norm"
@@ -66,10 +66,10 @@ class TrainableModel:
         parameters: the names and compute dtypes of the parameters.
         window: the number of tokens per row.
         spec_digest: the SHA-256 of the spec, for checkpoints.
-        phases: the phases of the run, as in `Programs`.
+        phases: the phases of the run, as in `Programs`. A phase selects the programs for training and scoring.
         schemes: the storage scheme of each parameter, by name, if the spec has `train.qat`; otherwise None.
         input_scales: the input scales of int8 products. None if the model has no int8 products.
-        derived: the matrices that are computed only from parameters, once per step.
+        derived: the matrices that depend only on parameters, and are therefore computed once per step.
     """
 
     module: nn.Module
@@ -84,7 +84,7 @@ class TrainableModel:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A training step that was started on the device, and whose results may not have arrived on the host yet."""
+    """A training step that was started on the device. Its results may not have arrived on the host yet."""
 
     step: int
     multiplier: float
@@ -99,8 +99,8 @@ class Trainer:
     """Trains one model.
 
     The constructor moves the model to the device of `world`, and converts the parameters to their compute dtypes. With
-    several processes, each process has a trainer, and all processes make the same calls. Gradients and losses are
-    summed over the processes once per step. Each process updates only its part of sharded parameters.
+    several processes, each process has a trainer, and all processes make the same calls. The processes sum their
+    gradients and losses once per step. Each process updates only its part of the sharded parameters.
 
     Args:
         model: the model.
@@ -111,13 +111,15 @@ class Trainer:
         compile_training: the function that compiles the training programs.
 
     Attributes:
-        loads: the loads of experts on a part of the data of the last evaluation. Empty if the model has no experts.
-        terms: the terms of the loss on a part of the data of the last evaluation. Empty if the loss has a single term.
+        loads: the load of each expert in the last evaluation, from a part of the data. Empty if the model has no
+        experts.
+        terms: the terms of the loss in the last evaluation, from a part of the data. Empty if the loss has a single
+        term.
         loss_scale: the loss scaling. None if the loss is not scaled.
 
     Raises:
         BatchError: if a step cannot be divided into micro-batches.
-        LoweringError: if the optimizers do not fit the parameters.
+        LoweringError: if the optimizers do not match the parameters.
     """
 
     def __init__(
@@ -158,8 +160,9 @@ class Trainer:
         self.loads: Mapping[str, Sequence[float]] = {}
         self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled, compile_training)
-        # CUDA graphs that run one at a time share memory. The f32 update of bf16 masters therefore reuses the memory of
-        # activations.
+        # CUDA graphs that run one at a time share memory. The graph of the f32 update of bf16 masters therefore reuses
+        # the
+        # memory of activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
         pool = torch.cuda.graph_pool_handle() if shared else None
         self._update_pool = pool if in_bf16 else None
@@ -167,18 +170,18 @@ class Trainer:
             self._replayed(partial(self._pass, self._functions[segment.phase.train], segment.tokens), pool=pool)
             for segment in self._segments
         ]
-        self._done_before = 0.0  # the completed share of the run before the last update
+        self._done_before = 0.0  # the completed fraction of the run before the last update
         self._enter(0)
         self.step = 0
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
-        # The numbers of samples and tokens, including the last step that `advance` returned
+        # The numbers of samples and tokens up to and including the last step that `advance` returned
         self._last: tuple[int | None, int] = (None, 0)
 
     @property
     def segment(self) -> RunSegment:
-        """The segment of the run to which the last update belongs; before the first update, the first segment."""
+        """The segment of the run that contains the last update. Before the first update, the first segment."""
         return self._segments[self._index]
 
     @property
@@ -207,16 +210,17 @@ class Trainer:
 
     @property
     def done(self) -> float:
-        """The completed share of the run, 0 to 1. The run ends at 1."""
+        """The completed fraction of the run, from 0 to 1. The run ends at 1."""
         return moment(self.train, self.step, self.clock.common).done
 
     def advance(self) -> list[Step]:
         """Performs one update. Returns the steps whose results have arrived from the device.
 
         On the CPU, the result is the current step. On a GPU, the result is the previous step, so that the device does
-        not wait for the host. With a dynamic loss scale, the host waits for the gradients of each step. If a gradient
-        is then not finite, the step does not change the weights. Such a step still consumes a batch, and increases the
-        number of steps.
+        not wait for the host.
+
+        With a dynamic loss scale, the host waits for the gradients of each step. If a gradient is not finite, the step
+        does not change the weights. The step still consumes a batch and counts as a step.
 
         Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, a step that raises
         this error does not change the weights.
@@ -239,14 +243,14 @@ class Trainer:
 
     def update(self, now: Moment) -> None:
         self.optimizers.set(now)
-        # In a profile, the kernels in this range count as optimizer kernels, also those of a replayed CUDA graph
+        # In a profile, the kernels in this range count as optimizer kernels, even if a CUDA graph replays them
         with torch.profiler.record_function("specc.optimizer"):
             self._update_function(self.optimizers.work(now.step))()
         if self.average is not None:
             self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
-        """Waits for the device, and returns the steps that `advance` has not returned yet.
+        """Waits for the device. Returns the steps that `advance` has not returned yet.
 
         Raises RunFailure if the loss or a gradient of a returned step is not finite.
         """
@@ -258,7 +262,7 @@ class Trainer:
     def paused(self) -> Iterator[None]:
         """A context manager in which the training clock is stopped.
 
-        Call `settle` first. Otherwise, the clock does not measure the steps that still run on the device.
+        Call `settle` first. Otherwise, the clock does not count the time of steps that still run on the device.
         """
         self.clock.stop()
         try:
@@ -274,9 +278,10 @@ class Trainer:
 
         Args:
             vocabulary: the number of token ids.
-            mark: a function that is called with the name of each part of the work after this part. The part `trace` is
-                the first computation of gradients in a segment, which compiles the program. The part `warm_up` is all
-                other work, including the capture of CUDA graphs.
+            mark: a function that is called at the end of each part of the work, with the name of the part. The part
+                `trace` is the first computation of gradients in a segment, which compiles the program. The part
+                `warm_up`
+                is all other work, including the capture of CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
@@ -307,8 +312,8 @@ class Trainer:
             validation: the data and the metric.
             weights: the f32 weights to score, by parameter name. None for the current weights.
             progress: a function that is called between batches as `progress(scored, total)`.
-            meet: a function that is called after this process has scored its part, and before the results of all
-                processes are summed.
+            meet: a function that is called after this process has scored its part of the data. The processes sum their
+                results afterwards.
 
         Returns:
             The result over all processes.
@@ -347,9 +352,9 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Returns the numbers of samples and tokens so far, in total and per second of training, as fields of the log.
+        """Returns the numbers of samples and tokens so far, as fields of the log.
 
-        The result is empty if the data have no samples.
+        Each number is a total, and a rate per second of training. The result is empty if the data have no samples.
         """
         samples, tokens = self.feed.counted()
         if samples is None:
@@ -374,7 +379,7 @@ class Trainer:
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """Returns the complete state of the run between two steps, without copies of tensors.
+        """Returns the complete state of the run between two steps. Tensors are not copied.
 
         With several processes, call `gather` first. Otherwise, the optimizer state of sharded parameters is outdated.
         """
@@ -449,8 +454,8 @@ class Trainer:
         gradients.
 
         The method sets `_norm` to the norm of the gradients before clipping. If `wait` is True, the processes wait for
-        each other on the host before they sum the gradients. The sum could otherwise time out, because another process
-        still compiles.
+        each other on the host before they sum the gradients. Without this wait, the sum could time out while another
+        process still compiles.
         """
         self.masters.clear()
         self._set_weights(now)
@@ -462,7 +467,7 @@ class Trainer:
         if wait:
             self.world.wait()
         self._finish_gradients[self.micro_batches]()
-        self.masters.attach()  # called again, because it sets Python attributes, which the replay of a graph does not
+        self.masters.attach()  # sets Python attributes, which the replay of a CUDA graph does not set
 
     def _set_weights(self, now: Moment) -> None:
         terms = [term for term in self.train.losses if term.input]
@@ -512,15 +517,15 @@ class Trainer:
     def _is_quantized_at(self, now: Moment, index: int) -> bool:
         if any(
             segment.phase.rounds for segment in self._segments
-        ):  # weights become quantized in the same step as the inputs in the programs
+        ):  # weights and the inputs of the programs become quantized in the same step
             return self._segments[index].phase.rounds
         return self.train.qat is not None and now.warm_down < self.train.qat.below
 
     def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
-            self._updates.clear()  # the captured graphs still write to the previous copies
-            if self.masters.derived.leaves:  # and compute gradients from the previous values of parameters
+            self._updates.clear()  # the captured graphs write to the previous copies
+            if self.masters.derived.leaves:  # the captured graphs read the previous values of parameters
                 self._finish_gradients = self._finish_functions()
 
     def _finish_functions(self) -> dict[int, Callable[[], None]]:

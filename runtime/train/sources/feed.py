@@ -58,7 +58,7 @@ class Feed(ABC):
         return inputs
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """Runs the program `train` on `arguments`, which the method `arguments` returned.
+        """Runs the program `train` on `arguments`, which the method `arguments` has returned.
 
         Returns the mean loss, f32 []. A CUDA graph may capture this call.
         """
@@ -76,7 +76,9 @@ class Feed(ABC):
         """
 
     def cropped_share(self) -> float | None:
-        """Returns the share of document tokens that packing has dropped; None if documents are not packed into rows."""
+        """Returns the fraction of document tokens that packing has dropped. None if documents are not packed into
+        rows.
+        """
         return None
 
 
@@ -106,11 +108,12 @@ class Windows(Feed):
 
 
 class Forced(Feed):
-    """A feed of line pairs with teacher forcing. It adds decoder inputs to the batches (source, target, weight).
+    """A feed of line pairs (source, target, weight) with teacher forcing.
 
-    The decoder inputs, i64 [B, T], begin with the start token. At a forced position, the input is the previous target
-    token. At any other position, the input is the token that the model predicts. Random numbers select the forced
-    positions. They depend on the seed, the step, the sample and the position, but not on the number of processes.
+    The feed adds decoder inputs, i64 [B, T], to each batch. The inputs begin with the start token. At a forced
+    position, the input is the previous target token. At any other position, the input is the token that the model
+    predicts. Random numbers select the forced positions. The random numbers depend on the seed, the step, the sample
+    and the position. They do not depend on the number of processes.
 
     Args:
         loader: the loader of the pairs.
@@ -165,7 +168,7 @@ class Forced(Feed):
 
 
 def shifted(target: Tensor) -> Tensor:
-    """Returns decoder inputs without predicted tokens: the start token, then all target tokens except the last."""
+    """Returns decoder inputs that are all forced: the start token, then all target tokens except the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs

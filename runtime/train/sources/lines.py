@@ -40,8 +40,9 @@ class Lines(Source):
         self._spec, self._tokenizer = spec, characters_of(spec)
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Generates the lines if `data` is the name of the task of the spec. Otherwise reads the file `data`, and holds
-        out a part of its lines for validation.
+        """Generates the lines if `data` is the name of the task in the spec. Otherwise, the method reads the file
+        `data`,
+        and holds out a part of its lines for validation.
         """
         spec, tokenizer, width = self._spec, self._tokenizer, self._spec.model.window
         task = task_of(spec.train.data)
@@ -96,12 +97,12 @@ class _OpenLines:
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         """Yields batches of line pairs, on which calibration measures the ranges of int8 inputs.
 
-        All sources of a batch have the same length, and all targets of a batch have the same length. The batches
-        therefore contain no padding, which would affect the measured ranges. If the model attends to padding, however,
-        the batches contain sources with their padding.
+        All sources of a batch have the same length, and so do all targets of a batch. The batches therefore contain no
+        padding, which would affect the measured ranges. Sources keep their padding only if the model attends to
+        padding.
 
         Args:
-            rows: the number of line pairs, which are spread over the training data.
+            rows: the number of line pairs. The pairs are spread over the training data.
             batch: the largest number of line pairs per batch.
         """
         count = min(rows, len(self.train))

@@ -19,11 +19,12 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
         train: the section `train` of the spec.
         window: the number of tokens per row.
         world: the number of processes.
-        size: the size of a step, in rows if `train.batch` is set, otherwise in tokens. None selects the size of the
-            last step of the run.
+        size: the size of a step: in rows if `train.batch` is set, otherwise in tokens. None selects the size of the
+        last
+            step of the run.
 
     Raises:
-        BatchError: if a step cannot be divided evenly into passes on all processes.
+        BatchError: if the processes cannot divide a step evenly into micro-batches.
     """
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = size or last(train.step_size)

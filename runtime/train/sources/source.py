@@ -59,22 +59,22 @@ class OpenData(Protocol):
         """Yields `rows` rows of the training data for calibration, in batches of at most `batch` rows.
 
         A batch maps the names of the inputs of the program `score` to i64 tensors on the CPU. The rows are spread over
-        the data. Their choice depends only on the arguments, the data and the seed of the spec.
+        the data. The choice of the rows depends only on the arguments, the data and the seed of the spec.
         """
 
 
 class Source(ABC):
     """The reader of one form of data, such as text or lines.
 
-    Each subclass is in a separate file of this package. The constructor checks that all files exist and match the
-    model, before a run writes anything.
+    Each subclass is in a separate file of this package. Before a run writes anything, the constructor checks that all
+    files exist and match the model.
 
     Args:
         spec: the resolved spec.
-        search: the folders to search for files, such as the tokenizer.
+        search: the folders to search for files, for example for the tokenizer.
 
     Attributes:
-        name: the name of the form, as in `DataKind.gives`.
+        name: the name of the form of the data, as in `DataKind.gives`.
         files: the files to copy into the run directory, so that the run does not depend on files elsewhere.
 
     Raises:
@@ -89,15 +89,17 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Opens `data`, the value of the option `--data`. The folder `cache` stores results that are slow to compute.
+        """Opens `data`, the value of the option `--data`.
 
-        Raises DataError if the data cannot be read or do not fit the spec.
+        The folder `cache` stores results that are slow to compute. Raises DataError if the data cannot be read or do
+        not
+        match the spec.
         """
 
     @staticmethod
     @abstractmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
-        """Returns a feed of random batches, for measuring the speed of training steps. The method reads no files.
+        """Returns a feed of random batches, with which the speed of training steps is measured. Reads no files.
 
         Args:
             spec: the spec.
