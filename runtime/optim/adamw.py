@@ -18,15 +18,16 @@ class AdamW(UpdateRule[AdamWSpec]):
     def __init__(self, spec: AdamWSpec, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         super().__init__(spec, parameters, world)
         fused = self.tensors[0].is_cuda
-        # Weight decay is applied separately. In Torch's kernel, it is a launch constant, which a CUDA graph cannot
-        # change.
+        # Torch's kernel fixes the weight decay at its launch, and a CUDA graph cannot change a launch. If the weight
+        # decay
+        # changes during the run, it is therefore applied separately.
         decay = spec.weight_decay if isinstance(spec.weight_decay, float | int) and not spec.cautious_decay else None
         self._decays = decay is None
         self._torch = torch.optim.AdamW(
             self.tensors, 0.0, spec.betas, spec.eps, decay or 0.0, fused=fused, foreach=False, capturable=fused
         )
-        self._torch._warned_capturable_if_run_uncaptured = True  # suppresses a warning about capture
-        # Torch would create its state in the first step, but checkpoints need the names before that step.
+        self._torch._warned_capturable_if_run_uncaptured = True  # suppresses Torch's warning about steps outside CUDA graphs
+        # Torch creates its state in the first step, but checkpoints need the names of the state tensors earlier
         for parameter in self.tensors:
             self._torch.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device if fused else "cpu"),

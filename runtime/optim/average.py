@@ -10,17 +10,18 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average:
-    """An f32 mean of the master weights, by name. It starts as a copy of the master weights.
+    """An f32 mean of the master weights, by name. The mean starts as a copy of the master weights.
 
     The kind `ema` is an exponential moving average with the factor `decay` (Polyak and Juditsky, 1992). The kind `swa`
-    is an arithmetic mean of weights (Izmailov et al., 2018). It adds the weights as a sample after every `every` steps
-    in which `Moment.warm_down` is less than `below`.
+    is an arithmetic mean of samples of the weights (Izmailov et al., 2018). It takes a sample every `every` steps,
+    while
+    `Moment.warm_down` is less than `below`.
     """
 
     def __init__(self, spec: AverageSpec, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._spec, self._weights = spec, weights
         self._tensors = {name: weight.detach().clone() for name, weight in weights().items()}
-        self._count = torch.zeros(())  # the samples of an `swa`
+        self._count = torch.zeros(())  # the number of samples of an `swa`
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -38,7 +39,7 @@ class Average:
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean after step `step`, if the settings of the average require an update after this step.
+        """Updates the mean after step `step`. An `swa` changes only in the steps in which it takes a sample.
 
         `moment` is the progress of the run at the step.
         """
@@ -65,7 +66,7 @@ class Average:
         """Sets the mean to `weights`, and the number of samples from `state`.
 
         `weights` must have the names and shapes of the mean. `state` must contain the entries that the method `state`
-        returns. Further entries are ignored.
+        returns. Other entries of `state` are ignored.
         """
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])

@@ -11,8 +11,8 @@ from specc.runtime.distributed.world import Waiting, World
 class Bank:
     """All matrices of one shape. Each process updates an equal part of the matrices.
 
-    A process has the summed gradients and the optimizer state of its part. The last parts contain matrices of zeros if
-    the number of processes does not divide the number of matrices.
+    A process has the summed gradients and the optimizer state of its part. If the number of processes does not divide
+    the number of matrices, matrices of zeros fill the last parts.
 
     Args:
         params: the matrices, f32 [rows, columns] each.
@@ -20,7 +20,8 @@ class Bank:
 
     Attributes:
         local: the part of this process, as a slice of tensors [all matrices, ...].
-        gradient: the sum of the gradients of the part over all processes, f32 [local matrices, rows, columns]. The
+        gradient: the gradients of the local matrices, f32 [local matrices, rows, columns], summed over all processes.
+        The
             sum is valid after `add_up().wait()`. The address never changes, because a CUDA graph reads the tensor.
     """
 
@@ -42,9 +43,9 @@ class Bank:
         return self._states[-1]
 
     def add_up(self) -> Waiting:
-        """Starts to sum the gradients over all processes into `gradient`, and returns a handle to wait for.
+        """Starts to sum the gradients over all processes into `gradient`.
 
-        Raises ValueError if a parameter has no gradient.
+        Returns a handle; its method `wait` waits for the sum. Raises ValueError if a parameter has no gradient.
         """
         gradients = [param.grad for param in self.params if param.grad is not None]
         if len(gradients) < len(self.params):
@@ -57,9 +58,10 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Starts an all-gather of the tensors `part` of all processes.
+        """Starts to gather the tensors `part` of all processes on every process.
 
-        Returns a handle to wait for, and the tensor [all matrices, rows, columns] that receives the result.
+        Returns a handle, whose method `wait` waits for the result, and the tensor [all matrices, rows, columns] that
+        receives the result.
         """
         if self._world.size == 1:
             return Waiting(), part
@@ -74,7 +76,7 @@ class Bank:
 
 
 def banks_of(params: Sequence[Tensor], world: World) -> list[Bank]:
-    """Groups the parameters into one bank per shape. Banks with the largest total size come first."""
+    """Groups the parameters into one bank per shape. The banks are sorted by descending total size."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for param in params:
         by_shape.setdefault(param.shape, []).append(param)

@@ -12,9 +12,10 @@ from specc.runtime.dtypes import DTYPES
 class DerivedWeights:
     """The derived weights of a model, as leaf tensors of autograd.
 
-    Backward passes accumulate gradients in the leaves. Once per step, `add_gradients` computes the gradients of the
-    parameters from the accumulated gradients by the chain rule. The result is exact, because the chain rule is linear
-    in the gradient.
+    Backward passes accumulate gradients in the leaves. Once per step, `add_gradients` applies the chain rule to the
+    accumulated gradients, and thus computes the gradients of the parameters. Accumulation before the chain rule is
+    exact,
+    because the chain rule is linear in the gradient.
 
     Args:
         model: the model, on its final device.
@@ -50,7 +51,7 @@ class DerivedWeights:
 
         Args:
             totals: the accumulated gradient of each matrix, f32, in the order of `leaves`.
-            values: the argument of the last call of `write`.
+            values: the mapping that was passed to the last call of `write`.
             gradients: the gradients of the parameters, f32, by name. The method updates them in place.
         """
         for (weight, matrix), total in zip(self._weights, totals, strict=True):

@@ -16,14 +16,14 @@ class FakeQuantized:
         parameters: the parameters of the model, by name.
         schemes: the storage scheme of each parameter, by name. Parameters that are stored as floats are not rounded.
         input_shares: factors of the input features, f32 [K] for a weight [N, K], by the name of the weight. The weight
-            is multiplied by its factors before rounding, and divided by the factors after rounding.
+            is multiplied by its factors before rounding, and divided by the same factors after rounding.
 
     Attributes:
         schemes: the argument `schemes`.
         names: the names of the parameters that are rounded.
 
     Raises:
-        ValueError: if a parameter to be rounded is the same tensor as its master.
+        ValueError: if a parameter to round shares its tensor with its master.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FakeQuantized:
         self.names = frozenset(name for name, scheme in schemes.items() if scheme.has_grid)
         if same := sorted(name for name in self.names if masters[name] is parameters[name]):
             raise ValueError(f"{same[0]} is the same tensor as its master, so it cannot be rounded")
-        # Parameters are grouped by scheme and shape, so that kernels are launched per group and not per parameter.
+        # Parameters are grouped by scheme and shape, so that one kernel launch processes a whole group.
         shares = input_shares or {}
         groups: dict[tuple[Scheme, torch.Size, bool], list[str]] = {}
         for name in masters:

@@ -22,18 +22,18 @@ ALIGNMENT = 64  # the alignment, in elements, of each gradient in a flat buffer,
 class Masters:
     """The f32 master weights of a model by name, with f32 gradients in `.grad`.
 
-    A parameter that the model uses in f32 is also its own master. A parameter in another dtype is a copy of its master.
-    The copy is refreshed once per step, and the gradients of the copy are summed in f32.
+    If the model uses a parameter in f32, the parameter is its own master. Otherwise, the parameter is a copy of its
+    master in another dtype. The copy is refreshed once per step, and its gradients are summed in f32.
 
-    With `in_bf16`, the bf16 parameters of the model are the masters. The entries of these parameters in `tensors` have
-    values only inside the context `in_f32`, and are NaN outside. At the end of the context, the values are rounded
-    stochastically to bf16 (Zamirai et al., 2020, arXiv 2010.06192).
+    With `in_bf16`, the bf16 parameters of the model are the masters. The f32 values of these masters in `tensors` exist
+    only inside the context `in_f32`. Outside the context, they are NaN. At the end of the context, the values are
+    rounded stochastically to bf16 (Zamirai et al., 2020, arXiv 2010.06192).
 
     Args:
         model: the model, on its final device. Its parameters are f32 and have exactly the names in `dtypes`.
         dtypes: the compute dtype of each parameter, by name.
-        sharded: the names of the parameters in banks. Each process sums only a part of the gradients of these
-            parameters.
+        sharded: the names of the parameters in banks. For these parameters, each process sums only its part of the
+            gradients.
         copied: the names of f32 parameters whose master is a separate tensor.
         unclipped: the names of the parameters whose gradients are neither clipped nor part of the norm. These
             parameters must not be in `sharded`.
@@ -77,7 +77,7 @@ class Masters:
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
-        self._released: dict[str, Tensor] = {}  # the values of bf16 masters outside of `in_f32`
+        self._released: dict[str, Tensor] = {}  # the NaN tensors that stand for bf16 masters outside `in_f32`
         for name in [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]:
             (master := self.tensors[name]).data.copy_(self.model_parameters[name])
             self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
@@ -124,9 +124,10 @@ class Masters:
     ) -> bool:
         """Makes the model compute with quantized weights.
 
-        From now on, `refresh` quantizes the masters without calibration data. The optimizer applies the gradients of
-        the quantized weights to the masters (the straight-through estimator, Bengio et al. 2013). A call with the
-        current schemes does nothing.
+        From now on, `refresh` quantizes the masters. This quantization needs no calibration data. The optimizer applies
+        the gradients of the quantized weights to the masters (the straight-through estimator, Bengio et al. 2013). A
+        call
+        with the current schemes does nothing.
 
         Args:
             schemes: the scheme of each parameter, by name. With None, the model computes with unquantized weights.
@@ -136,7 +137,7 @@ class Masters:
             Whether `refresh` now launches different kernels than before.
 
         Raises:
-            ValueError: if a parameter to be rounded is the same tensor as its master.
+            ValueError: if a parameter to round shares its tensor with its master.
         """
         before = self.quantized.schemes if self.quantized is not None else None
         if schemes is not None and before == schemes:
@@ -160,18 +161,17 @@ class Masters:
         unclipped: Collection[str],
         read_once: Collection[str],
     ) -> None:
-        """Allocates one f32 buffer `sums` for all gradients and the loss, and creates views of each gradient.
+        """Allocates one f32 buffer `sums` for all gradients and the loss, and creates a view of each gradient.
 
-        The buffer begins with the gradients of `sharded`. The gradients of parameters in neither `sharded` nor
-        `unclipped` follow, then the gradients of `unclipped`, and finally the loss. Within each of the three parts,
-        gradients of the same compute dtype are adjacent.
+        The buffer has four sections: the gradients of `sharded`, the gradients of all other clipped parameters, the
+        gradients of `unclipped`, and the loss. Within a section, gradients of the same compute dtype are adjacent.
 
         Args:
             dtypes: the compute dtype of each parameter, by name.
             sharded: the names of the parameters in banks.
             unclipped: the names of the parameters whose gradients are not clipped.
-            read_once: the names of the parameters that only derived weights read. Their gradients are computed once
-                per step instead of once per micro-batch, so they are adjacent and summed separately.
+            read_once: the names of the parameters that only derived weights read. Their gradients are computed once per
+                step instead of once per micro-batch, so they are adjacent and summed separately.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
@@ -206,7 +206,7 @@ class Masters:
     def clear(self) -> None:
         self.sums.zero_()
         for param in self.model_parameters.values():
-            param.grad = None  # otherwise, autograd would accumulate into the gradient, with one kernel per parameter
+            param.grad = None  # otherwise, autograd would add to the existing gradient, with one kernel launch per parameter
         for group in self._derived_groups:
             group.clear()
 
@@ -234,8 +234,9 @@ class Masters:
             scale: the loss scale, f32 []. The gradients are divided by this value. None if the loss was not scaled.
 
         Returns:
-            The 2-norm before clipping of all gradients except the gradients of `unclipped`, f32 []. The norm is
-                bitwise equal on all processes.
+            The 2-norm of all gradients except the gradients of `unclipped`, before clipping, f32 []. The norm is
+            bitwise
+                equal on all processes.
         """
         self.attach()
         totals = {id(leaf): total for group in self._derived_groups for leaf, total in group.pairs()}
@@ -261,7 +262,7 @@ class Masters:
             norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            # A non-finite norm would make all gradients non-finite, and hide which parameter failed.
+            # If the norm is not finite, the gradients are not scaled, so that `first_not_finite` can name the parameter
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for tensor in (self._clipped, *local):
                 tensor.mul_(factor)
@@ -308,8 +309,9 @@ class Masters:
         """Returns the name of the first parameter whose value contains NaN or infinity.
 
         If all values are finite, returns the name of the first parameter whose gradient contains NaN or infinity.
-        Returns None if all gradients are finite, too. Values are checked first, because one non-finite value makes all
-        gradients of the next step non-finite.
+        Returns None if all gradients are finite, too. The method checks values first, because one value that is not
+        finite
+        makes all gradients of the next step non-finite.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
         pairs = (*self.weights().items(), *gradients)
@@ -324,13 +326,15 @@ class Masters:
 class _Group:
     """Parameters of one compute dtype, and the part of the buffer `Masters.sums` for their gradients.
 
-    `totals` has one f32 view of the buffer per parameter.
+    `totals` has one f32 view of the buffer for each parameter.
     """
 
     def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
         self._params, self._flat = params, flat
         self.totals = _views(flat, params)
-        # Multi-tensor kernels do not mix dtypes. Adding bf16 to f32 directly would need one kernel per tensor.
+        # Multi-tensor kernels do not mix dtypes. The gradients are therefore copied to a buffer of their own dtype,
+        # which a
+        # single kernel adds to the f32 buffer.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
@@ -353,7 +357,7 @@ class _Group:
             torch._foreach_add_([self.totals[index] for index in gradients], list(gradients.values()))
             return
         if len(gradients) < len(self._params):
-            self._staging.zero_()  # the values of the previous pass must not be added again
+            self._staging.zero_()  # otherwise, missing gradients would add the values of the previous pass again
         torch._foreach_copy_([self._staged[index] for index in gradients], list(gradients.values()))
         self._flat.add_(self._staging)
 
@@ -361,9 +365,10 @@ class _Group:
 def _round_stochastically(values: Tensor) -> None:
     """Rounds f32 values stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    A bf16 number consists of the upper 16 bits of an f32 number. The function adds a uniform random integer to the
-    lower 16 bits, and then clears them. The addition carries into the upper bits, and thus rounds away from zero, with
-    a probability that is proportional to the value of the lower bits.
+    The bf16 format has the upper 16 bits of f32. The function adds a uniform random 16-bit integer to the bits of each
+    value, and then clears the lower 16 bits. The addition may carry into the upper bits, which rounds the value away
+    from
+    zero. The probability of a carry is proportional to the lower 16 bits of the value.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

@@ -14,8 +14,8 @@ from specc.runtime.optim.update_rule import S, UpdateRule
 class MatrixRule(UpdateRule[S]):
     """Updates all matrices of one shape together. A parameter [experts, rows, columns] has one matrix per expert.
 
-    Each process sums the gradients, stores the state and computes the updates for its part of the matrices. Then the
-    processes exchange their updates.
+    Each process sums the gradients, stores the state and computes the updates for its part of the matrices. The
+    processes then exchange their updates.
     """
 
     sharded = True
@@ -40,7 +40,7 @@ class MatrixRule(UpdateRule[S]):
         Returns the parts by parameter name.
         """
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        # padding belongs to no parameter
+        # The padding matrices at the end of `tensor` belong to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}
 
     def gradients(self) -> list[Tensor]:
@@ -84,7 +84,7 @@ class MatrixRule(UpdateRule[S]):
             part, bank.gradient = self.direction(index, bank.gradient, work, others), None
             sent = part.bfloat16() if self.world.size > 1 and self.exact_in_bf16(part) else part
             pending.append((bank, *bank.join(sent)))
-            if len(pending) > 1:  # the previous bank was sent while this bank was computed
+            if len(pending) > 1:  # the update of the previous bank was sent while the update of this bank was computed
                 self._apply(*pending.pop(0), lr)
         for last in pending:
             self._apply(*last, lr)

@@ -21,8 +21,8 @@ class Muon(MatrixRule[MuonSpec]):
     `p -= lr * sqrt(max(1, rows / columns)) * orthogonalize(u)`.
 
     The setting `equalize_rows` divides each row of `u` by its 2-norm before the orthogonalization (MuonEq-R). The
-    setting `second_moment` normalizes each row of the orthogonalized update by the running mean square of the row
-    (NorMuon), without changing the norm of the whole update.
+    setting `second_moment` divides each row of the orthogonalized update by the root of its running mean square
+    (NorMuon). The norm of the whole update does not change.
     """
 
     name = "muon"
@@ -56,7 +56,7 @@ class Muon(MatrixRule[MuonSpec]):
         moment = self._second_moment[index][local]
         moment.lerp_(direction.square().mean(-1, keepdim=True), 1 - spec.second_moment)
         scaled = direction / (moment + EPS).sqrt_()
-        # The norm is restored. Otherwise, the learning rate would have another meaning.
+        # Without the previous norm, the same learning rate would cause updates of another size.
         before, after = (tensor.norm(dim=(-2, -1), keepdim=True) for tensor in (direction, scaled))
         same_norm: Tensor = scaled * (before / after.clamp_(min=EPS))
         return same_norm

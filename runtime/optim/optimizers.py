@@ -27,7 +27,7 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
     """Returns the names of the parameters whose gradients `train.clip_norm` neither measures nor clips.
 
-    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
+    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not support its parameters.
     """
     return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
@@ -35,7 +35,7 @@ def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
     """Returns the names of the parameters whose updates are divided among the processes.
 
-    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not fit its parameters.
+    Raises LoweringError if a parameter has no optimizer, or if an optimizer does not support its parameters.
     """
     return frozenset(name for name, index in owners(specs, shapes).items() if rule_of(specs[index]).sharded)
 
@@ -43,9 +43,9 @@ def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[Op
 class Optimizers:
     """The optimizers of one model.
 
-    The method `set` writes the scheduled numbers of a step, such as learning rates, to the device. The method `update`
-    always launches the same kernels for equal values of `work`. A CUDA graph per value of `work` can therefore capture
-    `update`, unless `waits` returns True.
+    The method `set` writes the scheduled numbers of a step, such as learning rates, to the device. For equal values of
+    `work`, the method `update` always launches the same kernels. One CUDA graph for each value of `work` can therefore
+    replay `update`, unless `waits` returns True.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
@@ -53,7 +53,7 @@ class Optimizers:
         world: the processes that train together.
 
     Raises:
-        LoweringError: if a parameter has no optimizer, or if an optimizer does not fit its parameters.
+        LoweringError: if a parameter has no optimizer, or if an optimizer does not support its parameters.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Optimizers:
         return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
 
     def update(self, work: Work) -> None:
-        """Performs one update with the numbers that `set` wrote last."""
+        """Performs one update with the numbers of the last call of `set`."""
         for rule, part, numbers in zip(self._rules, work, self._split, strict=True):
             rule.step(part, numbers)
 
@@ -99,8 +99,9 @@ class Optimizers:
     def state(self) -> dict[str, Tensor]:
         """Returns the state of all optimizers, without copies of tensors.
 
-        A key names the kind of the optimizer, the kind of state and the parameter, such as
-        `adamw.exp_avg/blocks.0.mlp.up`."""
+        A key contains the kind of the optimizer, the kind of state, and the name of the parameter, such as
+        `adamw.exp_avg/blocks.0.mlp.up`.
+        """
         return {
             f"{rule.name}.{slot}/{name}": tensor
             for rule in self._rules
@@ -109,7 +110,7 @@ class Optimizers:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copies `state`, which must have the keys and shapes of the current state, into the current state."""
+        """Overwrites the state with `state`, which must have the keys and shapes of the current state."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(state[name])

@@ -1,6 +1,7 @@
 """Approximate orthogonalization of matrices by quintic iterations, which need only batched matrix products.
 
-An iteration is `X <- a X + (b A + c A^2) X` with `A = X X^T`. It maps each singular value `s` to `a s + b s^3 + c s^5`.
+An iteration is `X <- a X + (b A + c A^2) X` with `A = X X^T`. The iteration maps each singular value `s` of X to
+`a s + b s^3 + c s^5`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +20,10 @@ class Method:
 
     Attributes:
         name: the name in a spec.
-        quintics: the coefficients (a, b, c) of each iteration. Further iterations repeat the last coefficients.
-        prepare: maps matrices [N, m, n] with m <= n and the Frobenius norm 1 or 0 to the pair (X, A). X is the input
-            of the first iteration, and has singular values of at most 1. A is X X^T.
-        replaces: the number of requested iterations that `prepare` replaces.
+        quintics: the coefficients (a, b, c) of each iteration. All later iterations use the last coefficients.
+        prepare: maps matrices [N, m, n] with m <= n to the pair (X, A). The Frobenius norm of a matrix is 1 or 0. X is
+            the input of the first iteration, with singular values of at most 1. A is X X^T.
+        replaces: the number of iterations that `prepare` makes unnecessary.
     """
 
     name: str
@@ -36,16 +37,17 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes the rows of X almost orthogonal, as in Prach and Lampert (2022). Returns the new X and A = X X^T.
+    """Makes the rows of X almost orthogonal, as in Prach and Lampert (2022). Returns the new X, and X X^T of the new X.
 
-    Row i of X is divided by the square root of the sum of |A| over row i, where A is X X^T for the given X.
+    The function computes A = X X^T from the given X. It then divides row i of X by the square root of the sum of |A|
+    over row i.
     """
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT
 
 
-# The quintic of Jordan (2024). Small singular values grow fast, and larger ones are mapped to values near 1.
+# The quintic of Jordan (2024). It increases small singular values fast, and maps large singular values close to 1.
 NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
 
 # The five minimax quintics of Amsel et al. (2025), one per iteration, with the safety margins of modded-nanogpt.
@@ -61,7 +63,8 @@ POLAR_EXPRESS = Method(
     _plain,
 )
 
-# Turbo-Muon (arXiv 2512.04632): almost-orthogonal rows replace the first iteration. These are the other quintics.
+# Turbo-Muon (arXiv 2512.04632): almost-orthogonal rows replace the first iteration. The later iterations use these
+# quintics.
 TURBO = Method(
     "turbo",
     ((4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518), (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)),
@@ -85,13 +88,13 @@ def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) 
     Returns:
         The results [..., rows, columns], in the dtype of `matrices`. The result for a matrix of zeros is zero.
     """
-    # The result of `turbo` does not depend on this scale. Without it, products of small gradients would underflow.
+    # Normalization prevents underflow in products of small gradients. The result of `turbo` does not depend on it.
     x: Tensor = matrices.reshape(-1, *matrices.shape[-2:])
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + EPS)
     if x.is_cuda:
         x = x.bfloat16()
     tall = x.size(-2) > x.size(-1)
-    if tall:  # the Gram matrix over the shorter side
+    if tall:  # so that the Gram matrix X X^T has the size of the shorter side
         x = x.mT
     x, gram = method.prepare(x)
     for step in range(steps - method.replaces):

@@ -17,9 +17,9 @@ class Moment:
 
     Attributes:
         multiplier: the factor by which all learning rates are multiplied.
-        warm_down: the value that `multiplier` would have without a warm-up. Some settings, such as weight averages,
-            begin when this value falls below a limit.
-        done: the completed share of the run, 0 to 1.
+        warm_down: the value that `multiplier` would have without a warm-up. Some settings take effect when this value
+            falls below a limit, such as weight averages.
+        done: the completed fraction of the run, from 0 to 1.
         step: the number of previous updates.
     """
 
@@ -33,7 +33,7 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     """Returns the progress of a run after `step` updates and `seconds` of training.
 
     The multiplier rises linearly to 1 during the warm-up, and falls to `floor` during the warm-down. The warm-down ends
-    with the last update. If the spec has `budget_seconds`, the warm-down ends when this time is over.
+    with the last update, or with the time budget if the spec has `budget_seconds`.
 
     For a run with `budget_seconds`, let `T` be the budget in seconds, and let `s` be the mean number of seconds per
     step so far. A warm-down of `W` steps takes `W * s` seconds. A warm-down that is a fraction `f` of the run takes
@@ -53,9 +53,9 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         if not warmdown and step:
             warmdown = schedule.warmdown_steps * seconds / step
         left, done = max(0.0, budget - seconds), seconds / budget
-    # step + 1: a multiplier of 0 would change nothing
+    # The multiplier of the first update is above 0, because an update with the multiplier 0 would change nothing
     up = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    # a benchmark may continue after the last update; `left` is then at most 0
+    # A benchmark may continue after the last update. Then `left` is at most 0.
     down = schedule.down(left / warmdown) if warmdown and left < warmdown else 1.0
     return Moment(min(up, down), down, min(1.0, done), step)
 

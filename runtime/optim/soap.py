@@ -12,9 +12,9 @@ from specc.runtime.optim.matrix_rule import MatrixRule
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.optim.update_rule import SUM
 
-# Eigenvalues below this share of the largest count as zero, because rounding causes them
+# Eigenvalues below this fraction of the largest eigenvalue count as zero, because rounding causes them
 NULL = 1e-5
-# The kinds of work that compute the bases: the first update, and every `basis_every`-th update
+# The kinds of work that compute the bases: BEGIN in the first update, REFRESH in every `basis_every`-th later update
 BEGIN, REFRESH = "begin", "refresh"
 
 
@@ -24,8 +24,8 @@ class _Side:
 
     Attributes:
         rows: True for the preconditioner of the rows, False for the preconditioner of the columns.
-        gram: the preconditioner [all matrices, ..., n, n], which is the running mean of `g g^T` for rows, or of
-            `g^T g` for columns.
+        gram: the preconditioner [all matrices, ..., n, n]: the running mean of `g g^T` for rows, or of `g^T g` for
+            columns.
         basis: the eigenvectors of `gram` as columns [all matrices, ..., n, n], in descending order of the eigenvalues.
     """
 
@@ -48,11 +48,11 @@ class _Side:
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite
+        gram = self.gram.nan_to_num()  # Replaces values that are not finite. Another check reports gradients that are not finite.
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
         null = vectors * (values.unsqueeze(-2) < NULL * largest)
-        # Without the following term, the eigenvectors in the null space would depend on rounding.
+        # The next term fixes the eigenvectors in the null space, which would otherwise depend on rounding.
         projector, size = null @ null.mT, gram.shape[-1]
         axes = torch.arange(1, size + 1, dtype=gram.dtype, device=gram.device).unsqueeze(-1) / size
         _, vectors = torch.linalg.eigh(gram - largest * (projector @ (axes * projector)))
@@ -61,8 +61,9 @@ class _Side:
     def refresh(self, square: Tensor) -> None:
         """Updates `basis` by one step of orthogonal iteration.
 
-        The step first sorts the eigenvectors by their eigenvalues. `square` is the second moment of the gradients in
-        the basis. Its rows or columns are sorted in place in the same way.
+        The step first sorts the eigenvectors by descending eigenvalue. `square` is the second moment of the gradients
+        in
+        the basis. The method sorts the rows or columns of `square` in the same order, in place.
         """
         gram = self.gram.nan_to_num()
         values = (self.basis * (gram @ self.basis)).sum(-2)

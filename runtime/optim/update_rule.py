@@ -13,7 +13,7 @@ from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.schedule import Moment, value_at
 
 S = TypeVar("S", bound=OptimizerSpec)
-UPDATE, SUM = "update", "sum"  # the kinds of work in a step: an update, or adding a gradient that a later update reads
+UPDATE, SUM = "update", "sum"  # the kinds of work in a step: UPDATE changes the parameters, and SUM only adds the gradient for a later update
 
 
 class UpdateRule(ABC, Generic[S]):
@@ -21,8 +21,8 @@ class UpdateRule(ABC, Generic[S]):
 
     Each subclass implements one kind of optimizer, in a separate file of this package. The settings of the kinds are in
     `specc.compiler.spec.optimizers`. This class implements weight decay, and the summation of gradients over the steps
-    between two updates. CUDA graphs can contain updates. An update therefore reads numbers that change from step to
-    step from the device, and always launches the same kernels for equal values of `work`.
+    between two updates. CUDA graphs can contain updates. An update therefore reads numbers that change between steps
+    from device memory, and always launches the same kernels for equal values of `work`.
 
     Args:
         spec: the entry of `train.optimizers`.
@@ -31,7 +31,7 @@ class UpdateRule(ABC, Generic[S]):
 
     Attributes:
         name: the `kind` of the entry.
-        sharded: whether each process sums the gradients and computes the updates of only a part of the parameters.
+        sharded: whether each process sums the gradients and computes the updates for only a part of the parameters.
         scheduled: the names of the settings that may change from step to step, except `lr` and `weight_decay`.
         banks: the banks of a sharded update rule. A bank contains all matrices of one shape.
         tensors: the parameters, in the order of `parameters`.
@@ -53,7 +53,7 @@ class UpdateRule(ABC, Generic[S]):
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
         """Returns the part of the state tensors `slot` that this process updates.
 
-        The returned tensors have the shapes of the tensors that the method `gradients` returns.
+        The result has the shapes of the result of the method `gradients`.
         """
         return list(slot)
 
@@ -77,13 +77,15 @@ class UpdateRule(ABC, Generic[S]):
     def work(self, step: int) -> str:
         """Returns the kind of work in step `step`, counted from 0.
 
-        The kind is SUM if the step only sums gradients. Otherwise it is UPDATE, or another kind of update of a
-        subclass.
+        The kind is SUM if the step only sums gradients. Otherwise, the kind is UPDATE, or another kind that a subclass
+        defines.
         """
         return SUM if (step + 1) % self.spec.every else UPDATE
 
     def waits(self, work: str) -> bool:
-        """Returns whether the host waits for the GPU during the work. If so, a CUDA graph cannot contain the work."""
+        """Returns whether the host waits for the GPU during `work`. In this case, a CUDA graph cannot contain the
+        work.
+        """
         return False
 
     @torch.no_grad()
@@ -120,7 +122,7 @@ class UpdateRule(ABC, Generic[S]):
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
-        """Releases the gradients of this step, after they were added to the sums."""
+        """Releases the gradients of this step after they have been added to the sums."""
 
     @abstractmethod
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
