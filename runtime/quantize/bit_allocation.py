@@ -1,8 +1,8 @@
 """Bit allocation under a byte budget: chooses the bits of each parameter so that the loss increases least.
 
-Each number of bits for a parameter leads to a size in bytes and a cost in nats per token. The size is measured by
-quantizing the parameter. runtime/calibration/added_nats.py estimates the cost. The choice is a multiple-choice knapsack
-problem, which dynamic programming over bytes solves.
+Each number of bits gives a parameter a size in bytes and a cost in nats per token. The size is measured by quantizing
+the parameter. runtime/calibration/added_nats.py estimates the cost. The choice is a multiple-choice knapsack problem,
+which dynamic programming over bytes solves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from specc.runtime.quantize.promotion import Allocation, Measure, too_large
 
 CELLS = 2**16  # the dynamic program counts bytes in units of budget / CELLS
 ROUNDS = 8  # the maximum number of exact measurements, each of which compresses all arrays
-ENOUGH = 0.0005  # the search ends when less than this share of the budget is unused
+ENOUGH = 0.0005  # the search ends when less than this fraction of the budget is unused
 
 Option = tuple[int, float]  # bytes, cost
 Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]]
@@ -28,9 +28,11 @@ Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
     """Chooses one option per item, so that the total cost is minimal within `budget` bytes.
 
-    An option is a pair of its size in bytes and its cost. The function rounds sizes up to multiples of budget / 65536
-    bytes, so the result is optimal up to this rounding. Among options of equal cost, the function prefers a smaller
-    option. Among options of equal cost and size, the function prefers an option with a lower index.
+    An option is a pair of a size in bytes and a cost. The function rounds sizes up to multiples of budget / 65536
+    bytes.
+    The result is optimal up to this rounding. Among options of equal cost, the function prefers the smallest option.
+    Among
+    options of equal cost and size, the function prefers the option with the lowest index.
 
     Returns:
         The index of the chosen option of each item. None if even the smallest options together exceed the budget.
@@ -41,7 +43,7 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     cell = max(1, -(-budget // CELLS))
     room = budget // cell
     sizes = [[-(-size // cell) for size, _ in item] for item in options]
-    if sum(map(min, sizes)) > room:  # the smallest options fit, but not after their sizes are rounded up
+    if sum(map(min, sizes)) > room:  # the smallest options together exceed the budget only after their sizes are rounded up
         return tuple(min(range(len(item)), key=lambda i: item[i]) for item in options)
     best = np.zeros(room + 1)
     picks = np.zeros((len(options), room + 1), dtype=np.int16)
@@ -74,28 +76,27 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """Returns `base` with changed numbers of bits, so that the loss increases least within `budget` bytes.
+    """Returns `base` with other numbers of bits, which minimize the increase of the loss within `budget` bytes.
 
-    The function chooses the bits of a parameter if its name matches `allocate.match`, and if its scheme supports
+    The function chooses the bits of each parameter whose name matches `allocate.match` and whose scheme supports
     several numbers of bits.
 
     Args:
         allocate: the bits and clips to choose from, and the pattern of parameter names.
         budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         base: the scheme of each parameter before allocation.
-        costs: returns the estimated increase of the loss, in nats per token, for each parameter and each scheme from
-            which the function may choose.
+        costs: maps the candidate schemes of each parameter to estimates of the increase of the loss, in nats per token.
         estimate: returns the estimated size in bytes of a parameter with a scheme.
         exact: returns the exact size in bytes of the whole artifact for an allocation. This size decides whether the
             allocation fits, and corrects the estimates.
         say: the function that receives a message for each allocation that is measured.
-        reserved: the bytes that are reserved for the code of a submission, for messages.
+        reserved: the number of bytes that the code of a submission occupies, for messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: the smallest allocation exceeds the budget, or no parameter has a choice of bits.
+        QuantizeError: if the smallest allocation exceeds the budget, or no parameter has a choice of bits.
     """
     able = {name: _variants(name, scheme, allocate) for name, scheme in base.items()}
     able = {name: schemes for name, schemes in able.items() if len(schemes) > 1}
@@ -127,7 +128,7 @@ def allocate_bits(
         raise too_large(
             tried[smallest], "even with the fewest bits that quant.allocate can choose", budget, reserved, hint
         )
-    low, high = estimated(smallest), None  # the largest estimate that fits, and the smallest estimate that does not
+    low, high = estimated(smallest), None  # the largest estimate that fits the budget, and the smallest estimate that exceeds the budget
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):
         picks = knapsack(sized, target)
@@ -142,7 +143,7 @@ def allocate_bits(
         low, high = (max(low, target), high) if left >= 0 else (low, target)
         wanted = (
             estimated(picks) + left
-        )  # the error of the estimate at the last measured allocation corrects the next estimate
+        )  # the error of the estimate for the last measured allocation corrects the next estimate
         if (high is None and wanted <= target) or (high is not None and high - low <= 1):
             break
         target = wanted if high is None or low < wanted < high else (low + high) // 2

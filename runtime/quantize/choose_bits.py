@@ -1,4 +1,4 @@
-"""Chooses the bits of each parameter by promotion or allocation, and the parameters with low-rank corrections.
+"""Chooses the bits of each parameter by promotion or allocation, and chooses the parameters with low-rank corrections.
 
 The section `quant` of the spec contains the settings.
 """
@@ -41,7 +41,7 @@ def choose_bits(
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: the budget is too small, no parameter has a choice of bits, or a pattern matches too few
+        QuantizeError: if the budget is too small, no parameter has a choice of bits, or a pattern matches too few
             parameters.
     """
     if quant.budget_bytes is not None:
@@ -57,7 +57,7 @@ def choose_bits(
     }
     try:
         return _widths(quantizer, quant, corrected, measure, say, reserved)
-    except QuantizeError as error:  # the artifact fits without corrections; otherwise the first call would have raised
+    except QuantizeError as error:  # without corrections, the first call has found an allocation that fits
         message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
         raise QuantizeError(
             message, "lower the rank or count of quant.correct; without corrections, the artifact fits"
@@ -88,7 +88,7 @@ def _widths(
         others = {name: (scheme,) for name, scheme in base.items() if not isinstance(scheme, Unquantized)}
         return quantizer.rises(
             {**others, **options}
-        )  # estimated for the report, which states the rise for every quantized parameter
+        )  # parameters without a choice are also estimated, because the report states the increase for every parameter
 
     return allocate_bits(
         quant.allocate,

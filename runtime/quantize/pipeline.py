@@ -46,8 +46,8 @@ from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
 from specc.runtime.train.sources.source import source_of
 
-# Scoring stops after this number of lines if none of them is an exact match. A barely trained model is then scored
-# quickly.
+# Exact match is scored on at most this number of lines if none of these lines matches. The scoring of a barely trained
+# model then ends quickly.
 HOPELESS = 4096
 
 
@@ -63,8 +63,8 @@ class QuantizeResult:
         budget: the limit in bytes; None without a budget.
         rows: one report row per parameter.
         inputs: one report row per input of int8 products.
-        promoted: the names of the parameters with more bits than the rules of the spec state, by descending Hessian
-            trace.
+        promoted: the names of the parameters that have more bits than the rules of the spec state, sorted by descending
+            Hessian trace.
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
@@ -90,9 +90,9 @@ class QuantizeOptions:
     """The options of `quantize`. If an option is None, the run or the machine determines the value.
 
     Attributes:
-        data: the data, in the format of `specc train --data`. Calibration uses the training split, unless the model
-            generates the calibration text. The loss is measured on the validation split.
-        max_tokens: the number of tokens on which the loss is measured; None for all.
+        data: the data, in the format of `specc train --data`. Calibration uses the training split, or text that the
+            model generates. The loss is measured on the validation split.
+        max_tokens: the number of tokens on which the loss is measured; None for the whole split.
         target: the target of the spec whose code is used.
         device: the torch device on which the code runs.
         search: additional folders to search for the tokenizer.
@@ -186,9 +186,9 @@ class _Quantization:
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
     """Quantizes the final weights of a run, and writes the result to the folder `quantized/` of the run.
 
-    The folder contains the artifact, spec.json and report.json, and is replaced atomically. The artifact has the same
-    bytes each time the same run is quantized on the same machine with the same number of threads. The trained weights
-    are not changed.
+    The folder contains the artifact, spec.json and report.json. The function replaces the folder atomically. The
+    artifact has the same bytes each time the same run is quantized on the same machine with the same number of threads.
+    The trained weights do not change.
 
     Args:
         path: the run directory.
@@ -201,8 +201,8 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         The path and size of the artifact, the spec with the chosen bits, and the report rows.
 
     Raises:
-        QuantizeError: the spec has no `quant`, a scheme cannot store its parameter, or the budget is too small. Nothing
-            is written.
+        QuantizeError: if the spec has no `quant`, a scheme cannot store its parameter, or the budget is too small. In
+            these cases, nothing is written.
         EnvironmentFailure: the disk is full.
         RunDirectoryError, RunFailure, IntegrityError, DataError: the run or the data cannot be read.
         SpecError: an override is invalid.
@@ -211,7 +211,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} has no `quant` section", "add quant: to the spec")
-        # The folder is locked first, so that a read-only folder causes an error early
+        # The lock is taken before the work, so that a read-only folder causes an error early
         with locked(run.staged.parent), ExitStack() as stack:
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
@@ -331,8 +331,9 @@ def _clear(staging: Path) -> None:
 
 
 def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
-    """Returns the text of report.json: sizes, the loss before and after quantization, and rows for parameters and int8
-    inputs.
+    """Returns the text of report.json: sizes, the loss before and after quantization, and one row for each parameter
+    and
+    each int8 input.
 
     For a parameter without a Hessian, the fields `output_error` and `trace` are null. The field `output_error` is also
     null if the output of the trained parameter is zero.

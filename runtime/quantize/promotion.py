@@ -20,7 +20,7 @@ def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> Qu
 
     Args:
         size: the size of the artifact in bytes.
-        when: the stage at which the artifact has this size, such as "before any promotion".
+        when: the stage at which the artifact has the size `size`, such as "before any promotion".
         budget: the limit of the artifact in bytes. `reserved` is already subtracted.
         reserved: the bytes that are reserved for the code of a submission.
         hint: the hint of the error, which names the setting to change.
@@ -44,27 +44,28 @@ def promote(
 ) -> Allocation:
     """Returns `base` with more bits for the parameters with the largest Hessian traces, within the budget.
 
-    A candidate is a parameter that matches `quant.promote.match` and has a Hessian trace. The scheme of a candidate has
-    fewer bits than `quant.promote.bits`, and also supports this number of bits. Candidates are promoted by descending
-    trace, as in parameter-golf PR 1105. Promotion stops before the first candidate that would exceed the budget.
+    A candidate is a parameter that matches `quant.promote.match`, has a Hessian trace, and has fewer bits than
+    `quant.promote.bits`. The scheme of a candidate must also support `quant.promote.bits`. Candidates are promoted by
+    descending trace, as in parameter-golf PR 1105. Promotion stops before the first candidate that would exceed the
+    budget.
 
     Args:
-        quant: the settings. The function reads only `promote` and `budget_bytes`. `reserved` is already subtracted from
-            `budget_bytes`.
+        quant: the settings. The function reads only `promote` and `budget_bytes`, from which `reserved` is already
+            subtracted.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
-        estimate: returns a quick estimate of the size in bytes of an allocation. This estimate determines the number of
-            promotions in the first allocation that is measured.
+        estimate: returns a quick estimate of the size in bytes of an allocation. The estimate determines how many
+            parameters the first measured allocation promotes.
         exact: returns the exact size in bytes of the compressed artifact for an allocation. This size decides whether
             the allocation fits.
         say: the function that receives a message for each promotion that is undone to fit into the budget.
-        reserved: the bytes that are reserved for the code of a submission, for messages.
+        reserved: the number of bytes that the code of a submission occupies, for messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: `base` exceeds the budget, the pattern matches no parameter, or there are too few candidates.
+        QuantizeError: if `base` exceeds the budget, the pattern matches no parameter, or there are too few candidates.
     """
     promotion, budget = quant.promote, quant.budget_bytes
     smallest = exact(base) if budget is not None else 0
@@ -115,9 +116,10 @@ def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float
 
 
 def promoted(base: Allocation, schemes: Allocation, traces: Mapping[str, float]) -> tuple[str, ...]:
-    """Returns the names of the parameters to which `schemes` gives more bits than `base`, by descending Hessian trace.
+    """Returns the names of the parameters to which `schemes` gives more bits than `base`.
 
-    Equal traces are ordered by name. Parameters without a trace, such as embedding tables, come last.
+    The names are sorted by descending Hessian trace. Equal traces are sorted by name. Parameters without a trace, such
+    as embedding tables, come last.
     """
     changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
     return tuple(sorted(changed, key=lambda name: (-traces.get(name, -1.0), name)))

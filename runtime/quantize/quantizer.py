@@ -20,10 +20,10 @@ class Statistics:
 
     Attributes:
         hessians: the mean of `x x^T` over the tokens, where `x` is the input of the weight, f64 [columns, columns].
-        uses: statistics of each parameter that does not belong to exactly one matrix product, such as an embedding
-            table.
-        rises: a function that estimates the increase of the loss, in nats per token, from the quantization errors of
-            parameters. None if no bits are allocated.
+        uses: for each parameter that does not belong to exactly one matrix product, statistics of its uses. An example
+            is an embedding table.
+        rises: a function that maps the quantization errors of parameters to estimates of the increase of the loss, in
+            nats per token. None if the spec requests no bit allocation.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class IntegerInputs:
 
 
 class Quantizer:
-    """A cache of quantized parameters: each (parameter, scheme) pair is quantized once.
+    """A cache of quantized parameters. Each pair (parameter, scheme) is quantized only once.
 
     Args:
         weights: the trained parameters, f32, by name.
@@ -57,7 +57,9 @@ class Quantizer:
         progress: a function called as `progress("quantize", done, total)` after each parameter.
 
     Attributes:
-        solutions: the damping and the dead columns for each pair (parameter, scheme) that was quantized with a Hessian.
+        solutions: the damping and the dead columns of each pair (parameter, scheme) that was quantized with a Hessian.
+        A
+            column is dead if its input is always 0.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Quantizer:
         if trained is None or not scheme.integer:
             return None
         (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
-        return trained[:size]  # a run stores one scale per feature; all are equal if the scheme has a single scale
+        return trained[:size]  # a run stores one scale per feature; with a single scale, all stored values are equal
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
         stored = self.model({name: scheme}).tensors[name]
@@ -138,8 +140,8 @@ class Quantizer:
         calibration text.
 
         Raises:
-            QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
-            ValueError: `statistics.rises` is None.
+            QuantizeError: if a scheme cannot store its parameter, or a gradient is not finite.
+            ValueError: if `statistics.rises` is None.
         """
         if self.statistics.rises is None:
             raise ValueError("the calibration measured no gradients")
@@ -157,7 +159,7 @@ class Quantizer:
         return sum(self._sizes[item] for item in schemes.items())
 
     def overdamped(self, schemes: Mapping[str, Scheme]) -> list[str]:
-        """Returns a message for each parameter whose Hessian needed more damping than its scheme requests."""
+        """Returns a message for each parameter whose Hessian needed more damping than its scheme states."""
         return [
             f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} times its mean diagonal"
             for (name, scheme), solution in self.solutions.items()

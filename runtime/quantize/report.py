@@ -15,7 +15,7 @@ from specc.runtime.quantize.quantizer import Quantizer
 from specc.runtime.tables import spaced
 
 COLUMNS = 100  # the maximum number of columns of a text table
-MANY = 40  # a table with more rows than this has one line per role
+MANY = 40  # a longer table has one line per role
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,14 @@ class Row:
         bits: the number of bits per value.
         mse: the mean squared error of the weights.
         output_error: the relative error of the output, ||dW X|| / ||W X||. W is the trained matrix, dW is the
-            quantization error, and X are the calibration inputs. It is computed from the Hessian H as
+            quantization error, and X are the calibration inputs. The value is computed from the Hessian H of the
+            inputs, as
             sqrt(tr(dW H dW^T) / tr(W H W^T)). None without a Hessian.
         bytes: the number of stored bytes before compression.
         compressed: the estimated number of bytes after compression.
         added_nats: the increase of the loss, in nats per token, that bit allocation estimated; None without bit
             allocation.
-        solution: the damping of the Hessian, and the number of columns without input; None without a Hessian.
+        solution: the damping of the Hessian, and the number of columns whose input is always 0; None without a Hessian.
     """
 
     name: str
@@ -58,12 +59,12 @@ class InputRow:
         features: the number of features K of the input.
         peak: the largest magnitude during calibration.
         rms: the root mean square of the values during calibration.
-        scale: the largest scale of any feature.
-        spread: the largest scale of any feature, divided by the smallest scale.
-        bits: 16 if each value has a second int8 code for the rounding error of the first code, otherwise 8.
-        reach: the largest magnitude of a value, divided by the largest magnitude that an int8 code with its scale can
-            represent. If `reach` is above 1, values are clipped.
-        clipped: the share of values that clipping changes by more than half a scale.
+        scale: the largest of the scales of all features.
+        spread: the ratio of the largest scale to the smallest scale.
+        bits: 8, or 16 if a second int8 code of each value stores the rounding error of the first code.
+        reach: the largest magnitude of a value, relative to the largest magnitude that an int8 code with the same scale
+            represents. If `reach` is above 1, some values are clipped.
+        clipped: the fraction of values that clipping changes by more than half a scale.
         error: the root mean square of the expected error of rounding and clipping, divided by `rms`.
     """
 
@@ -81,8 +82,8 @@ class InputRow:
 
 
 def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: QuantizedModel) -> tuple[InputRow, ...]:
-    """Returns one row for each distinct input of the products in `sources`. The rows are in the order of the first
-    product that reads the input.
+    """Returns one row for each distinct input of the products in `sources`, in the order in which `sources` first reads
+    the inputs.
 
     Args:
         sources: the int8 products. Products with a common input have the same `leader`, which is the name of the first
@@ -171,8 +172,7 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
     dW is `delta`, W is `weight` and H is `hessian`. If the denominator is zero, the result is 0 or infinity.
     """
-    # The Hessian is scaled so that its largest entry is 1, to avoid underflow and overflow. This does not change the
-    # ratio.
+    # Scale the Hessian to a largest entry of 1, which prevents underflow and overflow. The ratio does not change.
     largest = float(hessian.abs().max())
     hessian = hessian / largest if largest > 0 else hessian
     wrong = max(float((delta @ hessian * delta).sum()), 0.0)
@@ -185,8 +185,8 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 def solution_line(rows: Sequence[Row]) -> str:
     """Returns a line about the damping of Hessians; empty if there are no Hessians.
 
-    The line lists the parameters whose Hessians needed more damping than usual, or whose columns include columns
-    without input.
+    The line lists each parameter whose Hessian needed more damping than usual, and each parameter with columns whose
+    input is always 0.
     """
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
@@ -205,8 +205,8 @@ def solution_line(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Returns the rows as aligned text of at most 100 columns, with a header and a total.
 
-    If there are more than 40 rows, parameters whose names differ only in numbers share a line. The line shows the
-    largest error of the parameters, and the sums of their nats and bytes.
+    A table of more than 40 rows has one line for all parameters whose names differ only in numbers. The line shows the
+    largest error of these parameters, and the sums of their nats and bytes.
     """
     roles: dict[str, list[Row]] = {}
     for row in rows:

@@ -37,12 +37,14 @@ class TrainedModel:
         weights: the trained parameters, f32, by name, on the device of `text`.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the names of the parameters that do not belong to exactly one matrix product, as returned by `reused` in
-            compiler/passes/assign_quant.py.
-        unfused: returns the module without fused kernels, with the parameters `weights`, in eval mode.
-        windows: yields batches (ids, targets) of the training text, i64 [rows, window] each. `quant.calibrate` states
-            the number of rows and the window.
-        step: returns the function that decodes a step for a number of texts; None for the decoding program of `text`.
+        reused: the names of the parameters that do not belong to exactly one matrix product, as the function `reused`
+        in
+            compiler/passes/assign_quant.py returns them.
+        unfused: a function that returns the module without fused kernels, with the parameters `weights`, in eval mode.
+        windows: a function that yields batches (ids, targets) of the training text, i64 [rows, window] each. The
+        setting
+            `quant.calibrate` determines the number of rows and the window.
+        step: maps a number of texts to the function that runs a decoding step. None for the decoding program of `text`.
     """
 
     text: TextModel
@@ -95,17 +97,17 @@ def quantize_weights(
         say: the function that receives a message for each stage, and for each allocation that is measured.
         progress: a function called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`,
             `gradients` and `quantize`.
-        integer_inputs: measures the inputs of int8 products on a text, or on the training data if the text is None. If
-            the model has no int8 products, `integer_inputs` is None.
+        integer_inputs: measures the inputs of int8 products on a text, or on the training data if the text is None. The
+            argument is None if the model has no int8 products.
         reserved: the number of bytes of the budget that are reserved for the code of a submission.
 
     Returns:
         The chosen schemes, the stored arrays and the measurements.
 
     Raises:
-        QuantizeError: a scheme cannot store its parameter, or the budget is too small.
-        RunFailure: GPU memory is full.
-        DataError: the training data cannot be read.
+        QuantizeError: if a scheme cannot store its parameter, or the budget is too small.
+        RunFailure: if GPU memory is full.
+        DataError: if the training data cannot be read.
     """
     hessians = quant.promote is not None or quant.allocate is not None
     hessians = hessians or any(scheme.needs_hessian for scheme in base.values())

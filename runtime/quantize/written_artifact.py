@@ -17,8 +17,9 @@ from specc.runtime.storage.data_digests import DataDigests
 def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None) -> ArtifactContents:
     """Returns the contents of the artifact of a quantized model.
 
-    The digests of interface and code are zeros, because they are known only after a build. `write_quantized` adds these
-    digests.
+    The digests of the interface and the code are zeros, because only a build determines them. `write_quantized` fills
+    in
+    these digests.
 
     Args:
         spec: the spec of the trained run.
@@ -46,9 +47,9 @@ def write_quantized(
         The size of the file in bytes, by section.
 
     Raises:
-        RunFailure: the contents exceed a limit of the format.
-        IntegrityError: the file does not have the written contents when it is read back.
-        EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
+        RunFailure: if the contents exceed a limit of the format.
+        IntegrityError: if the file, when it is read back, differs from the written contents.
+        EnvironmentFailure: if the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     deployment = Deployment.of(resolved(spec, stored.schemes))
     contents = artifact_contents(spec, stored, trained_on)

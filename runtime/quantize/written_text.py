@@ -66,23 +66,24 @@ def write_text(
 ) -> WrittenText:
     """Samples `calibrate.sequences` rows of `calibrate.length` tokens in one batch. The default length is `window`.
 
-    A second call with the same weights, settings and seed returns the same rows if the machine and the number of
-    threads are the same.
+    The result is reproducible: on the same machine with the same number of threads, equal weights, settings and seeds
+    give equal rows.
 
     Args:
         model: the model that generates the text.
         calibrate: the number and the length of the rows, the temperature, and the first token.
         window: the context length of the model in tokens.
         seed: the seed of the run.
-        progress: a function called as `progress(done, total)` with numbers of tokens per row.
-        step: returns the function that decodes a step for a number of rows; None for the decoding program of the model.
+        progress: a function called as `progress(done, total)`, where both numbers count tokens per row.
+        step: maps a number of rows to the function that runs a decoding step. None for the decoding program of the
+        model.
 
     Returns:
         The sampled tokens, i64 [sequences, length + 1], with durations.
 
     Raises:
-        QuantizeError: `calibrate.begin` is "bos", but the tokenizer has no document separator.
-        RunFailure: the logits are not finite, or GPU memory is full.
+        QuantizeError: if `calibrate.begin` is "bos", but the tokenizer has no document separator.
+        RunFailure: if the logits are not finite, or GPU memory is full.
     """
     tokenizer, rows = model.tokenizer, calibrate.sequences
     length = calibrate.length or window
@@ -99,7 +100,7 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        # Sampling ends before the cache is full, so no text is prefilled again
+        # The rows end before the cache is full, so the decoder never prefills a text again
         decoder = decoder_of(model.text_model, length, model.device, rows, None if step is None else step(rows))
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, sampled in enumerate(steps, 1):
