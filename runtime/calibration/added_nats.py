@@ -1,5 +1,6 @@
-"""Estimates the increase of the loss, in nats, that a quantization error of a parameter causes. The estimate is of
-second order. Bit allocation minimizes the sum of the increases over all parameters.
+"""Estimates the increase of the loss, in nats, that a quantization error of a parameter causes.
+
+The estimate is of second order. Bit allocation minimizes the sum of the increases over all parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from specc.runtime.calibration.uses import signed_sum
 from specc.runtime.errors import QuantizeError
 
-# The number of backward passes. The relative standard error of an estimate is about sqrt(2 / PASSES), 4 %.
+# The number of backward passes. The relative standard error of an estimate is about sqrt(2 / PASSES), which is 4 %.
 PASSES = 1024
 
 
@@ -24,24 +25,24 @@ def added_nats(
     """Estimates the increase of the loss that each given error of a parameter causes, in nats per token.
 
     For an error d, the increase is 1/2 E[(d . g)^2], where g is the gradient of the loss of one token (empirical
-    Fisher). Let g_n be the gradient for token n of a row of text. A backward pass over the row computes s = sum_n +-(d
-    . g_n) with random signs. The mean of s^2 over passes estimates sum_n (d . g_n)^2.
+    Fisher). Let g_n be the gradient for token n of a row of text. A backward pass over the row computes the sum s of
+    the terms +-(d . g_n), with random signs. The mean of s^2 over all passes estimates sum_n (d . g_n)^2.
 
     The first-order term E[d . g] is omitted, because the gradient is 0 at a minimum of the loss.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: a function that returns batches (ids, targets), i64 [rows, window] each. The function is called again
-            until `PASSES` rows have been read.
+        windows: a function that returns batches (ids, targets), i64 [rows, window] each. If the batches end before
+            `PASSES` rows have been read, the function is called again.
         errors: for each parameter name, the errors to estimate, in the shape of the parameter.
         device: the device of the model.
-        progress: is called as `progress(done, total)`, with the numbers of completed and of all backward passes.
+        progress: a function called as `progress(done, total)`, where both numbers count backward passes.
 
     Returns:
         For each parameter name, the increases of the loss, in the order of the errors of the parameter.
 
     Raises:
-        QuantizeError: a gradient contains NaN or infinity, or the loss does not depend on a parameter.
+        QuantizeError: if a gradient contains NaN or infinity, or the loss does not depend on a parameter.
     """
     parameters = [model.get_parameter(name) for name in errors]
     moved = [torch.stack([error.to(p) for error in errors[name]]) for name, p in zip(errors, parameters, strict=True)]

@@ -28,7 +28,7 @@ Looked = Callable[[str, Tensor, Tensor], None]
 class ScoreTracer(fx.Tracer):
     """Traces the method `score` of a model instead of `forward`. The trace inlines blocks and unrolls loops.
 
-    A call of a function of the generated module model.py is a single node of the trace.
+    In the trace, a call of a function of the generated module model.py is a single node.
     """
 
     traced_func_name = "score"
@@ -46,8 +46,8 @@ class Product:
     Attributes:
         weight: the name of the parameter.
         input: the node that computes the input of the product, [..., features].
-        ends: the node with the cumulative number of rows per expert, i32 [experts]. None if the parameter does not
-            belong to experts.
+        ends: the node that computes the cumulative number of rows per expert, i32 [experts]. None if the parameter does
+            not belong to experts.
     """
 
     weight: str
@@ -56,16 +56,19 @@ class Product:
 
 
 class Capture(fx.Interpreter):
-    """An interpreter of the traced method `score` of a model. It passes the inputs and outputs of linear layers and
-    embedding lookups to callbacks.
+    """An interpreter of the traced method `score` of a model. The interpreter passes the inputs and outputs of linear
+    layers
+    and embedding lookups to callbacks.
 
     Args:
         model: the model, generated without fusions.
-        observe: is called before each linear layer with the name of the weight, the input [..., features], and the
-            value of the node `Product.ends`.
-        results: is called after each linear layer with the name of the weight, the output [..., features], and the
-            value of the node `Product.ends`.
-        looked: is called after each embedding lookup with the name of the table, the ids [...] and the output [...,
+        observe: called before each linear layer with the name of the weight, the input [..., features], and the value
+        of
+            the node `Product.ends`.
+        results: called after each linear layer with the name of the weight, the output [..., features], and the value
+        of
+            the node `Product.ends`.
+        looked: called after each embedding lookup with the name of the table, the ids [...] and the output [...,
             features].
     """
 
@@ -130,13 +133,13 @@ def calibration_windows(
         An iterator over the batches.
 
     Raises:
-        DataError: the stream has fewer than window + 1 tokens.
+        DataError: if the stream has fewer than window + 1 tokens.
     """
     places, count = stream.tokens - window, calibrate.sequences
     if places < 1:
         message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
         raise DataError(message, "give more data, or a shorter length")
-    # SHA-256 is used because the numbers of a random generator may change between versions of a library.
+    # SHA-256, because the numbers of a random generator may change between versions of a library
     phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
     for first in range(0, count, calibrate.batch):
         starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
@@ -150,23 +153,23 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """Runs the model on calibration text. Returns the Hessian X^T X of each weight, averaged over all tokens. X has the
-    inputs of the weight, one per row.
+    """Runs the model on calibration text, and returns the Hessian of each weight.
 
-    If a block runs more than once per token, its Hessians are sums over all calls. The weight of experts has one
-    Hessian per expert, of the rows that the expert receives. The Hessian of an expert is also averaged over all tokens.
+    The Hessian is X^T X, averaged over all tokens. The rows of X are the inputs of the weight. If a block runs more
+    than once per token, its Hessians are sums over all calls. For a weight of experts, each expert has a separate
+    Hessian of the rows that the expert receives. This Hessian is also an average over all tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.
         windows: batches (ids, targets), i64 [rows, window] each.
         device: the device of the model and of the result.
-        progress: is called with the number of processed rows after each batch.
+        progress: called after each batch with the number of rows processed so far.
 
     Returns:
         The Hessians by parameter name, f64 [features, features] or [experts, features, features] on `device`.
 
     Raises:
-        QuantizeError: an input contains NaN or infinity.
+        QuantizeError: if an input contains NaN or infinity.
     """
     hessians = Hessians(device=device)
     capture = Capture(model, hessians.add)

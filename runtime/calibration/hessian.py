@@ -7,13 +7,14 @@ from torch import Tensor
 
 from specc.runtime.errors import QuantizeError
 
-# The number of rows that are converted to the accumulation dtype at once. With 1,024 features, this is 64 MiB of f64.
+# The number of rows converted to the accumulation dtype at once. With 1,024 features, these rows are 64 MiB of f64.
 CHUNK_ROWS = 8192
 
 
 class Hessians:
-    """Accumulates sums of X^T X, by name of the weight that multiplies the inputs X. A sum has the shape [features,
-    features].
+    """Accumulates sums of X^T X, each [features, features]. The key of a sum is the name of the weight that multiplies
+    the
+    inputs X.
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
@@ -31,10 +32,10 @@ class Hessians:
         """Adds the rows of `x` [..., features], of any float dtype, to the sum `name`. Records no gradient.
 
         If `ends` i32 [experts] is given, each expert has a separate sum, and the sums have the shape [experts,
-        features, features]. The rows must then be sorted by expert, and `ends` has the cumulative number of rows per
-        expert.
+        features,
+        features]. The rows must be sorted by expert. `ends` has the cumulative number of rows per expert.
 
-        Raises QuantizeError if the number of features differs from that of an earlier call with this `name`.
+        Raises QuantizeError if an earlier call with the same `name` had another number of features.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
@@ -90,7 +91,8 @@ def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
 
 
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the trace of each Hessian: the sum of its diagonal, not the mean. Bit allocation first gives more bits to
-    the parameter with the largest trace.
+    """Returns the trace of each Hessian, which is the sum of its diagonal.
+
+    Promotion gives more bits to the parameters with the largest traces.
     """
     return {name: float(hessian.diagonal(dim1=-2, dim2=-1).double().sum()) for name, hessian in hessians.items()}

@@ -30,8 +30,8 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Returns the input range of each int8 product in the program `score`, by the name of the weight of the product.
 
-    Products with the same input have the same range. If one tensor contains the input features of several products, as
-    in a bidirectional layer, each product has the range of its own features. The reference implementations of the ops
+    Products with the same input have the same range. In a bidirectional layer, one tensor contains the input features
+    of several products. Each product then has the range of its own features. The reference implementations of the ops
     compute all values, in the dtype of `weights`.
 
     Args:
@@ -39,15 +39,15 @@ def input_ranges(
         sources: the int8 products.
         batches: batches of calibration data: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
-        progress: is called with the number of processed rows after each batch.
-        scales: input scales, f32 [1] or [K] each, whose clipping error is also measured. The key of a scale is the name
-            of the first weight that reads the input. None measures no clipping error.
+        progress: called after each batch with the number of rows processed so far.
+        scales: input scales, f32 [1] or [K] each, for which the clipping error is also measured. A key is the name of
+            the first weight that reads the input. None measures no clipping error.
 
     Returns:
         The ranges by weight name, in f64.
 
     Raises:
-        QuantizeError: no batch contains an input of a product, or an input contains NaN or infinity.
+        QuantizeError: if no batch contains an input of a product, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     measured: dict[str, _InputRange] = {}
@@ -77,8 +77,10 @@ def input_ranges(
 
 
 class _InputRange:
-    """Accumulates the range of one input over rows, f64 [.., K]. If `scale` is given, also accumulates the number of
-    values that int8 quantization with this scale clips, and their squared errors.
+    """Accumulates the range of one input over rows, f64 [.., K].
+
+    With `scale`, the class also counts the values that int8 quantization with this scale clips, and sums their squared
+    errors.
     """
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
@@ -107,18 +109,18 @@ class _InputRange:
 def input_scales(
     programs: Programs, sources: Sequence[Source], schemes: Allocation, rows: Rows, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Measures the range of each input of int8 products, and returns the input scale that the quantization scheme of
-    the weight selects for this range.
+    """Measures the range of each input of int8 products. Returns the input scale that the quantization scheme of the
+    weight selects for this range.
 
     Args:
         programs: the lowered programs, before any pass.
         sources: the int8 products.
         schemes: the quantization scheme of each parameter.
-        rows: a function that returns batches of calibration data: the inputs of `score` by name.
+        rows: a function that returns batches of calibration data. A batch contains the inputs of `score` by name.
         weights: the parameters by name, f32, all on one device.
 
     Returns:
-        The scales, f32 [1] or [K]. The key of a scale is the name of the first weight that reads the input.
+        The scales, f32 [1] or [K]. A key is the name of the first weight that reads the input.
 
     Raises:
         QuantizeError: as raised by `input_ranges`.
@@ -136,10 +138,10 @@ def input_scales(
 
 
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
-    """Returns the input scales that a checkpoint stores in its optimizer state. `optimizer` is this state.
+    """Returns the input scales in the optimizer state `optimizer` of a checkpoint.
 
-    The key of a scale is the name of the first weight that reads the input. The result is empty if the run did not yet
-    quantize inputs when it wrote the checkpoint.
+    A key of the result is the name of the first weight that reads the input. The result is empty if the run did not
+    yet quantize inputs when it wrote the checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

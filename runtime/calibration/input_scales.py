@@ -11,17 +11,18 @@ SLOT = "rounding.input_scale"  # the key prefix in the optimizer state of a chec
 
 
 class InputScales:
-    """The scales by which training quantizes the inputs of int8 products, f32 [K] each. The key of a scale is the name
-    of the leader: the first weight that reads the input.
+    """The scales by which training quantizes the inputs of int8 products, f32 [K] each.
+
+    The key of a scale is the name of the leader: the first weight that reads the input.
 
     The model reads the inverse scales from buffers. The scales are measured once and saved in checkpoints, so that a
     resumed run quantizes with the scales of the original run.
 
     Args:
         model: the model in training, on its device.
-        leaders: the name of the leader for the input of each weight, by weight name.
-        measure: a function that maps the weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Only
-            rank 0 calls this function, and sends the scales to all ranks.
+        leaders: for each weight name, the name of the leader of its input.
+        measure: a function that maps the weights (f32, by parameter name) to scales, f32 [1] or [K], by leader. Rank 0
+            calls this function and sends the scales to all other ranks.
         world: the ranks of the run.
 
     Attributes:
@@ -57,8 +58,9 @@ class InputScales:
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
-        """Returns factors f32 [K] for each weight [N, K], by weight name: the scales of the input features, divided by
-        the largest scale.
+        """Returns factors f32 [K] for each weight [N, K], by weight name.
+
+        A factor is the scale of an input feature, divided by the largest scale of the input.
 
         The deployed int8 model rounds the weight after multiplication by these factors.
         """

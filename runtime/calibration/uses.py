@@ -1,16 +1,16 @@
 """Estimates how much an error of a parameter increases the loss, from the uses of the parameter in the model: matrix
 products, and lookups of rows.
 
-Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss L of one token. The loss then
-increases by 1/2 E[(d . g)^2] per token. F = E[g g^T] is the Fisher information. g is a sum over the uses of W. Every
-use adds rank-one matrices l r^T to g, where l [N] has one entry per row of W:
+Let d be an error that is added to a parameter W [N, K], and let g be the gradient of the loss L of one token. The loss
+then increases by 1/2 E[(d . g)^2] per token. F = E[g g^T] is the Fisher information. The gradient g is a sum over the
+uses of W. Every use adds matrices l r^T of rank one to g, where l [N] has one entry per row of W:
 
 - a product y = W x adds one matrix with l = dL/dy, r = x for each row of the input x;
 - a lookup y = W[v] adds one matrix with l = one-hot(v), r = dL/dy.
 
 Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015),
-terms are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated by the Kronecker product of its partial
-traces, A_u B_u^T / tr F_u:
+the terms are assumed to be uncorrelated, so that F = sum_u F_u. Each F_u is approximated by the Kronecker product of
+its partial traces, A_u B_u^T / tr F_u:
 
     A_u = diag(sum |r|^2 l_i^2) [N],  B_u = sum |l|^2 r r^T [K, K],  sum_i A_ui = tr B_u = tr F_u
 
@@ -33,11 +33,11 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 
 def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the sum of `nats` [rows, window], the losses of tokens, each multiplied by a random sign.
+    """Multiplies each of the losses `nats` [rows, window] by a random sign, and returns the sum.
 
     Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n separately. However, the
-    squared gradient of the returned sum has the expectation sum_n g_n^2, because products of the gradients of different
-    tokens have random signs.
+    expectation of the squared gradient of the returned sum is sum_n g_n^2: the products of gradients of different
+    tokens have random signs, so that their expectation is 0.
     """
     signs = torch.randint(0, 2, nats.shape, generator=generator, dtype=torch.int8).to(nats.device)
     return (nats * (2 * signs - 1)).sum()
@@ -50,21 +50,22 @@ def capture_uses(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, tuple[Use, ...]]:
-    """Runs the model on calibration text, and measures the uses of parameters. A use has the factors A / tr(B) and B
-    that the docstring of this module defines, averaged over tokens.
+    """Runs the model on calibration text, and measures the uses of parameters.
+
+    A use has the factors A / tr(B) and B, averaged over tokens. The docstring of this module defines A and B.
 
     Args:
         model: the model, generated without fusions, on `device`.
         names: the names of the parameters [N, K] to measure.
         windows: batches (ids, targets), i64 [rows, window] each.
         device: the device of the model and of the result.
-        progress: is called with the number of processed rows after each batch.
+        progress: called after each batch with the number of rows processed so far.
 
     Returns:
-        For each name, at most two uses: one for all matrix products with the parameter, and one for all lookups in it.
+        For each name, at most two uses: all matrix products with the parameter, and all lookups in the parameter.
 
     Raises:
-        QuantizeError: a gradient or an input contains NaN or infinity.
+        QuantizeError: if a gradient or an input contains NaN or infinity.
     """
     products, lookups = _Terms(device), _Terms(device)
     inputs: list[tuple[str, Tensor]] = []
@@ -118,11 +119,11 @@ class _Terms:
         self._rows[name] = self._rows[name] + rows if name in self._rows else rows
 
     def look_up(self, name: str, rows: int, ids: Tensor, gradient: Tensor) -> None:
-        """Adds the lookups of the rows `ids` [...] in the parameter `name`, a table with `rows` rows. `gradient` [...,
-        K] has the gradients of the looked-up rows.
+        """Adds the lookups of the rows `ids` [...] in the parameter `name`, a table with `rows` rows.
 
-        The sums for each row are computed on the CPU. On a GPU, the order of additions in `index_add_` varies, and the
-        results would not be reproducible.
+        `gradient` [..., K] has the gradients of the looked-up rows. The sums for each row are computed on the CPU,
+        because
+        `index_add_` on a GPU adds in a varying order, and the results would not be reproducible.
         """
         places, right = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).double()
         self._columns.add(name, right)
@@ -145,18 +146,17 @@ class _Terms:
 
 
 def with_unread(total: Tensor, reads: Tensor) -> Tensor:
-    """Adds estimates for the rows that were never looked up to sums over the lookups of each row of a table. Returns
-    the new sums.
+    """Adds estimates for the rows of a table that were never looked up. Returns the new sum of each row.
 
     Later text may read rows that the calibration text does not read. By the Good-Turing estimate, the sum over all rows
     that were read once predicts the sum over all unread rows.
 
-    The predicted sum is divided evenly among the unread rows. The estimate for one row is at most the mean of the rows
-    that were read once. If no row was read once, the mean over all lookups is divided among the unread rows, because an
-    estimate of 0 would permit any error.
+    The predicted sum is divided evenly among the unread rows. The estimate for one unread row is at most the mean over
+    the rows that were read once. If no row was read once, the unread rows together receive the mean over all lookups.
+    An estimate of 0 would permit any error in these rows.
 
-    The sums of the rows that were read are scaled down so that the sum over all rows stays the same. The factor is at
-    least 1/2.
+    The sums of the rows that were read are then scaled down, so that the total over all rows stays the same. The scale
+    factor is at least 1/2.
 
     Args:
         total: the sum over the lookups of each row, f64 [rows].
