@@ -1,13 +1,14 @@
-"""A Triton kernel that samples the next token of each row. The kernel neither sorts the logits nor needs the host.
+"""A Triton kernel that samples the next token of each row. The kernel does not sort the logits, and the host does not
+wait for the kernel.
 
-If the temperature is 0, several Triton programs search a row for its largest logit. The program that ends last writes
-the token. Each logit and its index are packed into one integer, so that the maximum of the integers gives the first of
-the largest logits.
+If the temperature is 0, several Triton programs search a row for its largest logit. The last program to finish writes
+the token. Each logit and its index are packed into one integer. The maximum of these integers gives the first of the
+largest logits.
 
 If the temperature is above 0, one program per row samples the token. This program maps the bits of each logit to a
-32-bit integer (a key) that sorts like the logit. Bisection over keys finds the smallest logit that remains after
-`top_k` and `top_p`. The weight of a token, exp(logit / temperature) up to a factor, is f64. For a given random number,
-the kernel chooses the token that `Sampling.pick` chooses.
+32-bit integer, the key. Keys have the order of the logits. Bisection over keys finds the smallest logit that `top_k`
+and `top_p` keep. The weight of a token is exp(logit / temperature), up to a common factor, in f64. For equal random
+numbers, the kernel and `Sampling.pick` choose equal tokens.
 """
 
 import torch
@@ -17,14 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK, WARPS = 8192, 16
-PARTS = 16  # the most programs per row
+PARTS = 16  # the maximum number of programs per row
 # Programs per multiprocessor. A program has 512 threads of at most 64 registers if the temperature is 0.
 RESIDENT = 2
-NAN = tl.constexpr(0x7FFFFFFF)  # the key of NaN, above that of infinity
-INFINITE = tl.constexpr(0x7F800000)  # the key of infinity; that of the least finite number is its negative
+NAN = tl.constexpr(0x7FFFFFFF)  # the key of NaN, above the key of infinity
+INFINITE = tl.constexpr(0x7F800000)  # the key of infinity; the key of the smallest finite number is -INFINITE
 LOWEST = tl.constexpr(-(2**63))
-# The number of finished programs per row, i32, for each GPU. It is 0 between launches. One tensor suffices for all
-# launches, because launches of one stream do not overlap.
+# The number of finished programs per row, i32, for each GPU. The numbers are 0 between launches. All launches of a
+# stream share one tensor, because they do not overlap.
 COUNTS: dict[torch.device, Tensor] = {}
 
 
@@ -35,7 +36,7 @@ def _logits(logits_ptr, at, V):
 
 @triton.jit
 def _key(logit):
-    """Maps f32 logits to i32 keys, so that larger logits have larger keys."""
+    """Maps f32 logits to i32 keys. A larger logit has a larger key."""
     bits = logit.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -47,8 +48,9 @@ def _logit(key):
 
 @triton.jit
 def _ranked(logits, at):
-    """Packs each logit and its index `at` into an i64. The largest i64 belongs to the first NaN, or to the first of the
-    largest logits if there is no NaN.
+    """Packs each logit and its index `at` into an i64. The largest i64 belongs to the first NaN. Without a NaN, it
+    belongs
+    to the first of the largest logits.
     """
     key = tl.where(logits == logits, _key(logits), NAN)
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)
@@ -56,7 +58,7 @@ def _ranked(logits, at):
 
 @triton.jit
 def _weight(logit, largest, TEMPERATURE: tl.constexpr):
-    # The value is computed, because a literal would be rounded to f32.
+    # The temperature is a tensor, because a literal would be rounded to f32.
     return tl.exp((logit.to(tl.float64) - largest) / tl.full((), TEMPERATURE, tl.float64))
 
 
@@ -85,7 +87,7 @@ def choose_token_kernel(
         gdc_launch_dependents()
     logits_ptr += row * STRIDE
     weights_ptr += row * V
-    # The first of the largest logits. Each lane searches on its own, so that threads wait for each other only once.
+    # Finds the first of the largest logits. Each lane keeps its own maximum, so that threads synchronize only once.
     best = tl.full((BLOCK,), LOWEST, tl.int64)
     lowest = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     for first in range(part * BLOCK, V, PARTS * BLOCK):
@@ -99,7 +101,7 @@ def choose_token_kernel(
     if PARTS > 1:
         place = row * PARTS + part
         tl.store(best_ptr + place, best)
-        tl.debug_barrier()  # all threads have stored before the program is counted
+        tl.debug_barrier()  # all threads must have stored before the program counts as finished
         writes = tl.atomic_add(counts_ptr + row, 1, sem="acq_rel") == PARTS - 1
         tl.store(counts_ptr + row, 0, mask=writes)
         places = row * PARTS + tl.arange(0, PARTS)
@@ -116,12 +118,13 @@ def choose_token_kernel(
             weights = tl.where(finite & (at < V), weights, 0.0)
             tl.store(weights_ptr + at, weights, mask=at < V)
             total += tl.sum(weights, 0)
-        tl.debug_barrier()  # because other threads read these weights below
-        # All tokens above the key `bound` remain, and the first `equal` tokens with this key.
+        tl.debug_barrier()  # other threads read these weights below
+        # The kernel keeps all tokens whose key is above `bound`, and the first `equal` tokens whose key is `bound`.
         bound = tl.min(lowest, 0).to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
         if TOP_K > 0:
-            # The smallest bound with fewer than TOP_K tokens above it, or any bound with exactly TOP_K.
+            # Finds a bound with exactly TOP_K tokens above it, or else the smallest bound with fewer than TOP_K tokens
+            # above it.
             low = bound
             bound = highest
             while low + 1 < bound:
@@ -133,7 +136,7 @@ def choose_token_kernel(
             equal = TOP_K - count
             total = mass + equal * _weight(_logit(bound), most, TEMPERATURE)
         if TOP_P < 1:
-            # The smallest bound for which the tokens above it have less than the share TOP_P of the weight.
+            # Finds the smallest bound above which the tokens have less than the fraction TOP_P of the total weight.
             wanted = tl.full((), TOP_P, tl.float64) * total
             low = bound - 1
             high = highest
@@ -145,11 +148,11 @@ def choose_token_kernel(
             _, mass = _above(logits_ptr, weights_ptr, high, V, BLOCK)
             weight = _weight(_logit(high), most, TEMPERATURE)
             needed = tl.ceil((wanted - mass) / weight).to(tl.int32)
-            # At the bound of top-k, top-p does not add tokens.
+            # If top-p arrives at the bound of top-k, it must not keep more tokens than top-k.
             equal = tl.where((high == bound) & (equal > 0), tl.minimum(needed, equal), needed)
             bound = high
             total = mass + equal * weight
-        # The first token whose cumulative weight exceeds the random share of the total weight.
+        # Chooses the first token whose cumulative weight exceeds the total weight times the random number.
         share = tl.load(uniform_ptr + tl.load(counters_ptr + 1) * ROWS + row) * total
         before = tl.zeros((), tl.float64)
         ties = tl.zeros((), tl.int32)
@@ -169,7 +172,7 @@ def choose_token_kernel(
             chosen = tl.where((chosen < 0) & (place < V), place, chosen)
             last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0))
             before += tl.sum(weights, 0)
-        token = tl.where(chosen < 0, last, chosen)  # through rounding, the last sum may be less than the total
+        token = tl.where(chosen < 0, last, chosen)  # by rounding, the last sum may be less than the total
     token = tl.where(finite, token, -1).to(tl.int64)
     tl.store(next_ptr + row, tl.maximum(token, 0), mask=writes)
     tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token, mask=writes)
@@ -200,13 +203,12 @@ def choose_token(
             vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
         counters: two integers, i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-        following: the kernel writes the sampled tokens to this tensor, i64 [B]. It writes 0 in rows whose largest logit
-            is not finite.
-        tokens: the kernel writes the sampled tokens to the column of this tensor after the last token, i64 [B, N]. It
-            writes -1 in rows whose largest logit is not finite.
-        temperature: the attribute of `Sampling`.
-        top_k: the attribute of `Sampling`.
-        top_p: the attribute of `Sampling`.
+        following: receives the sampled tokens, i64 [B]. A row whose largest logit is not finite receives 0.
+        tokens: receives the sampled tokens, i64 [B, N], in the column after the last token. A row whose largest logit
+            is not finite receives -1.
+        temperature: as in `Sampling`.
+        top_k: as in `Sampling`.
+        top_p: as in `Sampling`.
     """
     rows, vocabulary = logits.shape
     weights = logits.new_empty((rows, vocabulary if temperature else 0), dtype=torch.float64)

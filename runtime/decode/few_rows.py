@@ -1,9 +1,11 @@
-"""Builds decoding steps for few texts, which run four kinds of fused kernels.
+"""Builds decoding steps for few texts. These steps run four kinds of fused kernels:
 
-A kernel of the first kind looks up embeddings and rotary angles. The second kind computes a norm and the matrix
-products that follow it. The third kind computes a matrix product and its epilogue. The fourth kind computes attention,
-including the rotary embedding and the write to the cache. torch.compile may fuse the remaining operations. For a
-quantized model, matrix products read the stored codes.
+- embedding lookups and rotary angles;
+- a norm and the matrix products that follow it;
+- a matrix product and its epilogue;
+- attention, including the rotary embedding and the write to the cache.
+
+torch.compile may fuse the remaining operations. For a quantized model, matrix products read the stored codes.
 """
 
 from typing import Any
@@ -18,22 +20,23 @@ from specc.runtime.decode.text import StepFunction
 from specc.runtime.model.load import Loaded, sharing
 
 FOLDER, PACKED = "decoding", "packed"  # subfolders of the generated code
-RECOMPILED = 64  # the number of shapes of caches and rows for which one function is compiled
+RECOMPILED = 64  # the maximum number of shapes of caches and rows for which torch.compile compiles one function
 
 
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns a function that runs a decoding step of the model: it appends one token to each text.
+    """Returns a function that runs a decoding step of the model. A step appends one token to each text.
 
-    For at most 64 texts on a GPU, the function uses kernels for few rows. Otherwise, `library_step` returns the
-    function.
+    For at most 64 texts on a GPU, the function uses kernels for few rows. Otherwise, the result is the result of
+    `library_step`.
 
     Args:
         loaded: the model.
         rows: the number of texts.
-        compiled: whether torch.compile compiles the function, for each shape of the cache.
+        compiled: whether torch.compile compiles the function, separately for each shape of the cache.
 
     Returns:
-        A function with the arguments of the model's program `decode`, or of its program `step` if the cache is paged.
+        A function with the arguments of the program `decode` of the model. If the cache is paged, the function has the
+            arguments of the program `step`.
 
     Raises:
         LoweringError: if no kernel can compute a node of the step.
@@ -44,8 +47,8 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
 
 def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns a function that runs a decoding step, and whose matrix products are library calls. `step_of` describes
-    the arguments and the returned function.
+    """Returns a function that runs a decoding step with library calls for matrix products. The arguments and the result
+    are as in `step_of`.
     """
     return _program(loaded.model, compiled)
 
@@ -78,7 +81,7 @@ def _program(model: Any, compiled: bool) -> StepFunction:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILED)
-    # With this setting, Inductor generates a kernel for products of one row, which is faster than the library.
+    # With this setting, Inductor generates a kernel for products of one row. The kernel is faster than the library.
     options: dict[str, Any] = {"coordinate_descent_tuning": True}
     result: StepFunction = torch.compile(step, fullgraph=True, dynamic=False, options=options)
     return result

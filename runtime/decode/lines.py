@@ -23,15 +23,15 @@ CHECK = 4  # the number of steps between two counts of the unfinished rows; each
 class Translator:
     """A decoder for a model that maps source lines to target lines.
 
-    Beam search (`beam` > 1) stores the `beam` most probable lines of each source, without a length penalty. The search
-    for a source stops when its most probable line is finished. Finished sources are removed from the batch. If a line
-    has no stop token after `window` tokens, decoding stops, and the line is returned.
+    Beam search (`beam` > 1) keeps the `beam` most probable lines of each source, without a length penalty. The search
+    for a source stops when its most probable line is finished. Finished sources are removed from the batch. Decoding
+    also stops after `window` tokens. A line without a stop token is then returned as it is.
 
     Attributes:
         steps: the object that runs the programs of the model.
         tokenizer: the character tokenizer of the model.
         window: the maximum length of sources and targets in tokens, including stop tokens.
-        fixed: whether sources must be padded to `window` tokens, because the model attends to padding.
+        fixed: whether sources must be padded to `window` tokens, as for a model that attends to padding.
         device: the device of the model.
         batch: the number of sources per batch.
         beam: the beam size; 1 is greedy decoding.
@@ -51,17 +51,16 @@ class Translator:
         Args:
             lines: the source lines.
             limits: for each line, the number of target tokens that the caller needs, including the stop token. Greedy
-                decoding may stop after this number of tokens. None decodes whole targets.
+                decoding may stop after this number of tokens. None decodes complete targets.
 
         Returns:
             One target line per source line, in the order of `lines`.
 
         Raises:
-            LineError: a line is too long or contains a character that is not in the vocabulary. In this case, no line
-                is decoded.
-            TypeError: `lines` is a `str`, or a line is not a `str`.
-            ValueError: the numbers of limits and lines differ.
-            RunFailure: logits are NaN.
+            LineError: if a line is too long, or contains a character that is not in the vocabulary. No line is decoded.
+            TypeError: if `lines` is a `str`, or a line is not a `str`.
+            ValueError: if the numbers of limits and lines differ.
+            RunFailure: if logits are NaN.
         """
         if isinstance(lines, str):
             raise TypeError("translate needs a list of lines, not one text")
@@ -72,7 +71,7 @@ class Translator:
         if limits is not None and len(limits) != len(lines):
             raise ValueError(f"translate needs a limit for each line, not {len(limits)} limits for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
-        # Lines are sorted by length, so that lines of a batch end at similar steps
+        # Lines are sorted by length, so that the lines of a batch end after similar numbers of steps
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         targets = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
@@ -88,23 +87,22 @@ class Translator:
 
     @torch.no_grad()
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Decodes sources, i64 [B, S]. Returns targets, i64 [B, window]. A row has the tokens of a target, then a stop
-        token, then padding.
+        """Decodes sources, i64 [B, S]. Returns targets, i64 [B, window].
 
-        With `limits`, i64 [B], greedy decoding may stop row i after `limits[i]` tokens. Raises RunFailure if the
-        largest logit is not finite.
+        A row of the result has the tokens of a target, then a stop token, then padding. With `limits`, i64 [B], greedy
+        decoding may stop row i after `limits[i]` tokens. Raises RunFailure if the largest logit is not finite.
         """
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
         targets = source.new_full((rows, self.window), PAD)
-        if limits is None or beam > 1:  # a beam search knows the best line only at its end
+        if limits is None or beam > 1:  # a beam search knows the most probable line only at its end
             limits = source.new_full((rows,), self.window)
         search = _Search.start(limits, beam, self.window)
         for t in range(self.window):
             search = search.extended(self.steps.extend(search.last, t, state), t, state)
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
-            if search.broken:  # checked before rows are removed, because rows with NaN count as finished
+            if search.broken:  # checked before finished rows are removed, because rows with NaN count as finished
                 raise RunFailure("the largest logit is not finite", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
             unfinished = (~done).nonzero()[:, 0]
@@ -122,8 +120,9 @@ class Translator:
 
 @dataclass(frozen=True)
 class _Search:
-    """The state of a search: the `beam` most probable partial target lines of each of `rows` sources, in the order of
-    descending probability.
+    """The state of a search. It has the `beam` most probable partial target lines of each of `rows` sources, in
+    descending
+    order of probability.
 
     Attributes:
         index: the row of each source in the batch, i64 [rows].
@@ -143,8 +142,9 @@ class _Search:
 
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
-        """Returns a search with empty lines. Only the first line of a source has a finite score, because all its lines
-        are equal.
+        """Returns a search with empty lines. All lines of a source are equal at first. Therefore, only the first line
+        has a
+        finite score.
         """
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
@@ -174,10 +174,10 @@ class _Search:
         return bool(self.scores[:, 0].isnan().any())
 
     def extended(self, logits: Tensor, t: int, state: State) -> "_Search":
-        """Returns the search whose lines are extended by the token at position `t`. Reorders the rows of `state`, the
-        state of the model, in place.
+        """Returns the search after its lines are extended by the token at position `t`.
 
-        `logits` has the logits of this token, f32 [rows * beam, V].
+        `logits` are the logits of this token, f32 [rows * beam, V]. The rows of `state`, the state of the model, are
+        reordered in place.
         """
         rows, beam = self.scores.shape
         chances = logits.log_softmax(-1).reshape(rows, beam, -1)
@@ -226,8 +226,7 @@ def translator(
     beam: int | None = None,
     compiled: bool = False,
 ) -> Translator:
-    """Returns a decoder for a model. Each call of the decoder uses the weights that the model has at the time of the
-    call.
+    """Returns a decoder for a model. Each call of the decoder uses the current weights of the model.
 
     Args:
         model: the generated model.
@@ -242,21 +241,21 @@ def translator(
         The decoder.
     """
     steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
-    batch = max(1, batch // beam)  # every beam has a separate state
+    batch = max(1, batch // beam)  # each partial line has a separate row in the state of the model
     return Translator(
         steps(line_model(model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """Returns a decoder for an opened model that maps lines to lines. If `beam` is None, the spec gives the beam size.
-    `batch` is the number of target lines per batch.
+    """Returns a decoder for an opened model that maps lines to lines.
 
-    Raises DataError for a text model.
+    `batch` is the number of target lines per batch. If `beam` is None, the spec gives the beam size. Raises DataError
+    for a text model.
     """
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    model = Unchecked(opened.model)  # no checks: the inputs are valid, and a check would synchronize with the device
+    model = Unchecked(opened.model)  # inputs are valid, and a check would synchronize with the device
     return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 
@@ -264,20 +263,18 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
 def decoder_inputs(
     model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
 ) -> Tensor:
-    """Computes decoder inputs for training with scheduled sampling: a mix of target tokens and tokens that the model
-    predicts.
+    """Computes decoder inputs for scheduled sampling in training: a mix of target tokens and predicted tokens.
 
     The input at position 0 is the start token. If `forcing[t + 1]` is true, the input at position `t + 1` is the target
-    token `t`. If `forcing[t + 1]` is false, the input at position `t + 1` is the token that the model predicts from the
-    inputs up to `t`: the most probable token other than padding and start. The model continues to predict after a
-    predicted stop token.
+    token `t`. Otherwise, the input at position `t + 1` is the most probable token after the inputs up to `t`, except
+    padding and start. Prediction continues after a predicted stop token.
 
     Args:
         model: the generated model.
         source: the source tokens, i64 [B, S].
         target: the target tokens, i64 [B, T].
         forcing: whether the input at each position is a target token, bool [T] or [B, T].
-        writes: the names of the program that encodes the source and of the program that extends the target by a token.
+        writes: the names of two programs: one encodes the source, the other extends the target by a token.
 
     Returns:
         The decoder inputs, i64 [B, T].

@@ -14,10 +14,10 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """The state of a text that is not complete. `sampled` is the number of sampled tokens, `numbers` has random numbers
-    that are not yet used, and `drawn` is the number of random numbers that were drawn from `generator`.
+    """The state of a text that is not complete. The host may not have read all of its sampled tokens yet.
 
-    The host may not have read all of the sampled tokens yet.
+    `sampled` is the number of sampled tokens. `numbers` has random numbers that are not used yet. `drawn` is the number
+    of random numbers that `generator` has produced.
     """
 
     generator: torch.Generator
@@ -27,10 +27,11 @@ class _Writing:
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
         """Returns the random numbers for the next `steps` tokens of the text. `count` is the maximum number of tokens
-        of the text.
+        of the
+        text.
 
-        The first `count` numbers of a text are the numbers that `sample_tokens` uses for the seed of the text. All
-        later numbers are 0, because later tokens are discarded.
+        The first `count` numbers are the numbers that `sample_tokens` uses for the same seed. All later numbers are 0,
+        because the tokens after `count` are discarded.
         """
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
@@ -53,39 +54,39 @@ def sample_texts(
     """Samples one text after each prompt. When a text ends, the next prompt takes its place in the batch (continuous
     batching; Yu et al., 2022, "Orca").
 
-    Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts are added and
-    removed between blocks. A text ends after `count` tokens, or earlier with the token `last`. Tokens after `last` that
-    the GPU has already sampled are discarded.
+    Tokens are sampled in blocks. While the host reads a block, a GPU computes the next block. Texts join and leave the
+    batch between blocks. A text ends after `count` tokens, or with the token `last`. If the GPU has already sampled
+    tokens after `last`, they are discarded.
 
     Args:
         decoder: the decoder of the model.
         prompts: the tokens of each prompt.
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per prompt. The random numbers of a text depend only on its seed.
+        seeds: one seed per prompt. The random numbers of a text depend only on its seed.
         count: the maximum number of tokens to sample for a text.
-        batch: the maximum number of texts that are sampled at once.
-        last: the token that ends a text. It is also yielded. None ends every text after `count` tokens.
+        batch: the maximum number of texts in the batch.
+        last: the token that ends a text. The token itself is also yielded. None ends every text after `count` tokens.
         block: the maximum number of tokens per block, at most BLOCK.
 
     Yields:
-        The index of a prompt, a sampled token of its text, and whether the token is the last of the text. The token is
-        -1 if the largest logit is not finite.
+        The index of a prompt, a sampled token of its text, and whether this token is the last token of the text. The
+            token is -1 if the largest logit is not finite.
 
     Raises:
-        SamplingError: a seed has more than 64 bits.
-        RunFailure: a text has more tokens than the decoder has pages.
+        SamplingError: if a seed has more than 64 bits.
+        RunFailure: if a text needs more pages than the decoder has.
     """
     waiting = deque(range(len(prompts) if count else 0))
     writing: dict[int, _Writing] = {}
-    unread: deque[list[int]] = deque()  # the texts of each block that the host has not read yet
+    unread: deque[list[int]] = deque()  # for each block that the host has not read yet, the texts of the block
 
     def blocks() -> Iterator[Tensor]:
         while waiting or writing:
             while waiting and len(writing) < batch:
                 most = len(prompts[waiting[0]]) + count
                 if not decoder.fits(most) and writing:
-                    break  # waits until another text leaves
+                    break  # the text waits until another text leaves
                 index = waiting.popleft()
                 decoder.join(index, prompts[index], most)
                 writing[index] = _Writing(generator_of(seeds[index]))
@@ -109,7 +110,7 @@ def sample_texts(
         del writing[index]
         decoder.leave(index)
 
-    written: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)  # the number of tokens of texts that have not ended
+    written: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)  # the number of tokens of each unfinished text
     for rows in on_the_host(blocks()):
         texts = unread.popleft()
         for step in zip(*rows, strict=True):

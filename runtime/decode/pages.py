@@ -21,7 +21,7 @@ from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, 
 def in_pages(spec: Spec) -> Spec:
     """Returns a copy of the spec with a paged cache. A page has 64 positions, unless the spec states another size.
 
-    Raises RunFailure if the model carries a state from token to token that pages cannot store.
+    Raises RunFailure if the state that the model keeps between tokens cannot be stored in pages.
     """
     if page_of(spec) or "cache" not in type(spec.model).model_fields:
         return spec
@@ -34,7 +34,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns a copy of the spec of a text model in which the given settings of the cache are replaced."""
+    """Returns a copy of the spec of a text model, with the given settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -53,9 +53,10 @@ def page_of(spec: Spec) -> int:
 class _Text:
     """A text whose keys and values are in pages of the cache.
 
-    `pages` has the indices of the pages of the text. The concatenation of `pieces`, i64 tensors on the device, has all
-    tokens of the text that the model still attends to. The keys of all these tokens except the last are in the pages.
-    `length` is the number of tokens in the pages.
+    `pages` has the indices of the pages of the text. `pieces` are i64 tensors on the device. Their concatenation has
+    all
+    tokens of the text that the model still attends to. The pages have the keys of all these tokens except the last
+    token. `length` is the number of tokens in the pages.
     """
 
     pages: list[int]
@@ -64,16 +65,17 @@ class _Text:
 
 
 class PagedDecoder:
-    """Samples tokens for growing texts of different lengths. Texts can be added and removed between steps. The host
-    does not wait for the device.
+    """Samples tokens for growing texts of different lengths. Texts can join and leave between steps. The host does not
+    wait
+    for the device.
 
     A new text receives pages for its maximum number of tokens, so that no text ever waits for a page. When a text has
-    `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text.
+    `window` tokens, the decoder prefills its last `window // 2` tokens again, as the start of a text.
 
     A step reads the same number of pages for each text: the number that the longest text needs, rounded up. On a GPU,
-    the number of rows of a step is the number of texts, rounded up to a power of two. There is one CUDA graph for each
-    combination of the number of pages and the number of rows. Rows without a text, and positions beyond the last page
-    of a text, use a spare page.
+    the number of rows of a step is the number of texts, rounded up to a power of two. Each combination of the number of
+    pages and the number of rows has its own CUDA graph. Rows without a text use a spare page. Positions beyond the last
+    page of a text also use the spare page.
 
     Args:
         model: the model, on `device`.
@@ -81,7 +83,7 @@ class PagedDecoder:
         page: the number of positions of a page.
         pages: the number of pages in the cache.
         device: the device of the model.
-        step: the function that appends a token to each text. None selects `model.step`.
+        step: a function that appends a token to each text. None selects `model.step`.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class PagedDecoder:
         self._most = self.pages_of(window)
         self._stride = max(-(-SHORTEST // page), -(-self._most // STRIDES))
         self._rows: dict[tuple[int, int, Sampling, int], _Rows] = {}
-        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, so that there are few graphs
+        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, to limit the graphs
 
     @property
     def preparing(self) -> float:
@@ -122,7 +124,7 @@ class PagedDecoder:
             most: the maximum number of tokens that the text will have.
 
         Raises:
-            RunFailure: there are not enough free pages.
+            RunFailure: if there are not enough free pages.
         """
         if not self.fits(most):
             message = f"a text of {most} tokens does not fit into {len(self._free)} free pages"
@@ -134,19 +136,21 @@ class PagedDecoder:
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
-        """Returns whether the next token of a text must be sampled by `begin` instead of `write`. This is the case if
-        the text was just added, or has `window` tokens.
+        """Returns whether `begin` must sample the next token of a text, instead of `write`. This is the case if the
+        text was
+        just added, or has `window` tokens.
         """
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
-        """Returns the number of tokens that can be appended to each of the texts until one of them has `window`
-        tokens."""
+        """Returns the number of tokens that can be appended to each text before one of the texts has `window`
+        tokens.
+        """
         return min(self._window - self._texts[key].length for key in keys)
 
     @torch.no_grad()
     def begin(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Prefills texts, and samples the next token of each. Each text was just added, or has `window` tokens.
+        """Prefills texts, and samples the next token of each text. Each text was just added, or has `window` tokens.
 
         Args:
             keys: the keys of the texts.
@@ -172,8 +176,11 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Samples n tokens for each text. Appends the token that was sampled before this call, and all new tokens
-        except the last, to the cache.
+        """Samples n tokens for each text.
+
+        The method appends n tokens to the cache: the token that the previous call sampled last, and all new tokens
+        except
+        the last.
 
         Args:
             keys: the keys of the texts. `begins` must return False for each key.
@@ -207,12 +214,12 @@ class PagedDecoder:
 
 
 class _Rows:
-    """The tensors of a decoding step, at fixed addresses, for a fixed number of rows and of pages.
+    """The tensors of a decoding step, at fixed addresses, for a fixed number of rows and a fixed number of pages.
 
     The attribute `replayed` runs a step: it appends a token to the text of each row, and samples the next token.
 
     Args:
-        step: the function that appends a token to each text.
+        step: a function that appends a token to each text.
         cache: the pages of the cache.
         count: the number of rows.
         reach: the number of pages that the step reads for each row.
@@ -233,7 +240,7 @@ class _Rows:
     ) -> None:
         self._step, self._cache, self._sampling, self._vocab = step, cache, sampling, vocab
         self._next = torch.zeros(count, dtype=torch.int64, device=device)
-        # The argument `counters` of `choose`, followed by the argument `start` of the step
+        # The argument `counters` of `Sampling.choose`, followed by the argument `starts` of the step
         self._counters = torch.zeros(2 + count, dtype=torch.int64, device=device)
         self._table = torch.zeros(count, reach, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(BLOCK, count, dtype=torch.float64, device=device)
@@ -253,7 +260,7 @@ class _Rows:
         pages = torch.full((count, reach), spare)
         pages[: len(texts)] = torch.tensor(table)
         counters = torch.zeros(2 + count, dtype=torch.int64)
-        counters[0] = -1  # the first token is in column 0
+        counters[0] = -1  # so that the first sampled token is in column 0
         counters[2 : 2 + len(texts)] = torch.tensor([text.length for text in texts])
         numbers = torch.zeros(BLOCK, count, dtype=torch.float64)
         numbers[: len(uniform), : len(texts)] = uniform
@@ -281,7 +288,7 @@ class PagedTexts(Decoder):
         page: the number of positions of a page.
         device: the device of the model.
         rows: the number of texts.
-        step: the function that appends a token to each text. None selects `model.step`.
+        step: a function that appends a token to each text. None selects `model.step`.
     """
 
     def __init__(
@@ -323,15 +330,15 @@ def decoder_of(
     rows: int = 1,
     step: StepFunction | None = None,
 ) -> Decoder:
-    """Returns a decoder for texts of equal length. The decoder uses a paged cache if the model was generated with a
-    paged cache.
+    """Returns a decoder for texts of equal length. If the model was generated with a paged cache, the decoder uses this
+    cache.
 
     Args:
         model: the model, on `device`.
         window: the number of tokens at which a text is full.
         device: the device of the model.
         rows: the number of texts.
-        step: the function that appends a token to each text. None selects the decoding program of the model.
+        step: a function that appends a token to each text. None selects the decoding program of the model.
     """
     if not hasattr(model, "step"):
         return Decoder(text_model(model), window, device, rows, step)

@@ -28,9 +28,11 @@ class Sampling:
             among equally probable tokens.
         top_k: only the `top_k` most probable tokens can be sampled. None allows all tokens.
         top_p: the total probability for nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text
-            Degeneration", arXiv 1904.09751). The probabilities of the tokens that `top_k` allows are normalized. Only
-            the smallest set of the most probable tokens whose total probability is at least `top_p` can then be
-            sampled.
+            Degeneration", arXiv 1904.09751). The probabilities of the tokens that `top_k` allows are first normalized
+            to
+            the sum 1. Nucleus sampling then keeps the smallest set of the most probable tokens whose total probability
+            is
+            at least `top_p`.
     """
 
     temperature: float = 1.0
@@ -51,27 +53,24 @@ class Sampling:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
 
-        The result is on the device of `logits`. The result is NaN in rows whose largest logit is not finite.
+        The result is on the device of `logits`. A row whose largest logit is not finite has the result NaN.
         """
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:
             return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # Sorted by descending logit, and by id if logits are equal. The remaining tokens are therefore a
-        # prefix.
+        # Tokens are sorted by descending logit, and by id if logits are equal. The tokens to keep are then a prefix.
         ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
         vocabulary = exact.shape[-1]
         keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
         weights = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).exp()
         if self.top_p < 1:
-            before = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))  # the total weight of all more probable tokens
+            before = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))  # the total weight of the tokens before each token
             weights = weights.masked_fill(before >= self.top_p * weights.sum(-1, keepdim=True), 0.0)
         probable = weights / weights.sum(-1, keepdim=True)
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the tokens that `pick` returns for the same arguments. On a GPU, `sample` does not sort, unlike
-        `pick`.
-        """
+        """Returns the tokens that `pick` returns for the same arguments. On a GPU, unlike `pick`, it does not sort."""
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -80,7 +79,7 @@ class Sampling:
         return tokens[:, 1]
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples one token per row. The function does not wait for a GPU.
+        """Samples one token per row. The host does not wait for a GPU.
 
         Args:
             logits: the logits of each row, [B, vocabulary].
@@ -90,27 +89,28 @@ class Sampling:
             The tokens, i64 [B]; -1 in rows whose largest logit is not finite.
         """
         finite = logits.amax(-1).isfinite()
-        if self.temperature == 0:  # selects the first of equal logits, as in `probabilities`, but without a sort
+        if self.temperature == 0:  # selects the first of equal logits, like `probabilities`, without a sort
             return logits.argmax(-1).where(finite, -1)
         steps = self.probabilities(logits).cumsum(-1)
         last = steps[:, -1:]
-        # Tokens of probability 0 do not increase the sum, so `right=True` skips them. The last sum may be less than 1.
+        # `right=True` skips tokens of probability 0, whose sums equal the sums before them. The last sum may be less
+        # than 1.
         tokens = torch.searchsorted(steps, uniform[:, None] * last, right=True)
         tokens = torch.minimum(tokens, (steps < last).sum(-1, keepdim=True))
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples the tokens that `pick` returns for the same logits and random numbers, and writes them to `following`
-        and `tokens`. On a GPU, one kernel does all of this without a sort.
+        """Samples the tokens that `pick` returns for the same logits and random numbers. Writes them to `following` and
+        `tokens`. On a GPU, a single kernel performs the whole method without a sort.
 
         Args:
             logits: the logits of each row, [B, vocabulary].
             uniform: random numbers in [0, 1), f64 [P, B].
             counters: two integers, i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
-            following: the function writes the sampled tokens to this tensor, i64 [B]. It writes 0 in rows whose largest
-                logit is not finite.
-            tokens: the function writes the sampled tokens to the column of this tensor after the last token, i64 [B,
-                N]. It writes -1 in rows whose largest logit is not finite.
+            following: receives the sampled tokens, i64 [B]. A row whose largest logit is not finite receives 0.
+            tokens: receives the sampled tokens, i64 [B, N], in the column after the last token. A row whose largest
+            logit
+                is not finite receives -1.
         """
         if logits.device.type == "cuda":
             from specc.runtime.decode.choose_token import choose_token

@@ -8,7 +8,7 @@ from torch import Tensor
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.protocols import GeneratedLines, State
 
-SMALLEST = 64  # in rows; a step with fewer rows is not faster
+SMALLEST = 64  # in rows; a smaller step is not faster
 
 
 class Steps(Protocol):
@@ -18,13 +18,15 @@ class Steps(Protocol):
         """Encodes the source lines. Returns the state of the model before the first target token."""
 
     def begin(self, state: State, beam: int = 1) -> State:
-        """Returns a copy of a state for `extend`, in which every row is repeated `beam` times. The returned state is
-        valid until the next call of `begin`.
+        """Returns a copy of a state for `extend`. In the copy, every row is repeated `beam` times. The copy is valid
+        until the
+        next call of `begin`.
         """
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         """Appends `ids`, i64 [B, 1], at position `start` of the target. Returns the logits of the next token, f32 [B,
-        V], which are valid until the next call.
+        V]. The
+        logits are valid until the next call.
         """
 
     def rows(self, unfinished: int, now: int) -> int:
@@ -56,16 +58,17 @@ class Eager:
 class Graphed:
     """Runs the steps by replaying CUDA graphs.
 
-    There is one graph of `extend` for each number of rows. The possible numbers of rows are powers of two, and the size
-    of the whole batch. There is one graph of `encode` for each source shape that occurs at least twice. The graphs read
-    the weights at their addresses, so they remain valid while the model trains.
+    Each number of rows has its own graph of `extend`. The possible numbers of rows are the powers of two, and the size
+    of
+    the whole batch. Each source shape that occurs at least twice has its own graph of `encode`. The graphs read the
+    weights at fixed addresses, so they remain valid while the model trains.
     """
 
     def __init__(self, model: GeneratedLines) -> None:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
-        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None for a shape that occurred once
+        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None for a shape that has occurred only once
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
@@ -77,7 +80,7 @@ class Graphed:
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            # Encoders run one at a time, so they share one memory pool
+            # Encoders run one at a time, so that they can share one memory pool
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
@@ -95,8 +98,9 @@ class Graphed:
         return self._graph.replay(ids, start)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the smallest power of two that is at least `unfinished` and at least `SMALLEST`, or `now` if this
-        power exceeds `now`.
+        """Returns the smallest power of two that is at least `unfinished` and at least `SMALLEST`. If this power
+        exceeds `now`,
+        the method returns `now`.
         """
         return min(max(1 << (unfinished - 1).bit_length(), SMALLEST), now)
 

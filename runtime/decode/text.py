@@ -13,7 +13,8 @@ from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache
 
 STRIDES = (
-    # The number of cache lengths for which steps are captured. A step reads the cache up to the next such length.
+    # The number of cache lengths for which steps are captured. A step reads the smallest of these lengths that
+    # suffices.
     8
 )
 SHORTEST = 256  # in positions; smaller cache lengths save no time
@@ -28,13 +29,11 @@ class CachedModel(Protocol):
     """The programs of a text model with a contiguous cache that a `Decoder` calls."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids`, i64 [B, T], to a cache that has `start` tokens, i64 []. Returns the logits after the last
-        id.
-        """
+        """Appends `ids`, i64 [B, T], to a cache that has `start` tokens, i64 []. Returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends one id per row, i64 [B, 1], to a cache that has `start` tokens, i64 []. Returns the logits after
-        these ids.
+        """Appends one id per row, i64 [B, 1], to a cache that has `start` tokens, i64 []. Returns the logits after the
+        appended ids.
         """
 
     def new_cache(self, rows: int, positions: int) -> Cache:
@@ -42,16 +41,18 @@ class CachedModel(Protocol):
 
 
 class Decoder:
-    """Computes the logits of the next tokens for a batch of growing texts of equal length, from a KV cache in the
-    model's dtype.
+    """Computes the logits of the next tokens for a batch of growing texts of equal length. The KV cache has the dtype
+    of the
+    model.
 
-    A step reads only the first positions of the cache. The number of positions is the length of the texts, rounded up
-    to one of a few fixed lengths. On a GPU, there is one CUDA graph per fixed length. When the cache is full, the last
-    `window // 2` tokens are prefilled again as the start of a text. From then on, the model attends to `window // 2` to
-    `window` tokens.
+    A step reads only the first positions of the cache. The number of these positions is the length of the texts,
+    rounded up to one of a few fixed lengths. On a GPU, each fixed length has its own CUDA graph. When the cache is
+    full,
+    the decoder prefills the last `window // 2` tokens again, as the start of a text. From then on, the model attends to
+    between `window // 2` and `window` tokens.
 
-    `write` runs entirely on the device: the next step reads a sampled token from device memory, and the host does not
-    see the token.
+    The method `write` runs entirely on the device: a step reads the token that the previous step sampled from device
+    memory.
 
     Args:
         model: the model, on `device`.
@@ -68,21 +69,21 @@ class Decoder:
         self._cache = model.new_cache(rows, window)
         self._tokens = torch.zeros(
             rows, window + 1, dtype=torch.int64, device=device
-        )  # the tokens of the text, then the next token
+        )  # the tokens of the text, followed by the next token
         self._next = torch.zeros(rows, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(PAGE, rows, dtype=torch.float64, device=device)
         self._counters = torch.zeros(
             2, dtype=torch.int64, device=device
-        )  # the position of the last token; see `choose`
+        )  # the position of the last token, and the row of `_uniform`; see `Sampling.choose`
         self._length = 0
-        self._logits: Tensor | None = None  # the logits after the last token; None if a token was sampled from them
+        self._logits: Tensor | None = None  # the logits after the last token; None once a token was sampled from them
         self._stride = max(SHORTEST, -(-window // STRIDES))
         self._steps: dict[int, Step] = {}
         self._sampled: dict[tuple[int, Sampling, int], Replayed] = {}
 
     @property
     def preparing(self) -> float:
-        """The total time in seconds of the first steps, which run without CUDA graphs or capture them."""
+        """The total duration in seconds of the steps that ran before CUDA graphs were captured, and of the captures."""
         steps: list[Step | Replayed] = [*self._steps.values(), *self._sampled.values()]
         return sum(step.preparing for step in steps)
 
@@ -135,7 +136,7 @@ class Decoder:
             if self._logits is None and self._length == self._window:
                 written.append(self._tokens[:, self._window + 1 - since :].clone())
                 self._slide()
-            if at == 0 or self._logits is not None:  # from here on, the device counts the positions
+            if at == 0 or self._logits is not None:  # during the following steps, the device counts the positions
                 self._counters[0].fill_(self._length - (self._logits is not None))
                 self._counters[1].fill_(at)
                 since = 0
@@ -171,7 +172,7 @@ class Decoder:
         return min(-(-self._length // self._stride) * self._stride, self._window)
 
     def _up_to(self, positions: int) -> Cache:
-        sizes = self._model.new_cache(0, positions)  # a cache without rows; only its shapes are used
+        sizes = self._model.new_cache(0, positions)  # a cache without rows, which only states shapes
         return [
             tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
             for layer, shapes in zip(self._cache, sizes, strict=True)
@@ -179,11 +180,12 @@ class Decoder:
 
 
 class Replayed:
-    """Runs a function that returns nothing. On a CPU, calls the function directly. On a GPU, captures the function as a
-    CUDA graph and replays the graph.
+    """Runs a function that returns nothing. On a CPU, each call runs the function directly. On a GPU, the function is
+    captured
+    as a CUDA graph, and each call replays the graph.
 
     Args:
-        work: the function. Except for its arguments, the function must read and write the same addresses in every call.
+        work: the function. It must read and write the same addresses in every call, except for its arguments.
         device: the device on which the function runs.
     """
 
@@ -198,7 +200,7 @@ class Replayed:
         return self._calls > WARM_UP
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the function with `tensors` as arguments, whose shapes must be equal in all calls."""
+        """Runs the function with `tensors` as arguments. The shapes of the arguments must be equal in all calls."""
         if self._device.type != "cuda":
             self._work(*tensors)
         elif self._calls <= WARM_UP:
@@ -213,8 +215,9 @@ class Replayed:
 
 
 class Step:
-    """Runs a decoding step with a cache of a fixed shape: by a direct call on a CPU, and by replaying a CUDA graph on a
-    GPU.
+    """Runs a decoding step with a cache of a fixed shape. On a CPU, each call runs the step directly. On a GPU, each
+    call
+    replays a CUDA graph.
 
     Args:
         call: the function that computes the logits from tensors and the cache, and updates the cache in place.
@@ -235,9 +238,7 @@ class Step:
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Returns the logits, which are valid until the next call. The shapes of `tensors` must be equal in all
-        calls.
-        """
+        """Returns the logits, which are valid until the next call. The shapes of `tensors` must be equal in all calls."""
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
         if self._replayed is None:
@@ -262,8 +263,8 @@ def sample_blocks(
     count: int,
     block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Samples `count` tokens for each text after its start. Yields the sampled tokens in blocks of at most `block`
-    tokens per text.
+    """Samples `count` tokens that continue each text. Yields the sampled tokens in blocks of at most `block` tokens per
+    text.
 
     After the CUDA graphs are captured, the host waits for the device only once per `PAGE` tokens.
 
@@ -272,16 +273,17 @@ def sample_blocks(
         tokens: the start of each text, i64 [rows, T].
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per text. The random numbers of a text depend only on its seed.
+        seeds: one seed per text. The random numbers of a text depend only on its seed.
         count: the number of tokens to sample for each text.
         block: the maximum number of tokens per block.
 
     Yields:
         The next n tokens of each text, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is
-        not finite. The tokens of a row after -1 are meaningless.
+        not
+            finite. The tokens of a row after -1 are meaningless.
 
     Raises:
-        SamplingError: a seed has more than 64 bits.
+        SamplingError: if a seed has more than 64 bits.
     """
     generators = [generator_of(seed) for seed in seeds]
     if count:
@@ -296,29 +298,30 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Samples `count` tokens for each text after its start. Yields the tokens step by step.
+    """Samples `count` tokens that continue each text. Yields one token per text at a time.
 
     Args:
         decoder: the decoder of the model.
         tokens: the start of each text, i64 [rows, T].
         vocab: the number of logits to use, from id 0.
         sampling: the sampling settings.
-        seeds: a seed per text. The random numbers of a text depend only on its seed.
+        seeds: one seed per text. The random numbers of a text depend only on its seed.
         count: the number of tokens to sample for each text.
 
     Yields:
         The next token of each text, i64 [rows].
 
     Raises:
-        SamplingError: a seed has more than 64 bits.
+        SamplingError: if a seed has more than 64 bits.
     """
     for block in sample_blocks(decoder, tokens, vocab, sampling, seeds, count, 1):
         yield block[:, 0]
 
 
 def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
-    """Copies blocks of tokens from the device. Yields each block as lists of integers, one list per row. A GPU computes
-    the next block while the host waits for the current block.
+    """Copies blocks of tokens from the device to the host. Yields each block as lists of integers, one list per row.
+
+    While the host waits for a block, a GPU computes the next block.
     """
     waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
     for block in blocks:
