@@ -1,7 +1,8 @@
 """The cache of generated and compiled code: private folders of files that are loaded as code.
 
-The default cache folder of Torch has a predictable name in /tmp, so another user could create this folder first. The
-name of a cache entry is a digest of the source code. Runs can therefore share entries, and never read outdated code.
+The default cache folder of Torch has a predictable name in /tmp. Another user could create this folder first, and place
+code in it. specc therefore uses private folders. The name of a cache entry is a digest of the source code. Runs can
+therefore share entries, and never read outdated code.
 """
 
 import hashlib
@@ -20,11 +21,11 @@ from specc.runtime.support.native import cache_folder, cache_root, private_folde
 
 # The environment variable of each compiler, and the name of the compiler's folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-GENERATED = "specc_generated_"  # the prefix of the names of packages of generated code; a digest of the code follows
+GENERATED = "specc_generated_"  # the prefix of the names of packages of generated code; a digest of the code follows it
 PROGRAMS = "programs"  # the folder of stored programs
 FOLDERS = ("generated", "native", PROGRAMS, *CACHES.values())
 LIMIT = 20.0  # in GB, if SPECC_CACHE_GB is not set
-IN_USE = 24 * 3600  # in seconds; entries that were used within this time are never removed
+IN_USE = 24 * 3600  # in seconds; entries that were used within this time are not removed
 
 
 def use_private_caches() -> None:
@@ -33,7 +34,7 @@ def use_private_caches() -> None:
     The function sets the environment variables in `CACHES`, except the variables that the user has set. Raises
     IntegrityError if a cache folder is a link, belongs to another user, or is writable by other users.
     """
-    shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder when it is imported
+    shared = f"{tempfile.gettempdir()}/torchinductor_"  # when imported, Inductor sets its variable to this folder
     for variable, name in CACHES.items():
         chosen = os.environ.get(variable)
         chosen = None if chosen is not None and chosen.startswith(shared) else chosen
@@ -41,7 +42,7 @@ def use_private_caches() -> None:
 
     import torch._functorch.config
 
-    # Generated code has autograd functions. Caching their graphs is safe, because the key covers both passes.
+    # Generated code has autograd functions. Torch may cache their graphs, because the cache key covers both passes.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
@@ -60,8 +61,9 @@ def content_digest(directory: Path) -> str:
 def cached_code(directory: Path) -> Path:
     """Copies the code of a generated folder into the cache, and returns the folder of the copy.
 
-    The copy remains after the run, so that later runs reuse its bytecode and compiled libraries. Raises IntegrityError
-    if the cache folder is a link, belongs to another user, or is writable by other users.
+    The copy outlives the run, so that later runs reuse its bytecode and compiled libraries. Raises IntegrityError if
+    the
+    cache folder is a link, belongs to another user, or is writable by other users.
     """
     copy = private_folder(cache_folder("generated") / content_digest(directory)[:32])
     with FileLock(copy.with_suffix(".lock"), mode=0o600):
@@ -74,7 +76,7 @@ def cached_code(directory: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry of the cache. An entry is the smallest unit that `trim` removes.
+    """An entry of the cache, which is the smallest unit that `trim` removes.
 
     Attributes:
         path: the file or folder of the entry.
@@ -88,14 +90,15 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache, without entries in folders that the user has set by environment variables."""
+    """Yields the entries of the cache, except entries in folders that the user has set by environment variables."""
     for name in FOLDERS:
         folder = cache_root() / name
-        # Inductor's folders are named by two letters of a key. The files in them are independent of each other.
+        # The name of a folder of Inductor is two letters of a key. The files in the folder are independent of each
+        # other.
         for path in filter(Path.is_file, folder.rglob("*")) if name == "inductor" else folder.glob("*"):
             try:
                 facts = [part.lstat() for part in (path, *path.rglob("*")) if part.is_file()]
-            except FileNotFoundError:  # another process has removed the entry
+            except FileNotFoundError:  # another process has removed the entry in the meantime
                 continue
             used = max((max(fact.st_atime, fact.st_mtime) for fact in facts), default=path.lstat().st_mtime)
             yield Entry(path, sum(fact.st_size for fact in facts), used)
@@ -115,7 +118,7 @@ def size_limit() -> float:
 def trim() -> None:
     """Removes the least recently used entries until the size of the cache is at most `size_limit()`.
 
-    Entries that were used in the last day remain, because a run may still read them.
+    Entries that were used within the last day are not removed, because a run may still read them.
     """
     oldest_first = sorted(entries(), key=lambda entry: entry.used)
     excess = sum(entry.size for entry in oldest_first) - size_limit()

@@ -2,8 +2,10 @@
 
 A GPU replays all kernels of a graph after a single launch from the host.
 
-Calls before a capture run on the stream of captures. Autograd accumulates the gradient of a leaf on the stream on which
-it first saw the leaf, and may remember this stream until the capture. A capture cannot wait for the default stream.
+Calls before a capture also run on the capture stream. Autograd accumulates the gradient of a leaf on the stream on
+which
+the leaf was first used, and may remember this stream until the capture. If it were the default stream, the capture
+would fail, because a capture cannot wait for the default stream.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-WARM_UP = 2  # the number of uncaptured calls before the capture, which compile kernels and allocate library workspaces
+WARM_UP = 2  # uncaptured calls before the capture, in which kernels are compiled and libraries allocate workspaces
 Result = TypeVar("Result")
 
 
@@ -26,7 +28,7 @@ def captured(
     Args:
         work: the function to capture.
         pool: the memory pool of the graph; None for a new pool. Graphs may share a pool if they never run at the same
-            time, and if the caller reads the results of one graph before another graph runs.
+            time. The caller must read the results of one graph before another graph of the pool runs.
         warm_up: the number of calls of `work` before the capture.
 
     Returns:
@@ -47,8 +49,8 @@ def captured(
 class Captured:
     """Runs `work(*tensors)` on a GPU. The first two calls run the function directly. Later calls replay a CUDA graph.
 
-    Each call runs `work` exactly once, so `work` may have effects such as an optimizer update. All calls must pass
-    tensors of equal shapes. `work` must always write to the same addresses and launch the same kernels.
+    Each call runs `work` exactly once, so that `work` may have side effects such as an optimizer update. All calls must
+    pass tensors of equal shapes. `work` must always write to the same addresses and launch the same kernels.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
@@ -76,8 +78,11 @@ class Captured:
 
 @contextmanager
 def _on_capture_stream() -> Iterator[None]:
-    """The work of the body begins after earlier work of the current stream, and ends before its later work. One thread
-    at a time may use a device."""
+    """A context manager whose body runs on the capture stream.
+
+    The body begins after the earlier work of the current stream. The later work of the current stream begins after the
+    body. Only one thread at a time may use a device.
+    """
     current, stream = torch.cuda.current_stream(), _capture_stream(torch.cuda.current_device())
     stream.wait_stream(current)
     try:

@@ -1,7 +1,8 @@
 """Checks the inputs of a loaded model against its vocabulary and context.
 
-Without these checks, a program could read outside of the embedding table for an invalid id, or end the process with a
-CUDA error.
+Without these checks, an invalid id could make a program read outside the embedding table, or end the process with a
+CUDA
+error.
 """
 
 import weakref
@@ -15,12 +16,12 @@ from specc.compiler.ir.graph import Named
 from specc.compiler.ir.types import TensorType
 from specc.compiler.programs.programs import Programs
 
-PLACES = ("starts", "table")  # inputs that do not contain ids
+PLACES = ("starts", "table")  # inputs that do not contain token ids
 STATE_PREFIXES = ("state.", "cache.")  # prefixes of the names of inputs that persist between decoding steps
 
 
 def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError if an element of `ids` is not in 0 .. `vocabulary` - 1. The message states the first such id.
+    """Raises ValueError if an element of `ids` is not in 0 .. `vocabulary` - 1. The message names the first such id.
 
     `name` is the name of the input in the message. The check synchronizes with the device of `ids`.
     """
@@ -34,11 +35,11 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least:
     """Adds input checks to every program of `model`, except training programs.
 
     A checked program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id. The
-    check of ids synchronizes with the GPU once per call. On a GPU, programs for a single token do not check ids,
-    because these programs run at every decoding step.
+    check of ids synchronizes with the GPU once per call. On a GPU, programs for a single token therefore do not check
+    ids: these programs run at every decoding step.
 
     Args:
-        model: the module. The function replaces its methods by methods with checks.
+        model: the module, whose methods the function replaces by methods with checks.
         programs: the programs, with the types of their inputs.
         vocabulary: the number of ids.
         least: the minimum length of a new sequence, in tokens.
@@ -55,7 +56,7 @@ def _checked(
 ) -> Callable[..., Any]:
     """Returns a function that checks its inputs and then calls the method `program` of `model`.
 
-    The function has only a weak reference to the model, so it does not keep the model alive.
+    The function refers to the model only weakly, so that the model can be freed.
     """
     model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
@@ -67,7 +68,7 @@ def _checked(
         sizes: dict[str, int] = {}
         device = next((tensor.device for tensor in (*live.parameters(), *live.buffers())), None)
         for name, type in inputs:
-            if name in tensors:  # otherwise, the call below raises TypeError for the missing argument
+            if name in tensors:  # a missing argument causes a TypeError in the call below
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and name not in PLACES and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
@@ -76,7 +77,7 @@ def _checked(
                 f"{names[0]} has {sizes['T']} tokens per row; a new sequence of this model needs at least {least}"
             )
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
-            if "B" in sizes:  # a paged cache has no batch dim to compare
+            if "B" in sizes:  # a paged cache has no batch dimension to compare
                 _require_rows(state, names[0], sizes["B"])
         return getattr(Unchecked(live), program)(*args, **kwargs)
 
@@ -101,15 +102,17 @@ def _require(
     Args:
         name: the name of the input, for messages.
         value: the value to check.
-        expected: the expected type. A dim of its shape is an integer or a name.
-        sizes: the sizes of named dims that other inputs of the call have. The function adds the sizes of named dims
-            that only this input has.
+        expected: the expected type. Each dimension of its shape is an integer or a name.
+        sizes: the sizes of the named dimensions in the inputs that are already checked. The function adds named
+        dimensions
+            that are new in this input.
         context: the maximum length of a sequence, in tokens; None for no limit. A scalar input is a position, which
             must be less than `context`.
         device: the expected device; None accepts any device.
 
     Raises:
-        ValueError: type, dtype, shape or device differ, a dim is 0, or a sequence is longer than `context`.
+        ValueError: if the type, dtype, shape or device differs, a dimension is 0, or a sequence is longer than
+            `context`.
     """
     shape = f"torch.int64 [{', '.join(map(str, expected.shape))}]"
     if not isinstance(value, Tensor):

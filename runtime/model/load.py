@@ -39,8 +39,9 @@ class TargetError(RuntimeFailure):
 class Loaded:
     """A generated module, with its spec, target and programs.
 
-    `directory` contains the generated code. `stored` contains the quantized arrays of each parameter, by parameter and
-    array name. It is None if the model is not quantized.
+    `directory` contains the generated code. `stored` contains the quantized arrays of each parameter, by parameter name
+    and
+    array name. If the model is not quantized, `stored` is None.
     """
 
     spec: Spec
@@ -59,7 +60,7 @@ class Loaded:
 def instantiate(
     spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
 ) -> Loaded:
-    """Generates the code of `spec` and creates its module. The f32 parameters of the module have no values yet.
+    """Generates the code of `spec` and creates its module. The f32 parameters of the module are not initialized.
 
     Args:
         spec: the spec.
@@ -68,16 +69,17 @@ def instantiate(
         fuse: whether to generate fused kernels for the fusion points of the spec. The unfused code computes the same
             function.
         lock: the kernels that `specc tune` measured as the fastest.
-        deployed: whether to generate the module that computes matrix products from the int8 codes of an artifact. The
-            spec must have int8 products.
+        deployed: whether to generate a module that computes matrix products from the int8 codes of an artifact.
+        Requires a
+            spec with int8 products.
 
     Returns:
         The module with its spec, target, programs and code folder.
 
     Raises:
-        IntegrityError: the target is a GPU target, and other users can write to the cache of generated code.
+        IntegrityError: if the target is a GPU target, and other users can write to the cache of generated code.
     """
-    if TARGETS[target].arch:  # code for the CPU is not compiled, so it is not cached
+    if TARGETS[target].arch:  # only the code for GPUs is compiled, and therefore cached
         use_private_caches()
     spec = spec if fuse else spec.plain
     built = compiled(spec, (target,), lock)
@@ -118,7 +120,7 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
 
 def import_model(directory: Path) -> ModuleType:
     """Imports `model.py` of a generated folder. Raises RunFailure if the file does not exist."""
-    # The weights of an LSTM are separate parameters. At every call, cuDNN copies them into one chunk of a megabyte.
+    # cuDNN copies the weights of an LSTM, which are separate parameters, into one chunk of a megabyte at every call.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return import_file(directory, "model")
 
@@ -138,7 +140,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
     holder = sys.modules.setdefault(package, ModuleType(package))
     holder.__path__ = [
         str(directory.resolve())
-    ]  # a folder with the same content may have been imported earlier and then deleted
+    ]  # an earlier import may have set the path of a folder that was since deleted
     spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -157,7 +159,7 @@ def _keep_sources(package: str) -> None:
     # Tracebacks read source lines, but the files may be deleted while the package is in use.
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
-        if file is not None and Path(file).is_file():  # lines of a deleted folder were stored when it was imported
+        if file is not None and Path(file).is_file():  # lines of a folder that was since deleted are already stored
             text = Path(file).read_text()
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
@@ -227,7 +229,7 @@ def runs_on(target: Target, capability: int) -> bool:
     """Returns whether a GPU with the compute capability `capability`, such as 90, can run code for a target.
 
     Code for a target such as sm80 also runs on later GPUs. Code with wgmma or tcgen05 instructions runs only on GPUs
-    with one particular compute capability.
+    with the compute capability of the target.
     """
     return target.arch == capability or (
         "wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability

@@ -9,7 +9,9 @@ from torch import Generator, Tensor, nn
 
 from specc.runtime.errors import IntegrityError
 
-# In-place initializers, by the name of the distribution in a spec. The float is, for example, the standard deviation.
+# In-place initializers, by the name of the distribution in a spec. The float is a parameter of the distribution, such
+# as
+# the standard deviation.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
@@ -28,7 +30,7 @@ def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) 
 
     Args:
         model: the model.
-        initial: the initial distribution of each parameter, as a result of `initial_values`.
+        initial: the initial distribution of each parameter, as returned by `initial_values`.
         seed: the seed of the random numbers.
     """
     with torch.no_grad():

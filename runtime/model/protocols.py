@@ -1,7 +1,8 @@
 """Types of generated models.
 
-The methods of a generated module depend on its spec, so mypy does not know them. The functions of this file cast a
-module to one of the types.
+The methods of a generated module depend on its spec, so mypy does not know them. The functions in this file therefore
+cast
+a module to one of these types.
 """
 
 from typing import Any, Protocol, cast
@@ -15,8 +16,9 @@ State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors 
 class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T]. Logits are f32 [B, vocabulary].
 
-    The methods `features` and `nats` together compute `score`. A module has these two methods only if its spec has the
-    field `eval.adapt`.
+    The method `score` is the composition of the methods `features` and `nats`. A module has these two methods only if
+    its
+    spec has the field `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
-"""Compiles programs with torch.compile and stores the results. Later runs load the results, without tracing again.
+"""Compiles programs with torch.compile and stores the results. Later runs load the results, and need not trace the
+programs.
 
 torch.compile caches graphs and kernels. However, torch.compile must trace a program before it can use its cache. A
 stored program contains the traced code with its guards, and the compiled graphs.
 
-This is the only module that uses `torch._dynamo.package`. Torch also has a cache for traced programs
-(`caching_precompile`). The key of a program in the cache of Torch is only a method name and a line number, so programs
-of two models could have the same key.
+This is the only module that uses `torch._dynamo.package`. Torch also has its own cache for traced programs
+(`caching_precompile`). In that cache, the key of a program is only a method name and a line number. Programs of two
+models could therefore have the same key.
 """
 
 import hashlib
@@ -20,15 +21,17 @@ from torch import Tensor, nn
 from specc.runtime.model.code_cache import GENERATED, PROGRAMS
 from specc.runtime.support.native import cache_folder
 
-# Global variables are guarded by value. Guards that compare modules, classes or functions by identity cannot be stored.
-# The digest of the generated code, the version of Torch and the checksums of traced functions replace them.
+# Guards that compare global variables by value are stored. Guards that compare modules, classes or functions by
+# identity
+# cannot be stored. Instead, the cache key contains the digest of the generated code, the version of Torch and the
+# checksums of traced functions.
 BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
 BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION"})
-# A loaded program adds a global variable of this name. Torch would use the same name for the next program that it
-# traces, and fail because the name exists.
+# A loaded program adds a global variable of this name. Torch would choose the same name for the next program that it
+# traces, and would fail because the name exists.
 BUILTINS = "__builtins_dict__"
 Program = Callable[..., Tensor]
-Options = Mapping[str, Any]  # passes of Inductor, by the name of their setting
+Options = Mapping[str, Any]  # options of Inductor passes, by the name of the setting
 NO_OPTIONS: Options = {}
 
 
@@ -43,8 +46,8 @@ class StoredPrograms:
     """Compiles programs of generated models, and stores them in the cache.
 
     Args:
-        facts: properties of the run, such as batch sizes. They are part of the cache key, so runs with different sizes
-            have different entries.
+        facts: properties of the run, such as batch sizes. The cache key contains these properties, so that runs with
+            different sizes have different entries.
     """
 
     def __init__(self, facts: Sequence[object] = ()) -> None:
@@ -58,7 +61,7 @@ class StoredPrograms:
         dynamic: bool | None = None,
         options: Options = NO_OPTIONS,
     ) -> Program:
-        """Returns the compiled program. The arguments have the meaning that they have in `torch.compile`.
+        """Returns the compiled program. The arguments are as in `torch.compile`.
 
         A program is stored only if it is a method of a generated model and `fullgraph` is true.
         """
@@ -74,8 +77,8 @@ class StoredProgram:
 
     Args:
         function: the program, which is a method of a generated model.
-        dynamic: whether sizes are variables, as in `torch.compile`.
-        options: passes of Inductor, by the name of their setting, as in `torch.compile`.
+        dynamic: whether the compiled code treats sizes as variables, as in `torch.compile`.
+        options: options of Inductor passes, by the name of the setting, as in `torch.compile`.
         facts: properties of the run that are part of the cache key.
     """
 
@@ -95,8 +98,9 @@ class StoredProgram:
 
         self._shapes.add(shapes)
         codes = self._guarded_codes()
-        # The first option records compiled graphs. Without the second option, Torch would compile and record
-        # the backward pass later, in a thread in which the first option may not apply.
+        # The first option records compiled graphs. Without the second option, Torch would compile the backward pass
+        # later, in
+        # a thread in which the first option may not apply. The backward pass would then not be recorded.
         with config.patch(caching_precompile=True), functorch_config.patch(force_non_lazy_backward_lowering=True):
             result = self._compiled(*arguments)
         if self._guarded_codes() > codes:
@@ -114,7 +118,7 @@ class StoredProgram:
         try:
             self._package, graphs = self._store.load_package(self._function, self._key)
             self._package.install(graphs)
-        except Exception:  # the entry is missing, damaged, or of another machine; it is written again
+        except Exception:  # the entry is missing, damaged, or from another machine, and is written again
             self._package = CompilePackage(self._function)
         for name in set(variables) - names:
             if name.startswith(BUILTINS):
@@ -134,7 +138,7 @@ class StoredProgram:
     def _entry(self, arguments: Sequence[Tensor]) -> str:
         """Returns the name of the cache entry.
 
-        The name is a digest of everything that affects the compiled program, except the conditions that guards check.
+        The name is a digest of everything that affects the compiled program, except conditions that guards check.
         """
         import torch._functorch.config
         import torch._inductor.config
