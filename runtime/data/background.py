@@ -20,15 +20,15 @@ def saved_position(
     Args:
         state: the saved state.
         identity: the names and values that determine the order of the data in this run. `state` must contain the same
-            names with equal values.
-        places: the names of the entries of `state` that are the position.
+            names with the same values.
+        places: the names of the entries of `state` that form the position.
         hint: the hint of the error that is raised if `state` does not match `identity`.
 
     Returns:
         The entries of `state` that `places` names, in the order of `places`. Each value is at least 0.
 
     Raises:
-        DataError: the state does not match `identity`, or is incomplete.
+        DataError: if the state does not match `identity`, or is incomplete.
     """
     differs = [name for name, value in identity.items() if state.get(name) != value]
     if differs:
@@ -55,14 +55,15 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
-        """Returns an iterator over the items from the current position on.
+        """Returns an iterator over the items, from the current position onward.
 
         The iterator must not reference `self`. Otherwise, the background thread would keep the reader alive.
         """
 
     def take(self) -> Item:
-        """Returns the next item. If the computation of an item fails, raises its error, and the next call computes the
-        item again.
+        """Returns the next item.
+
+        If the computation of an item fails, the method raises the error. The next call computes the item again.
         """
         if self._pool is None:
             self._pool, self._items = ThreadPoolExecutor(1, "specc-loader"), self.items()
@@ -80,7 +81,7 @@ class BackgroundReader(ABC, Generic[Item]):
         return bool(self._coming) and self._coming[0].done() and self._coming[0].exception() is None
 
     def close(self) -> None:
-        """Stops the background thread. The position in the data is unchanged, and a later call of `take` starts a new
+        """Stops the background thread. The position in the data does not change. A later call of `take` starts a new
         thread.
         """
         if self._pool is not None:

@@ -16,8 +16,7 @@ SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `std
 def nearest_paths(path: Path) -> str:
     """Returns a hint for a missing path, such as `did you mean runs/text.txt?`.
 
-    If the parent folder is also missing, the hint names the parent folder. If no similar path exists, the hint is
-    empty.
+    If the parent folder is also missing, the hint names the parent folder. Without a similar path, the hint is empty.
     """
     parent = path.parent
     if not parent.is_dir():
@@ -35,7 +34,7 @@ def nearest_paths(path: Path) -> str:
 
 
 def data_hint(kind: DataKind) -> str:
-    """Returns what the option `--data` may be for a kind of data."""
+    """Returns a description of the values that the option `--data` accepts for a kind of data."""
     if kind.gives == "text":
         return SOURCES
     generated = " or ".join(f"`{name}`" for name in generated_data())
@@ -43,14 +42,16 @@ def data_hint(kind: DataKind) -> str:
 
 
 def missing_source(path: Path, sources: str = SOURCES) -> DataError:
-    """Returns the error to raise for a source that does not exist. `sources` states what sources are."""
+    """Returns the error for a source that does not exist. `sources` describes the valid sources."""
     near = nearest_paths(path)
     return DataError(f"{path}: no such file or folder", "; ".join(filter(None, (near, sources))))
 
 
 def require_source(source: str, kind: DataKind) -> None:
-    """Raises DataError if a source of data of this kind does not exist. The check needs no Torch, so it comes before
-    all slow imports. A pattern of shards is not checked."""
+    """Raises DataError if a source of data of this kind does not exist. A pattern of shards is not checked.
+
+    The check does not import Torch, so that a command can fail before slow imports.
+    """
     if not source:
         raise DataError(f"data of kind `{kind.kind}` have no default", "name the data with --data")
     path = Path(source).expanduser()

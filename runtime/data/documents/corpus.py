@@ -19,7 +19,7 @@ from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
-# Tests contain invalid encodings on purpose. The other folders differ between installations of the same version.
+# The tests contain invalid encodings on purpose. The other folders differ between installations of one Python version.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
 
 
@@ -33,9 +33,10 @@ class Corpus:
         files: pairs (label, path), in order. A label is a path relative to the source.
         in_val: a function that returns whether a document, given as bytes, is in the val split. None if all documents
             of a file belong to the same split.
-        bounds: how a file is divided into documents. None selects the default of each file format.
-        left_out: the labels of the files that are in no split. If files are named train and val, all other files are
-            left out.
+        bounds: the rule that divides a file into documents. None selects the default of each file format.
+        left_out: the labels of the files that belong to no split. If the names of files select both splits, all other
+        files
+            are left out.
     """
 
     source: str
@@ -52,9 +53,10 @@ class Corpus:
             raise DataError(f"{self.source} has no files for the {split} split", hint)
 
     def documents(self) -> Iterator[bytes]:
-        """Yields the non-empty documents of the split in order.
+        """Yields the non-empty documents of the split, in order.
 
-        Raises DataError if a file cannot be read or if the split has no documents, and DataIntegrityError if a
+        Raises DataError if a file cannot be read, or if the split has no documents. Raises DataIntegrityError if a
+        compressed file is damaged.
         compressed file is damaged.
         """
         empty = True
@@ -90,20 +92,20 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
         `stdlib`: the standard library of the running Python without its tests. Each .py file is a document. The SHA-256
             of the path within the library selects about 1 file in 10 for val.
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document in
-            its string "text"), .md or .py (one document). A file of these formats may be compressed as .xz, .gz or
-            .zst. A .parquet or .arrow file has one document per row, in the column "text".
+            its string "text"), .md or .py (one document). These files may be compressed as .xz, .gz or .zst. A .parquet
+            or
+            .arrow file has one document per row, in the column "text".
         a folder: all files of the formats above in the folder and its subfolders, in the order of their relative paths.
-            If Hugging Face `datasets` saved the folder, only the files that its state.json lists are read.
+            In a folder that Hugging Face `datasets` saved, only the files that state.json lists are read.
 
-    A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation. If
-    a file is in val by its name, train consists of the files whose names start with train, or of all other files if no
-    name starts with train. If no file is in val by its name, the SHA-256 of a document selects about 1 document in 10
-    for val.
+    A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation.
+    Then train consists of the files whose names start with train. If no name starts with train, train consists of all
+    other files. If no file is in val by its name, the SHA-256 of a document selects about 1 document in 10 for val.
 
     Raises:
-        DataError: the source does not exist, a line is invalid, or the split has no documents. For an invalid line, the
-            message names the file and the line.
-        DataIntegrityError: a compressed file is damaged.
+        DataError: if the source does not exist, a line is invalid, or the split has no documents. For an invalid line,
+            the message names the file and the line.
+        DataIntegrityError: if a compressed file is damaged.
     """
     return find_corpus(source, split).documents()
 
@@ -127,17 +129,17 @@ def split_corpus(
 
     Args:
         sources: paths of files or folders, or `stdlib`.
-        validation: the sources of the val split. If empty, val is a part of `sources`.
-        share: the fraction of documents that the SHA-256 of a document selects for val. None applies the rules of
-            `documents`.
-        bounds: how a file is divided into documents. None selects the default of each file format.
+        validation: the sources of the val split. If empty, a part of `sources` is the val split.
+        share: the fraction of documents in val. The SHA-256 of a document decides whether the document is in val. None
+            applies the rules of `documents`.
+        bounds: the rule that divides a file into documents. None selects the default of each file format.
 
     Returns:
         The files of each split.
 
     Raises:
-        DataError: a source cannot be read, a file is in both splits, or `bounds` is given although all files consist of
-            records (.jsonl, .parquet, .arrow).
+        DataError: if a source cannot be read, a file is in both splits, or `bounds` is given although all files consist
+            of records (.jsonl, .parquet, .arrow).
     """
     name, files = ", ".join(map(str, sources)), _files(sources)
     val, train = _files(validation), files

@@ -12,7 +12,7 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure
 
 COMPRESSIONS = (".xz", ".gz", ".zst")
-# A document is read into memory as a whole. Some tokenizers need thirty times its size in memory.
+# A document is read into memory as a whole. Some tokenizers need thirty times the size of a document in memory.
 DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
@@ -20,8 +20,8 @@ READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 def open_file(path: Path) -> io.BufferedIOBase:
     """Opens a file that may be compressed.
 
-    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Later, reading from the returned
-    object raises one of READ_ERRORS if the file is damaged, or OSError if the file cannot be read.
+    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed. Reading from the returned object
+    raises one of READ_ERRORS if the file is damaged, or OSError if the file cannot be read.
     """
     if path.suffix == ".xz":
         return lzma.open(path)
@@ -64,8 +64,8 @@ def require_pyarrow(path: Path) -> None:
 
 
 def bounded(document: bytes, where: str | Path) -> bytes:
-    """Returns the document unchanged. Raises DataError, with the place `where`, if the document has more than
-    DOCUMENT_BYTES bytes.
+    """Returns the document unchanged. Raises DataError if the document has more than DOCUMENT_BYTES bytes; the message
+    names the place `where`.
     """
     if len(document) > DOCUMENT_BYTES:
         hint = "split it, or change the boundaries between documents with `specc data pack --bounds`"

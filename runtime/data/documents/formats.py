@@ -24,7 +24,8 @@ SUPPORTED = (
 
 
 def kind_of(path: Path) -> str:
-    """Returns the format of a file as a suffix, such as `.txt` for `a.txt` and `a.txt.xz`. Returns an empty text if the
+    """Returns the format of a file as a suffix, such as `.txt` for `a.txt` and `a.txt.xz`. Returns an empty string if
+    the
     format is not supported.
     """
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
@@ -34,9 +35,9 @@ def kind_of(path: Path) -> str:
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
     """Yields the documents of a file, including empty documents.
 
-    `bounds` states how the file is divided into documents. None selects the default of the file format. In a .jsonl,
-    .parquet or .arrow file, each record is one document. A large .txt file may be read twice, because one pass only
-    searches for a separator.
+    `bounds` is the rule that divides the file into documents. None selects the default of the file format. In a .jsonl,
+    .parquet or .arrow file, each record is one document. A large .txt file may be read twice, because the first pass
+    only searches for a separator.
 
     Raises DataError if the file cannot be read, a record is invalid, or a document has more than DOCUMENT_BYTES. Raises
     DataIntegrityError if a compressed file is damaged, and EnvironmentFailure if a .parquet, .arrow or .zst file needs

@@ -7,16 +7,16 @@ from typing import Any
 from specc.runtime.data.documents.files import bounded, require_pyarrow
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
-BATCH_ROWS = 256  # the number of rows in memory at once, in addition to the row group that contains them
+BATCH_ROWS = 256  # the number of rows that are converted at once; the file reader also holds their row group in memory
 
 
 def parquet_rows(path: Path) -> Iterator[bytes]:
     """Yields the documents of a .parquet file, in the order of its rows.
 
     Raises:
-        EnvironmentFailure: pyarrow is not installed.
-        DataError: the file has no column "text" of strings, or a row has no text.
-        DataIntegrityError: the file is damaged.
+        EnvironmentFailure: if pyarrow is not installed.
+        DataError: if the file has no column "text" of strings, or a row has no text.
+        DataIntegrityError: if the file is damaged.
     """
     require_pyarrow(path)
     import pyarrow
@@ -33,7 +33,7 @@ def parquet_rows(path: Path) -> Iterator[bytes]:
 def arrow_rows(path: Path) -> Iterator[bytes]:
     """Yields the documents of an .arrow file that Hugging Face `datasets` saved, in the order of its rows.
 
-    The file is mapped into memory, and read batch by batch. Raises the errors that `parquet_rows` lists.
+    The file is mapped into memory and read batch by batch. Raises the errors that `parquet_rows` lists.
     """
     require_pyarrow(path)
     import pyarrow
@@ -44,7 +44,7 @@ def arrow_rows(path: Path) -> Iterator[bytes]:
             try:
                 reader = ipc.open_stream(memory)
                 batches = iter(reader)
-            # Arrow's file format ends with an index. Its stream format does not.
+            # The file format of Arrow ends with an index. The stream format of Arrow has no index.
             except pyarrow.ArrowInvalid:
                 file = ipc.open_file(memory)
                 reader, batches = file, (file.get_batch(index) for index in range(file.num_record_batches))

@@ -1,4 +1,4 @@
-"""Reads documents from plain text. A file either has separator lines between documents, or is cut into blocks."""
+"""Reads documents from plain text. A file either has separator lines between documents, or is divided into blocks."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -8,9 +8,10 @@ from specc.runtime.data.documents import files
 from specc.runtime.data.documents.files import bounded, open_file
 
 SEPARATOR = b"<|endoftext|>"
-# A .txt file of more than RUNNING_BYTES without any separator is running text. It is cut at line ends into documents of
-# one to two BLOCK_BYTES, so that it can be divided into splits, and memory is bounded. The file is not cut if the user
-# specifies the boundaries between documents.
+# A .txt file of more than RUNNING_BYTES without any separator is running text. Running text is divided at line ends
+# into
+# documents of BLOCK_BYTES to 2 * BLOCK_BYTES. A large file can then be divided into splits, and needs little memory. If
+# the user specifies the boundaries between documents, no file is running text.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024
@@ -38,8 +39,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
         file: the open file.
         path: the path of the file, for messages and for a second pass over the file.
         ends: a function that returns whether a line is a separator.
-        may_run: whether a large file without separators is running text, which is cut into blocks. Each block is then a
-            document.
+        may_run: whether a large file without separators is running text. Each block of running text is a document.
 
     Raises:
         DataError: if a document has more than DOCUMENT_BYTES.
@@ -57,7 +57,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
             size += len(line)
             if size > files.DOCUMENT_BYTES:
                 bounded(b"".join(pending), path)
-            if may_run and size >= RUNNING_BYTES:  # the file is running text, or has a long first document
+            if may_run and size >= RUNNING_BYTES:  # the file is either running text, or begins with a long document
                 may_run = False
                 with open_file(path) as again:
                     running = not any(begins and ends(line) for line, begins in _lines(again))
@@ -74,7 +74,7 @@ def _blocks(text: bytes) -> Iterator[bytes]:
         cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1
         if not cut:
             cut = start + 2 * BLOCK_BYTES
-            # The position is inside a UTF-8 character
+            # Moves the cut to the start of a UTF-8 character
             while text[cut] & 0xC0 == 0x80 and cut > start + 2 * BLOCK_BYTES - 3:
                 cut -= 1
         yield text[start:cut]

@@ -39,7 +39,8 @@ class LineFile:
         """Reads the file of line pairs that the option `--data` names, and encodes its lines.
 
         Raises the errors that `read_lines` raises. Raises LineError if one side of a line has `width` or more
-        characters, or a character that is not in the vocabulary.
+        characters, or
+        a character that is not in the vocabulary.
         """
         path = Path(data).expanduser()
         sources, targets = read_lines(path, settings)
@@ -75,8 +76,8 @@ class LineFile:
 def read_lines(path: Path, settings: LinesData | None = None) -> tuple[list[str], list[str]]:
     """Returns the sources and the targets of all lines of a file. The file may be compressed (.xz, .gz).
 
-    Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
-    separator with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
+    Raises DataError if the file does not exist, is not UTF-8, or has no lines. Raises DataError if a line does not have
+    exactly one separator with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
     """
     settings = settings or file_settings()
     try:

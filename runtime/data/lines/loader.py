@@ -1,9 +1,13 @@
-"""Loads batches of line pairs. A resumed run gets the batches that the original run would have got. The order of
-samples does not depend on the number of ranks.
+"""Loads batches of line pairs.
 
-All ranks derive the same global order of samples. A training step uses the next samples of this order, and divides them
-into passes (micro-batches). Rank r gets the samples of a pass whose index k in the pass satisfies k % world == r. If
-the number of samples per step is fixed, every step therefore trains on the same samples for any number of ranks.
+After a resume, a run receives the batches that an uninterrupted run would receive. The order of samples does not
+depend on the number of ranks.
+
+All ranks derive the same global order of samples. A training step takes the next samples of this order, and divides
+them
+into passes (micro-batches). Rank r receives the samples of a pass whose index k in the pass satisfies k % world == r.
+If
+the number of samples per step is fixed, every step trains on the same samples for any number of ranks.
 """
 
 import hashlib
@@ -39,7 +43,7 @@ class SampleBatch:
 
 
 class Samples(Protocol):
-    """An endless sequence of samples from position 0 on. `digest` is a SHA-256 (hex) that identifies the sequence."""
+    """An endless sequence of samples. `digest` is a SHA-256 (hex) that identifies the sequence."""
 
     @property
     def digest(self) -> str: ...
@@ -49,10 +53,12 @@ class Samples(Protocol):
 
 
 class FixedSet:
-    """A sequence of samples that repeats a set of N pairs endlessly. Each epoch has a new order. Position k is sample k
-    % N of epoch k // N.
+    """A sequence of samples that repeats a set of N pairs endlessly. Each epoch has a new order. Position k is the
+    sample
+    with the index k % N in the order of epoch k // N.
 
-    All tokens are stored on `device`. The order of an epoch is the argsort of N little-endian u64, which are the output
+    All tokens are stored on `device`. The order of an epoch is the argsort of N little-endian u64. The u64 are the
+    output
     of SHAKE-256("specc pairs {seed} {epoch}"). Raises DataError if there are no pairs.
     """
 
@@ -127,7 +133,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self._samples, self._batch, self._passes = samples, batch, passes
         self._rank, self._world, self._device = rank, world, device
         self._position = self.samples = self.tokens = 0
-        self._taken = passes  # the number of passes of the current step that were returned
+        self._taken = passes  # the number of passes of the current step that `next` has returned
 
     def items(self) -> Iterator[tuple[SampleBatch, int]]:
         return _steps(self._samples, self._position, self.rows)
@@ -138,11 +144,14 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the data of the next pass: the sources and the targets, i64 [batch, width] each, and the weight of
-        the pass, f32 [].
+        the
+        pass, f32 [].
 
         The loss of a step is the mean over all target tokens of the step, without padding. To compute this loss,
-        multiply the mean loss of each pass by the weight of the pass, and average the products over all passes of all
-        ranks. The attributes `samples` and `tokens` count the samples and tokens that all ranks have received.
+        multiply
+        the mean loss of each pass by the weight of the pass. Then average the products over all passes of all ranks.
+        The
+        attributes `samples` and `tokens` count the samples and tokens that all ranks have received.
         """
         if self._taken == self._passes:
             self._begin()
@@ -175,7 +184,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         """Moves the loader to the position in `state`, which is after the last complete step.
 
         Raises:
-            DataError: the state was saved by a loader of other data, or is incomplete.
+            DataError: if `state` was saved by a loader of other data, or is incomplete.
         """
         hint = "resume with the data, vocabulary and seed of the run, or start a new run"
         values = saved_position(state, self._identity(), ("position", "samples", "tokens"), hint)
@@ -184,7 +193,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self._taken = self._passes
 
     def _identity(self) -> dict[str, int]:
-        # 48 bits: every JSON reader represents such an integer exactly
+        # the first 48 bits, because every JSON reader represents such an integer exactly
         return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}
 
 

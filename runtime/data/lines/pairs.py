@@ -25,8 +25,9 @@ class TextPairs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """N line pairs as tokens. `source` and `target` are u8 [N, width]. Each row has the tokens of the characters, then
-    a stop token, then padding.
+    """N line pairs as tokens. `source` and `target` are u8 [N, width]. Each row has one token per character, then a
+    stop token,
+    then padding.
     """
 
     source: Tokens
@@ -43,7 +44,7 @@ class Pairs:
 
     @classmethod
     def random(cls, count: int, tokenizer: CharTokenizer, width: int) -> "Pairs":
-        """Returns `count` pairs of random characters, whose lines are as long as rows of `width` tokens permit."""
+        """Returns `count` pairs of random characters. The lines are as long as rows of `width` tokens permit."""
         tokens = np.random.default_rng(0).integers(SPECIAL, tokenizer.vocab, (2, count, width), np.uint8)
         tokens[..., -1] = tokenizer.stop
         return cls(*tokens)

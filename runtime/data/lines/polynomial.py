@@ -4,8 +4,9 @@ A line consists of a product of two linear forms a*V + b and the expansion of th
 sine, cosine or tangent of a variable. The lines have the distribution and the format of a data set by Scale AI. The
 format is the output of sympy without spaces.
 
-Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output, as `draw` describes. A stream therefore has
-equal lines on every machine, and any line can be computed without the lines before it.
+Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output; see `draw`. A stream therefore has equal
+lines
+on every machine, and any line can be computed without the previous lines.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 VARIABLES = "achijknostxyz"
 FUNCTIONS = ("", "sin", "cos", "tan")
-LONGEST = 29  # the most characters of a side
+LONGEST = 29  # the maximum number of characters of a side
 SYMBOLS = "()*+-0123456789" + VARIABLES  # every character of a line except `=`
 BLOCK = 1 << 16  # words per SHAKE-256 output
 
@@ -32,7 +33,7 @@ _A = np.array([a for a in range(-9, 9) if a])
 _B = np.array([b for b in range(-32, 32) if b])
 _LARGEST_A, _LARGEST_B = 9, 32
 _DRAWN_A, _DRAWN_B = ({*numbers.tolist()} for numbers in (_A, _B))
-# The possible outer factors. The key is the number of binomials.
+# The possible outer factors, by the number of binomials in the line.
 _OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})
 
 
@@ -40,8 +41,10 @@ _OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})
 class Lines:
     """N lines, each stored in a canonical form as the coefficients of the product outer * forms[0] * forms[1].
 
-    A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is V itself, stored as (1, 0). A
-    line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in their stored order.
+    A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is a monomial; it is stored as V,
+    with
+    the coefficients (1, 0). A line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in their
+    stored order.
 
     Attributes:
         variable: the variable of each line, as an index into VARIABLES, i64 [N].
@@ -72,7 +75,7 @@ class Lines:
         lone = b == 0
         outer = outer * np.where(lone, a, 1).prod(axis=1)
         forms = np.stack((np.where(lone, 1, a), b), axis=-1)
-        # Binomials precede monomials, and binomials that are printed with the constant first precede other binomials.
+        # The order is: binomials that are printed with the constant first, other binomials, monomials.
         first = _constant_first(a, b)
         major, minor = np.where(first, b, a), np.where(first, a, b)
         rank = np.where(lone, 2, np.where(first, 0, 1)) * 1_000_000 + major * 1_000 + minor
@@ -136,9 +139,10 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
     """Samples the lines with indices start .. start + count - 1 of a stream.
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
-    The word modulo the product of the radices below is a mixed-radix number, whose digits determine line k. The radices
-    reproduce the distribution of 400,000 lines of the Scale AI data set. The radices and the meaning of their digits,
-    lowest digit first:
+    Each word, modulo the product of the radices below, is a mixed-radix number. Its digits determine line k. The
+    radices
+    reproduce the distribution of 400,000 lines of the Scale AI data set. From the lowest digit on, the radices and the
+    meanings of the digits are:
 
         16:      the letter, an index into "sincostanxyzhijk"; some letters occur more than once
         100:     0, 1, 2: V is the sin, cos or tan of the letter; other digits: V is the letter
@@ -174,7 +178,7 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uint64]:
     parts = []
     for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-        size = min(start + count - block * BLOCK, BLOCK)  # SHAKE outputs are prefixes of longer outputs
+        size = min(start + count - block * BLOCK, BLOCK)  # SHAKE-256 outputs are prefixes of longer outputs
         taken = hashlib.shake_256(f"specc polynomial {stream} {seed} {block}".encode()).digest(8 * size)
         parts.append(np.frombuffer(taken, "<u8")[max(start - block * BLOCK, 0) :])
     return np.concatenate([np.zeros(0, np.uint64), *parts])
@@ -202,8 +206,8 @@ def _times(n: int) -> str:
 _NUMBERS = range(-1999, 2000)
 _number = _Table(str(n) for n in _NUMBERS)  # 7
 _signed = _Table(f"{n:+}" if n else "" for n in _NUMBERS)  # +7, nothing for 0
-_coefficient = _Table(_times(n) if n else "" for n in _NUMBERS)  # 7 is printed as `7*`, -1 as `-`, and 1 as nothing
-_added = _Table(("+" if n > 0 else "") + _times(n) if n else "" for n in _NUMBERS)  # +7*, + for 1, - for -1
+_coefficient = _Table(_times(n) if n else "" for n in _NUMBERS)  # 7 becomes `7*`, -1 becomes `-`, and 1 becomes nothing
+_added = _Table(("+" if n > 0 else "") + _times(n) if n else "" for n in _NUMBERS)  # 7 is `+7*`, 1 is `+`, -1 is `-`
 _NAMES = np.array([f"{name}({v})" if name else v for name in FUNCTIONS for v in VARIABLES], "S6")
 _NAME_BYTES = _NAMES.view(np.uint8).reshape(len(_NAMES), -1)
 

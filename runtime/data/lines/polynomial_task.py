@@ -13,7 +13,7 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
 from specc.runtime.data.lines.task import Overlap, Task
 
-MOST_HELD_OUT = 100_000  # the most lines of each split; the training stream excludes this many lines of each
+MOST_HELD_OUT = 100_000  # the maximum size of a split; training excludes this many lines of each split
 MOST_DRAWN = (
     1 << 25
 )  # the most lines to sample for a split; with 5 million training lines, structure-disjoint needs two fifths of this
@@ -21,12 +21,11 @@ MOST_DRAWN = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A held-out split: a stream that is separate from the training stream, and a rule that selects lines from this
-    stream.
+    """A held-out split. It has its own stream of lines, and a rule that selects lines from this stream.
 
-    `apart` is a function that returns an integer for each line. A line is excluded if a training line has the same
-    integer, or if the line equals an earlier line of the split. If `apart` is None, no line is excluded, and the split
-    has the distribution of the training set.
+    `apart` is a function that returns an integer for each line. The split excludes a line if a training line, or an
+    earlier line of the split, has the same integer. If `apart` is None, the split excludes no line, and has the
+    distribution of the training set.
     """
 
     name: str
@@ -54,7 +53,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
         same-law: all lines of a separate stream. About 35 % of these lines also occur in a training set of 800,000
             lines.
         duplicate-free: distinct lines that are not in `training`.
-        structure-disjoint: distinct lines whose coefficients differ from those of every line of `training`.
+        structure-disjoint: distinct lines whose coefficients differ from the coefficients of all lines of `training`.
 
     Args:
         split: the name of the split.
@@ -66,7 +65,8 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
         The `count` lines of the split.
 
     Raises:
-        DataError: the split does not exist, `count` is out of range, or `training` has too many of the possible lines.
+        DataError: if the split does not exist, `count` is out of range, or `training` has too many of the possible
+        lines.
     """
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", f"use one of {', '.join(SPLITS)}")
@@ -97,10 +97,11 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 class Fresh:
     """The endless stream of training lines, without the lines that are reserved for the held-out splits.
 
-    The reserved lines are the first MOST_HELD_OUT lines of the split duplicate-free, and all lines with the
-    coefficients of one of the first MOST_HELD_OUT lines of the split structure-disjoint. The training set is the first
-    `count` lines of the stream. Both splits exclude the training set, so no line of the training set is reserved. About
-    1 in 10 of the later lines is reserved.
+    The reserved lines are of two kinds: the first MOST_HELD_OUT lines of the split duplicate-free, and all lines that
+    have
+    the coefficients of one of the first MOST_HELD_OUT lines of the split structure-disjoint. The training set is the
+    first `count` lines of the stream. Both splits exclude the training set, so that no line of the training set is
+    reserved. About 1 in 10 of the later lines is reserved.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -132,7 +133,8 @@ class Fresh:
 
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
-    """Returns the share of `lines` that equal a line of `training`, and the share of `lines` that have the coefficients
+    """Returns two fractions of `lines`: the lines that equal a line of `training`, and the lines that have the
+    coefficients
     of a line of `training`.
     """
     sides = ((lines.keys, training.keys), (lines.structures, training.structures))

@@ -1,8 +1,9 @@
 """The interface of tasks. A task generates line pairs, and measures the overlap of held-out pairs with the training
 set.
 
-A task is a subclass of `Task` in a module of this package. A spec selects a task by name, in `train.data.kind`. Data
-of a kind without a task are read from files.
+A task is a subclass of `Task` in a module of this package. A spec selects a task by its name in `train.data.kind`. If
+no
+task has the name, the data are read from files.
 """
 
 from abc import ABC, abstractmethod
@@ -104,7 +105,7 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def parse(self, sources: Sequence[str]) -> Set:
-        """Parses source texts into lines. Raises DataError if a text is not a source of the task."""
+        """Parses source texts into lines. Raises DataError if a text is not a source line of the task."""
 
     @abstractmethod
     def overlap(self, lines: Set) -> Overlap:
@@ -112,6 +113,6 @@ class Task(ABC, Generic[Set]):
 
 
 def task_of(data: DataKind) -> Task[Any] | None:
-    """Returns the task that generates the lines, or None if the lines are read from a file."""
+    """Returns the task that generates the lines. Returns None if the lines are read from a file."""
     task: type[Task[Any]] | None = classes(lines, Task).get(data.kind)
     return task(data) if task is not None else None

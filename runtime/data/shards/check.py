@@ -1,4 +1,4 @@
-"""Checks a folder of token shards. Reads all shards in pieces, and reports their content and all problems."""
+"""Checks a folder of token shards. Reads all shards piece by piece, and reports their content and all problems."""
 
 import hashlib
 from collections import Counter
@@ -26,7 +26,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A problem in a folder of shards. `where` is the file or the split, and `what` describes the problem. `damage` is
-    True if a file is missing, damaged, or different from the record in shards.json.
+    True
+    if a file is missing, damaged, or different from the record in shards.json.
     """
 
     where: str
@@ -47,7 +48,7 @@ class SplitFacts:
         highest: the highest token id; -1 if there are no tokens.
         bos: the number of BOS tokens; None if the BOS id is unknown.
         longest: the length of the longest document in tokens, without BOS.
-        lengths: a histogram of document lengths. Key k has the number of documents of 2**(k-1) .. 2**k - 1 tokens,
+        lengths: a histogram of document lengths. Key k maps to the number of documents of 2**(k-1) .. 2**k - 1 tokens,
             without BOS. Empty if BOS does not separate the documents.
         repeated: the number of documents that equal an earlier document of the split. This number is an estimate if
             there are more than `duplicates.MOST` documents.
@@ -68,7 +69,7 @@ class SplitFacts:
 
 @dataclass(slots=True)
 class Checked:
-    """The result of a check. `vocab` is the number of token ids, and `bos` is the BOS id; each is None if unknown."""
+    """The result of a check. `vocab` is the number of token ids, and `bos` is the BOS id. Each is None if unknown."""
 
     folder: Path
     vocab: int | None
@@ -111,20 +112,22 @@ class Checked:
 def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Checked:
     """Checks a folder of shards by reading every shard once.
 
-    The check finds shards that are invalid, missing, changed, wrongly named, or equal to another shard; tokens outside
-    the vocabulary; empty splits; a val split that does not start with BOS; and documents that occur twice.
+    The check reports shards that are invalid, missing, changed, wrongly named, or equal to another shard. It also
+    reports
+    tokens outside the vocabulary, empty splits, a val split that does not start with BOS, and duplicate documents.
 
     Args:
         folder: the folder of shards.
-        tokenizer: the tokenizer of the shards. If the folder has no shards.json, the vocabulary and the BOS id of this
-            tokenizer are used.
-        progress: is called with the number of bytes read so far, and the total number of bytes.
+        tokenizer: the tokenizer of the shards. If the folder has no shards.json, the check uses the vocabulary and the
+        BOS
+            id of this tokenizer.
+        progress: called with the number of bytes read so far, and the total number of bytes.
 
     Returns:
         The content of the folder, and the problems.
 
     Raises:
-        DataError: the folder does not exist or has no shards, or its shards.json names another tokenizer.
+        DataError: if the folder does not exist or has no shards, or shards.json names another tokenizer.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder", "name a folder of token shards")
@@ -148,8 +151,8 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
-        self._hashes: dict[str, str] = {}  # for each digest of a shard's tokens, the name of the first such shard
-        self._bits: dict[int, str] = {}  # for each width of tokens, the name of the first such shard
+        self._hashes: dict[str, str] = {}  # maps a digest of tokens to the first shard with these tokens
+        self._bits: dict[int, str] = {}  # maps a token width in bits to the name of the first shard with this width
         self._done = self._total = 0
 
     def run(self) -> None:
@@ -158,7 +161,7 @@ class _Check:
             paths[split_of(path.name)].append(path)
         for path in paths[None]:
             if holds_byte_counts(path.name):
-                continue  # skipped, because it is read together with its shard
+                continue  # a byte-count file is read together with its shard
             self._report(path, "this file is not read: its name contains neither train nor val")
         self._total = sum(path.stat().st_size for split in SPLITS for path in paths[split] if path.is_file())
         hashes = {split: self._split(split, paths[split]) for split in SPLITS}
@@ -269,8 +272,9 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Divides a stream of tokens, given in pieces, into documents. Yields, for each piece, the pairs (length, digest)
-    of the documents that end in the piece.
+    """Divides a stream of tokens, given in pieces, into documents. For each piece, yields the pairs (length, digest) of
+    the
+    documents that end in the piece.
 
     Tokens before the first BOS are treated as a document.
     """
@@ -279,7 +283,7 @@ def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, b
         ended = []
         stored = tokens.astype(tokens.dtype.newbyteorder("<"))
         for index, part in enumerate(np.split(stored, np.flatnonzero(tokens == bos))):
-            if index:  # the tokens begin with BOS
+            if index:  # tokens before the first BOS form a document
                 if begun:
                     ended.append((length, hasher.digest()))
                 hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, True

@@ -5,16 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-MOST = 2**24  # the most hashes per split, which take 128 MiB
-DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST different documents is 1 in 130,000
+MOST = 2**24  # the maximum number of hashes per split, which take 128 MiB
+DIGEST_BYTES = 8  # with this size, the probability of a collision among MOST different documents is 1 in 130,000
 
 
 class Hashes:
     """The set of the hashes of all documents in a split.
 
-    If there are more than MOST hashes, the set stores only a sample: the hashes whose first `level` bits are 0, about
-    `2**-level` of all hashes. The sample has either all copies of a document or none, so counts over the sample can be
-    scaled up.
+    If there are more than MOST hashes, the set stores only a sample of the hashes. The sample consists of the hashes
+    whose
+    first `level` bits are 0, which are about `2**-level` of all hashes. The sample has either all copies of a document
+    or
+    no copy. Counts over the sample can therefore be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -44,8 +46,9 @@ class Hashes:
 
 
 def shared(some: Hashes, others: Hashes) -> tuple[int, bool]:
-    """Returns the number of documents of `some` that are also in `others`, and whether the number is exact instead of
-    an estimate.
+    """Returns the number of documents of `some` that are also in `others`, and whether this number is exact. A number
+    that
+    is not exact is an estimate.
     """
     level = max(some.level, others.level)
     return int(np.isin(some.at(level), others.at(level)).sum()) << level, level == 0

@@ -28,8 +28,9 @@ from specc.runtime.storage.atomic import sync_folder
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """A data set on the Hugging Face hub: its repository, the folder of its shards in the repository, and the path of
-    its tokenizer.
+    """A data set on the Hugging Face hub. Its fields are the repository, the folder of the shards in the repository,
+    and the
+    path of the tokenizer.
     """
 
     repository: str
@@ -53,16 +54,18 @@ def fetch(
 ) -> ShardRecord:
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a data set into the folder `out`.
 
-    The function checks that each file has the size and the digest that the hub states. If a file in `out` passes this
-    check, the function does not download the file again. A second call therefore resumes an interrupted download, or
-    adds shards. The shards of an earlier complete download can be used during the second call. The function writes the
-    record of the folder, shards.json, last.
+    The function checks that each file has the size and the digest that the hub states. If a file in `out` already
+    passes
+    this check, it is not downloaded again. A second call therefore resumes an interrupted download, or adds shards.
+    During the second call, the shards of an earlier complete download can be used. The record of the folder,
+    shards.json,
+    is written last.
 
     Args:
         name: a key of SETS.
         out: the folder to write to.
         shards: the number of train shards.
-        say: is called with a message for each file.
+        say: called with a message for each file.
         repository: the repository to download from. None selects the repository of the data set in SETS.
         revision: a branch, tag or commit of the repository. None selects the default branch.
 
@@ -70,9 +73,10 @@ def fetch(
         The record of the folder: the list of all files, with digests.
 
     Raises:
-        DataError: the repository has fewer than `shards` train shards or no tokenizer, or `out` contains other data.
-        DataIntegrityError: a downloaded file does not match the digest or size that the hub states.
-        EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the folder
+        DataError: if the repository has fewer than `shards` train shards or no tokenizer, or `out` contains other data.
+        DataIntegrityError: if a downloaded file does not match the digest or size that the hub states.
+        EnvironmentFailure: if huggingface_hub is not installed, the hub does not respond or denies access, or the
+        folder
             cannot be written.
     """
     hub, wanted = client(), SETS[name]
@@ -86,7 +90,7 @@ def fetch(
         listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
         listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
     source = Repository(where, "dataset", commit)
-    # All other entries are folders
+    # Entries without a blob_id are folders
     remote = {entry.path: RemoteFile.of(entry) for entry in listed if hasattr(entry, "blob_id")}
     chosen = _chosen(remote, wanted, shards, str(source), out)
     say(f"{source}: {len(chosen)} files, {sum(file.size for file in chosen):,} bytes")

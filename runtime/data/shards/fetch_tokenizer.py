@@ -38,7 +38,7 @@ class HubTokenizer:
     content: Callable[[Path], bytes] = _same
 
 
-# The keys are the names that specs use. Meta and Google require an account that has accepted their licence.
+# The keys are the names that specs use. Meta and Google grant access only to accounts that have accepted their license.
 TOKENIZERS: Mapping[str, HubTokenizer] = {
     "gpt2.tiktoken": HubTokenizer("openai-community/gpt2", "tokenizer.json", content=_ranks),
     "llama3.tiktoken": HubTokenizer("meta-llama/Llama-3.2-1B", "original/tokenizer.model"),
@@ -48,12 +48,12 @@ TOKENIZERS: Mapping[str, HubTokenizer] = {
 
 
 def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = None, revision: str | None = None) -> Path:
-    """Downloads a tokenizer to the file `name` in the folder `out`, and opens the tokenizer to check the file.
+    """Downloads a tokenizer to the file `name` in the folder `out`. Opens the tokenizer to check the file.
 
     Args:
         name: a key of TOKENIZERS.
         out: the folder to write to.
-        say: is called with a message about the file.
+        say: called with a message about the file.
         repository: the repository to download from. None selects the repository of the tokenizer in TOKENIZERS.
         revision: a branch, tag or commit of the repository. None selects the default branch.
 
@@ -61,10 +61,11 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
         The path of the file.
 
     Raises:
-        DataError: the file exists already, the repository does not have the tokenizer, or the downloaded file is not a
+        DataError: if the file exists already, the repository does not have the tokenizer, or the downloaded file is not
+        a
             valid tokenizer.
-        DataIntegrityError: the downloaded file does not match the digest or size that the hub states.
-        EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the file
+        DataIntegrityError: if the downloaded file does not match the digest or size that the hub states.
+        EnvironmentFailure: if huggingface_hub is not installed, the hub does not respond or denies access, or the file
             cannot be written.
     """
     wanted, target = TOKENIZERS[name], out / name

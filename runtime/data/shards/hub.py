@@ -1,4 +1,4 @@
-"""Lists files on the Hugging Face hub with their sizes and digests, and downloads and verifies them."""
+"""Lists files on the Hugging Face hub with their sizes and digests. Downloads files and verifies them."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository on the hub at a commit."""
+    """A repository on the hub, at a fixed commit."""
 
     name: str
     kind: Kind
@@ -32,7 +32,8 @@ class Repository:
 class RemoteFile:
     """A file in a repository on the hub.
 
-    `size` is in bytes. `sha256` is None if the hub stores the file in git instead of LFS. `blob` is the git id of the
+    `size` is in bytes. `sha256` is None if the hub stores the file in git instead of LFS. `blob` is the git object id
+    of the
     file.
     """
 
@@ -74,7 +75,8 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """A context manager for requests to a repository, which converts every exception to EnvironmentFailure. The client
+    """A context manager for requests to a repository. It converts every exception to EnvironmentFailure, because the
+    client
     library of the hub raises exceptions of many libraries.
     """
     try:
@@ -93,15 +95,15 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     Args:
         repository: the repository, at a commit.
         file: the file, with the size and digest that the hub states.
-        folder: the folder to write to. The path of the file relative to this folder is its path in the repository.
-        say: is called with a message about the file.
+        folder: the folder to write to. The file has the same relative path in this folder as in the repository.
+        say: called with a message about the file.
 
     Returns:
         The path of the file below `folder`.
 
     Raises:
-        DataIntegrityError: the downloaded file does not have the size or digest that the hub states.
-        EnvironmentFailure: the download fails.
+        DataIntegrityError: if the downloaded file does not have the size or digest that the hub states.
+        EnvironmentFailure: if the download fails.
     """
     with requests(repository.name):
         path = Path(

@@ -22,7 +22,7 @@ from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import sync_folder
 
 Progress = Callable[[Split, int], None]
-# Val is first, because it is small and an empty val split is then reported early
+# Val is packed first: it is small, so that an empty val split is reported early
 SPLITS: tuple[Split, ...] = ("val", "train")
 
 
@@ -32,11 +32,13 @@ class PackOptions:
 
     Attributes:
         sources, validation, share, bounds: the arguments of `specc.runtime.data.documents.corpus.split_corpus`.
-        out: the folder to create. The folder must not exist, or must be empty. If `out` is a link, the folder is
-            created at its target.
-        tokenizer: a name for `open_tokenizer`, or the field `train.data` of a spec. The file of the tokenizer is copied
-            into the folder.
-        name: the prefix of the shard names, which have the form `NAME_train_000000.bin`. Other trainers expect names of
+        out: the folder to create. The folder must not exist, or must be empty. If `out` is a link, its target becomes
+        the
+            folder.
+        tokenizer: a name for `open_tokenizer`, or the field `train.data` of a spec. The tokenizer file is copied into
+        the
+            folder.
+        name: the prefix of the shard names, which have the form `NAME_train_000000.bin`. Other training programs expect
             this form.
         marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
             scoring requires it.
@@ -61,25 +63,27 @@ def pack(
 ) -> ShardRecord:
     """Creates a folder of token shards. The same input gives the same bytes.
 
-    If the tokenizer is not lossless, the number of bytes of each val token is also written, because the computation of
-    bits per byte needs these numbers.
+    If the tokenizer is not lossless, a byte-count file is written for each val shard. It has the number of bytes of
+    each
+    token, which the computation of bits per byte needs.
 
-    An interrupted call leaves a folder `.NAME.packing` next to the folder NAME to create. The next call for NAME
-    empties and uses the folder that was left.
+    An interrupted call leaves a folder `.NAME.packing` next to the folder NAME. The next call for NAME empties and uses
+    this folder.
 
     Args:
         options: the text to pack, and the options of packing.
-        progress: is called with the split and the number of document bytes tokenized so far.
-        say: is called with a message if a file of the sources is in neither split.
+        progress: called with the split and the number of document bytes tokenized so far.
+        say: called with a message if a file of the sources is in neither split.
 
     Returns:
         The record of the folder.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, a source changes during packing, or `out` exists or is in
+        DataError: if a source or the tokenizer cannot be used, a source changes during packing, or `out` exists or is
+        in
             use by another process.
-        DataIntegrityError: a compressed file is damaged.
-        EnvironmentFailure: the folder cannot be written.
+        DataIntegrityError: if a compressed file is damaged.
+        EnvironmentFailure: if the folder cannot be written.
     """
     tokenizer = open_tokenizer(options.tokenizer, options.search)
     tokenizer_name = options.tokenizer if isinstance(options.tokenizer, str) else options.tokenizer.tokenizer
@@ -92,7 +96,7 @@ def pack(
         more = f" and {len(left) - 3:,} more" * (len(left) > 3)
         say(f"left out, because their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
-    name = ", ".join(Path(source).absolute().name for source in options.sources)  # only the last component of the path
+    name = ", ".join(Path(source).absolute().name for source in options.sources)  # only the last component of each path
     out = options.out.expanduser().resolve()
     with _staged(out) as folder:
         for file in tokenizer_files(tokenizer_name, options.search):
@@ -145,8 +149,8 @@ def _copy(source: Path, target: Path) -> None:
 def _staged(out: Path) -> Iterator[Path]:
     """A context manager that yields an empty, locked folder, and renames it to `out` at the end.
 
-    The folder is deleted if the `with` block fails. Raises DataError if `out` has content or another process packs into
-    `out`, and EnvironmentFailure if the folder cannot be written.
+    The folder is deleted if the `with` block fails. Raises DataError if `out` has content, or if another process packs
+    into `out`. Raises EnvironmentFailure if the folder cannot be written.
     """
     staging = out.with_name(f".{out.name}.packing")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

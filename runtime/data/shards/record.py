@@ -33,8 +33,9 @@ class ShardEntry(StrictModel):
 
 
 class SplitEntry(StrictModel):
-    """The shards of a split. `documents` is the number of documents, and `document_bytes` is their total size; both are
-    None if the documents were not counted.
+    """The shards of a split. `documents` is the number of documents, and `document_bytes` is their total size. Both are
+    None if
+    the documents were not counted.
     """
 
     documents: Count | None
@@ -74,7 +75,7 @@ class ShardRecord(StrictModel):
             splits: the shards of each split.
 
         Raises:
-            DataError: the tokenizer has no BOS token.
+            DataError: if the tokenizer has no BOS token.
         """
         return cls(
             format=1,
@@ -91,8 +92,8 @@ class ShardRecord(StrictModel):
         return {entry.name: entry for entry in self.splits[split].shards} if split in self.splits else {}
 
     def require(self, tokenizer: Tokenizer, folder: Path) -> None:
-        """Raises DataError, with the path `folder`, unless `tokenizer` produced the tokens of the shards in this
-        record.
+        """Raises DataError, with the path `folder` in the message, unless `tokenizer` produced the tokens of the
+        shards.
         """
         if self.tokenizer_digest != tokenizer.digest():
             raise DataError(

@@ -1,9 +1,9 @@
 """Token shards: a header of 256 little-endian i32 (magic number, version, token count, zeros), then u16 or u32 tokens.
 
-The magic number and the version determine whether tokens have 16 or 32 bits. Their values are those of llm.c.
+The magic number and the version determine whether tokens have 16 or 32 bits. llm.c uses the same values.
 
 Shards are read with `pread` instead of a memory map. If a mapped file is truncated, an access ends the process with
-SIGBUS. If `pread` returns too few bytes, an ordinary error is raised.
+SIGBUS. If a file is truncated before a `pread`, the call returns too few bytes, and an ordinary error is raised.
 """
 
 import os
@@ -24,7 +24,7 @@ from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
 HEADER_BYTES = 1024
-MAX_TOKENS = 2**31 - 1  # the count is an int32
+MAX_TOKENS = 2**31 - 1  # the header stores the number of tokens as an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ShardFormat:
     Attributes:
         magic, version: the first two integers of the header.
         dtype: little-endian dtype of the tokens.
-        highest: the highest token id. 32-bit tokens have at most 31 bits, so that they can be viewed as i32.
+        highest: the highest token id. A 32-bit token uses at most 31 bits, so that it can be viewed as i32.
     """
 
     magic: int
@@ -47,8 +47,9 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with `tokens` tokens. The result is also the offset in the file of the
-        token with the index `tokens`.
+        """Returns the size in bytes of a file with `tokens` tokens. This size is also the offset of the token with the
+        index
+        `tokens`.
         """
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
@@ -69,15 +70,17 @@ def format_for(vocab: int) -> ShardFormat:
 
 
 Tokens = npt.NDArray[np.uint16 | np.uint32]
-# The byte counts of the shard fineweb_val_000000.bin are in fineweb_val_bytes_000000.bin.
+# For example, fineweb_val_bytes_000000.bin has the byte counts of the shard fineweb_val_000000.bin.
 _BYTES_IN_NAME = re.compile(r"(?<![a-z])bytes(?![a-z])", re.IGNORECASE)
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 
 
 class ShardWriter:
-    """Writes a shard. Use the writer as a context manager. If the `with` block ends without an error, the writer writes
-    the header and syncs the file. Until then, the header is invalid. Write into a temporary folder, because the writer
-    does not rename the file.
+    """Writes a shard. Use the writer as a context manager.
+
+    If the `with` block ends without an error, the writer writes the header and syncs the file. Until then, the header
+    is
+    invalid. The writer does not rename the file, so write into a temporary folder.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
@@ -131,7 +134,7 @@ class TokenShard:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            # with O_NONBLOCK, opening a named pipe does not block
+            # O_NONBLOCK prevents that opening a named pipe blocks
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
@@ -169,9 +172,9 @@ class TokenShard:
         """Returns the tokens with indices start .. start + count - 1 as a new u16 or u32 array [count].
 
         Raises:
-            IndexError: the range exceeds the shard.
-            ValueError: the shard is closed.
-            DataIntegrityError: the file was truncated after it was opened, or a disk error occurred.
+            IndexError: if the range exceeds the shard.
+            ValueError: if the shard is closed.
+            DataIntegrityError: if the file was truncated after it was opened, or a disk error occurred.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) are not within a shard of {self.tokens}")
@@ -210,7 +213,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     `train`, `val`, `valid` or `validation` in the file name of a shard names the split of the shard.
 
     Raises:
-        DataError: the shards that `source` names do not exist, or none of them belongs to the split.
+        DataError: if the shards that `source` names do not exist, or none of them belongs to the split.
     """
     text = str(Path(source).expanduser())
     if os.path.isdir(text):
@@ -248,6 +251,8 @@ def byte_counts_of(shard: Path) -> Path:
 
 
 def split_of(name: str) -> Split | None:
-    """Returns the split that a file name states. None if it states no split, or is the name of a byte-count file."""
+    """Returns the split that a file name states. None if the name states no split, or is the name of a byte-count
+    file.
+    """
     match = _SPLIT_IN_NAME.search(name) if not holds_byte_counts(name) else None
     return None if match is None else "val" if match[1].lower() == "val" else "train"

@@ -31,7 +31,7 @@ class CacheRecord(StrictModel):
 
     Attributes:
         format: the version of the format of the cache.
-        source, split: the source of the text and its split, as `open_cached` takes them.
+        source, split: the source of the text and its split, as passed to `open_cached`.
         tokenizer, tokenizer_digest, vocab: the name, the digest and the number of ids of the tokenizer.
         documents: the number of documents.
         document_bytes: the total size of the documents in bytes.
@@ -56,22 +56,23 @@ class CacheRecord(StrictModel):
 def open_cached(
     source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
-    """Opens the cached tokens of one split of a text source. If the cache has no entry for the split, tokenizes the
-    text and adds the entry.
+    """Opens the cached tokens of one split of a text source. If the cache has no entry for the split, the function
+    tokenizes
+    the text and adds an entry.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`).
         split: "train" or "val".
-        tokenizer: the tokenizer of the tokens.
+        tokenizer: the tokenizer that produces the tokens.
         cache: the folder of the cache.
 
     Returns:
         The record of the entry, and its shards.
 
     Raises:
-        DataError: the tokenizer has no BOS, or the source cannot be used.
-        DataIntegrityError: the entry, or a compressed file of the source, is damaged.
-        EnvironmentFailure: the cache cannot be written.
+        DataError: if the tokenizer has no BOS, or the source cannot be used.
+        DataIntegrityError: if the entry, or a compressed file of the source, is damaged.
+        EnvironmentFailure: if the cache cannot be written.
     """
     require_bos(tokenizer)
     corpus = find_corpus(source, split)

@@ -1,4 +1,4 @@
-"""Tokenizes documents and writes them as shards of fixed size. BOS precedes each document."""
+"""Tokenizes documents and writes them as shards of a fixed size. A BOS token can precede each document."""
 
 import contextlib
 import hashlib
@@ -57,14 +57,14 @@ def write_shards(
         shard_tokens: the number of tokens in every shard except the last.
         marks: whether BOS is written before each document, or only before the first.
         byte_counts: whether to also write a byte-count file for each shard, with the size in bytes of each token.
-        progress: is called with the number of document bytes tokenized so far.
+        progress: called with the number of document bytes tokenized so far.
 
     Returns:
         The shards that were written.
 
     Raises:
-        DataError: a document cannot be read or tokenized.
-        OSError: a shard cannot be written, for example because the disk is full.
+        DataError: if a document cannot be read or tokenized.
+        OSError: if a shard cannot be written, for example because the disk is full.
     """
     hasher = hashlib.sha256()
     form = format_for(tokenizer.vocab)

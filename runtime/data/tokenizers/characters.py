@@ -14,7 +14,7 @@ Tokens = npt.NDArray[np.uint8]
 
 PAD, START, STOP = 0, 1, 2
 SPECIAL = 3  # the number of ids before the first character
-_SHOWN = 60  # the most characters of a line in a message
+_SHOWN = 60  # the maximum number of characters of a line in a message
 
 
 def lines_of(text: str) -> list[str]:
@@ -54,21 +54,23 @@ class CharTokenizer:
         return self.encode_rows([text], len(text) + 1)[0, :-1]
 
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
-        """Returns tokens, u8 [N, width]: characters, stop, padding.
+        """Returns tokens, u8 [N, width]. A row has the tokens of the characters, then a stop token, then padding.
 
         Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
         """
         for row, line in enumerate(lines):
             if "\0" in line:
                 raise self._unknown(row, line, "\0")
-            if len(line) >= width:  # this is checked before a table as wide as the longest line is allocated
+            if len(line) >= width:  # checked before a table of the longest line is allocated
                 raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Codes, width: int) -> Tokens:
-        """Returns tokens, u8 [N, width]: characters, stop, padding. `codes` are code points [N, W], with zeros after
-        the last character of a row. Raises LineError if a row has `width` or more characters, or a character that is
-        not in the vocabulary.
+        """Returns tokens, u8 [N, width]. A row has the tokens of the characters, then a stop token, then padding.
+
+        `codes` are code points [N, W], with zeros after the last character of a row. Raises LineError if a row has
+        `width`
+        or more characters, or a character that is not in the vocabulary.
         """
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
@@ -92,12 +94,15 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
         """Returns the text before the first stop token, without padding and start tokens. Raises DataError if an id is
-        out of range.
+        out of
+        range.
         """
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """Returns the text of each row of `ids` [N, T] up to the first stop token, without padding and start."""
+        """Returns the text of each row of `ids` [N, T] before the first stop token, without padding and start
+        tokens.
+        """
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")

@@ -26,7 +26,7 @@ def valid_text(name: str, text: bytes) -> str:
 
 
 def byte_offsets(text: str) -> npt.NDArray[np.int64]:
-    """Returns the offsets of each character and of the end of the text, in bytes of UTF-8, i64 [len(text) + 1]."""
+    """Returns the byte offset in UTF-8 of each character and of the end of the text, i64 [len(text) + 1]."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
     return np.concatenate([[0], np.cumsum(sizes)])

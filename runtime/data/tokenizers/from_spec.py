@@ -18,7 +18,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
     `search` has the folders to search for the tokenizer file. Raises DataError if the spec does not describe a text
-    model, or if the tokenizer is not found or does not fit the vocabulary of the model.
+    model, the tokenizer is not found, or the tokenizer does not match the vocabulary of the model.
     """
     data = spec.train.data
     if not isinstance(data, TextData):
@@ -30,7 +30,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
     for path, mark in spec.model.marks:
-        if mark != tokenizer.bos:  # otherwise, no document start would be detected, and no error would be reported
+        if mark != tokenizer.bos:  # otherwise, document starts would silently remain undetected
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
             message = f"{dotted(path)} is {mark}, but {tokenizer.name} {written} before each document"
             raise DataError(message, f"set {dotted(path)} to the id that the tokenizer writes, or remove the key")

@@ -33,13 +33,14 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
         search: folders to search for the file.
 
     Raises:
-        DataError: the kind of tokenizer is unknown, a setting does not apply to the kind, or the file is invalid or not
+        DataError: if the kind of tokenizer is unknown, a setting does not apply to the kind, or the file is invalid or
+        not
             found.
-        EnvironmentFailure: the package that reads the file is not installed.
+        EnvironmentFailure: if the package that reads the file is not installed.
     """
     data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data
     name = data.tokenizer
-    for problem in data.problems():  # a spec has none, but `data` may be any name
+    for problem in data.problems():  # a spec was already checked, but `data` may be any name
         raise DataError(problem.message, problem.hint)
     return ByteTokenizer() if name == "bytes" else BY_SUFFIX[Path(name).suffix](find_file(name, search), data)
 
@@ -52,7 +53,7 @@ def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
 def find_file(name: str, search: Sequence[Path]) -> Path:
     """Returns the path of a tokenizer file. Raises DataError if the file is not found.
 
-    The function searches the folders in `search` in order, and then the current folder. In each folder, it first tries
+    The function searches the folders in `search`, in order, and then the current folder. In each folder, it first tries
     the path `name`, and then the last component of `name`.
     """
     path = Path(name).expanduser()

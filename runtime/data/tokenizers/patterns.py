@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Unicode White_Space, which `\s` means in tiktoken's regex engine, but not in `re`.
+# The characters that `\s` matches in the regex engine of tiktoken (Unicode White_Space), unlike in `re`.
 _WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 
@@ -15,8 +15,9 @@ _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 class Pattern:
     r"""A pre-tokenizer, and the white-space characters that it treats specially.
 
-    `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of the regex
-    engine. `segments` therefore cuts the text at long runs first, where the pattern would cut the text anyway.
+    The pattern `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of
+    the
+    regex engine. `segments` therefore first cuts the text at long runs, at positions where the pattern also cuts.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.

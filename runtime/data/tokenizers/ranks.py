@@ -1,5 +1,6 @@
-"""Converts between the ranks of a byte-level BPE and a `tokenizer.json`. The rank of a token is its index in the order
-of merges.
+"""Converts between the ranks of a byte-level BPE and a `tokenizer.json`.
+
+The rank of a token is its index in the order of merges.
 """
 
 import base64
@@ -39,8 +40,9 @@ def rank_file(ranks: Ranks) -> bytes:
 
 
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
-    """Returns the text of a `tokenizer.json` for ranks. The library `tokenizers` then returns the ids that tiktoken
-    returns for these ranks.
+    """Returns the text of a `tokenizer.json` for ranks. With this file, the library `tokenizers` returns the same ids
+    as
+    tiktoken.
 
     tiktoken merges two tokens if their concatenation has a rank. The file therefore lists every such pair as a merge.
     tiktoken does not split a piece that is a token. The file therefore sets `ignore_merges`.

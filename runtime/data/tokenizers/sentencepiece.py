@@ -17,11 +17,13 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model` file.
 
-    The tokenizer is not lossless, because it normalizes text, and because it decodes the character U+2581 to a space.
-    The BOS token of the model precedes each document, or the EOS token if the model has no BOS token. Text must be
-    valid UTF-8.
+    The tokenizer is not lossless: it normalizes text, and it decodes the character U+2581 to a space. The BOS token of
+    the
+    model precedes each document. If the model has no BOS token, its EOS token precedes each document. Text must be
+    valid
+    UTF-8.
 
-    Raises DataError if the file is not a valid model, and EnvironmentFailure if sentencepiece is not installed.
+    Raises DataError if the file is not a valid model. Raises EnvironmentFailure if sentencepiece is not installed.
     """
 
     lossless = False
@@ -65,7 +67,8 @@ class SentencePieceTokenizer(Tokenizer):
         """Returns the table of bytes per token. A space mark (U+2581) inside a piece counts as one byte.
 
         Raises:
-            DataError: the model has no piece that consists of only the space mark. A space then becomes three byte
+            DataError: if the model has no piece that consists of only the space mark. A space would then become three
+            byte
                 tokens or an unknown token, and byte counts would be wrong by about 20 %.
         """
         model, ids = self._model, range(self.vocab)

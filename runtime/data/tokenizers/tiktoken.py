@@ -17,9 +17,9 @@ from specc.runtime.data.tokenizers.patterns import PATTERNS
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer
 
 SEPARATOR = "<|endoftext|>"
-# in characters; longer runs of white space overflow the stack of the regex engine
+# In characters. Longer runs of white space overflow the stack of the regex engine.
 _MOST_BLANK = re.compile(r"\s{500000}")
-# Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
+# Invalid UTF-8 bytes, as the error handler "surrogateescape" represents them.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
 
 
@@ -37,8 +37,9 @@ class TiktokenTokenizer(Tokenizer):
         bos: the special token that precedes each document. None selects the first special token.
 
     Raises:
-        DataError: the file is invalid, the pattern is not a valid regular expression, or two tokens have the same id.
-        EnvironmentFailure: tiktoken is not installed.
+        DataError: if the file is invalid, the pattern is not a valid regular expression, or two tokens have the same
+        id.
+        EnvironmentFailure: if tiktoken is not installed.
     """
 
     lossless = True
@@ -54,7 +55,8 @@ class TiktokenTokenizer(Tokenizer):
             from tiktoken import Encoding
         except ImportError:
             raise missing_package(path, "tiktoken") from None
-        # tiktoken's own loader caches local files by path in a temporary folder, so it would miss changes to a file.
+        # The loader of tiktoken caches local files by path in a temporary folder, so that it would miss changes to a
+        # file.
         data = read_file(Path(path))
         ranks = parse_ranks(data, Path(path))
         self.name = Path(path).name
@@ -107,7 +109,7 @@ class TiktokenTokenizer(Tokenizer):
         return ids.astype(self._byte_ids.dtype)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        with ThreadPoolExecutor(cores()) as pool:  # the encoder releases the GIL
+        with ThreadPoolExecutor(cores()) as pool:  # threads run in parallel, because the encoder releases the GIL
             return list(pool.map(self.encode, texts))
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:

@@ -17,8 +17,10 @@ TokenArray = npt.NDArray[np.integer[Any]]
 class PieceBytes:
     """The number of bytes that each token represents, as in OpenAI's parameter-golf challenge.
 
-    A token y after a token x represents `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary.
-    The space mark that a SentencePiece model inserts before a document therefore represents no byte.
+    A token y after a token x represents `base[y]` bytes. The token represents one more byte if y starts with a space
+    mark
+    and x is not a boundary. The space mark that a SentencePiece model inserts before a document therefore represents no
+    byte.
 
     Attributes:
         base: the number of bytes of each token without a leading space mark, i64 [vocab]; 0 for control, unknown and
@@ -83,8 +85,8 @@ class Tokenizer(ABC):
             ids: the result of `encode`.
 
         Returns:
-            The numbers of bytes, whose sum is `len(text)`. A byte that no token represents is counted with the next
-            token, or with the last token if there is no next token.
+            The numbers of bytes, whose sum is `len(text)`. If no token represents a byte, the byte counts for the next
+                token, or for the last token at the end of the document.
         """
         counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
         if counts.size:

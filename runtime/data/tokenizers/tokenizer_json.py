@@ -16,7 +16,7 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Toke
 
 MODELS = ("BPE", "Unigram")
 SPACE_MARK = "\u2581"
-# The usual names of the token that separates documents, for files whose post-processor inserts no token.
+# The usual names of the token that separates documents. They apply to files whose post-processor inserts no token.
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "</s>", "<eos>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -24,8 +24,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def byte_spelling() -> Mapping[str, int]:
     """Returns a mapping from each character of a byte-level vocabulary to the byte that the character represents.
 
-    The mapping is that of GPT-2. A byte that is a printable character in Latin-1 is represented by this character. All
-    other bytes are represented by the code points from 256 on, in order.
+    The mapping is the mapping of GPT-2. If a byte is a printable character in Latin-1, this character represents the
+    byte. The code points from 256 on represent all other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
@@ -35,21 +35,22 @@ def byte_spelling() -> Mapping[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
 
-    The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. It treats special tokens
-    in a document as ordinary text. Text must be valid UTF-8.
+    The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. Special tokens in a
+    document
+    are treated as ordinary text. Text must be valid UTF-8.
 
     Args:
         path: the `tokenizer.json` file.
         bos: the token that precedes each document. The default is the token that the post-processor of the file inserts
-            first. If the post-processor inserts no token, the default is the only special token, or the first special
-            token in SEPARATORS if the file has several.
+            first. If the post-processor inserts no token, the default is the only special token. If there are several
+            special tokens, the default is the first special token in the order of SEPARATORS.
 
     Attributes:
         inserted: the ids that the post-processor of the file adds to a text.
 
     Raises:
-        DataError: the file is invalid, has no token `bos`, or has a model that is not supported.
-        EnvironmentFailure: the library `tokenizers` is not installed.
+        DataError: if the file is invalid, has no token `bos`, or has a model that is not supported.
+        EnvironmentFailure: if the library `tokenizers` is not installed.
     """
 
     def __init__(self, path: str | Path, bos: str | None = None) -> None:
@@ -60,7 +61,7 @@ class JsonTokenizer(Tokenizer):
         data = read_file(Path(path))
         try:
             content, self._library = json.loads(data), Library.from_str(data.decode("utf-8"))
-        except Exception as error:  # the library raises no more specific class
+        except Exception as error:  # the library raises no more specific exception class
             hint = "copy the file again, or update tokenizers"
             raise DataError(f"{path}: not a tokenizer.json: {str(error)[:200]}", hint) from None
         kind = type(self._library.model).__name__
@@ -136,9 +137,11 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. `content` is the parsed
-    `tokenizer.json`, and `words` maps the tokens of its vocabulary to ids. Returns None if the tokenizer does not
-    decode by concatenating the bytes of the ids.
+    """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. Returns None if the text of
+    a
+    sequence of ids is not the concatenation of their bytes.
+
+    `content` is the parsed `tokenizer.json`. `words` maps the tokens of its vocabulary to ids.
     """
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]

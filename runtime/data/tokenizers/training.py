@@ -47,12 +47,13 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
 
     Args:
         options: the text and the kind of the tokenizer.
-        say: is called with the number of documents and bytes that were read.
+        say: called with the number of documents and bytes that were read.
 
     Raises:
-        DataError: a source cannot be read, the output file exists or has an unknown suffix, the text or the kind of
-            tokenizer does not allow a vocabulary of this size, or the pattern is not a valid regular expression.
-        EnvironmentFailure: the package that trains the tokenizer is not installed, or the file cannot be written.
+        DataError: if a source cannot be read, the output file exists or has an unknown suffix, or the pattern is not a
+            valid regular expression. Also if the text or the kind of tokenizer does not allow a vocabulary of this
+            size.
+        EnvironmentFailure: if the package that trains the tokenizer is not installed, or the file cannot be written.
     """
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}
     train = writers.get(options.out.suffix)
@@ -95,7 +96,7 @@ def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
     library = Tokenizer(models.BPE())
     try:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception as error:  # the library raises no more specific class
+    except Exception as error:  # the library raises no more specific exception class
         message = f"the pattern {options.pattern!r} is not a regular expression: {error}"
         raise DataError(message, f"use one of {', '.join(PATTERNS)}, or a regular expression of Oniguruma") from None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

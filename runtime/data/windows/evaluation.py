@@ -1,5 +1,6 @@
-"""Divides a token stream into evaluation windows: determines the targets that each window scores, and reads batches of
-windows.
+"""Divides a token stream into evaluation windows, and reads batches of windows.
+
+A plan determines the targets that each window scores.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ class WindowPlan:
     Attributes:
         length: the length of a window in tokens.
         batch: the number of windows per batch.
-        stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, so
-            that windows do not overlap. With a smaller stride, each target after the first window has at least
-            `length - stride` tokens of context.
+        stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, and
+            windows do not overlap. With a smaller stride, each target after the first window has at least `length -
+            stride`
+            tokens of context.
         unscored: the number of targets at the start of each window that are not scored.
     """
 
@@ -46,8 +48,9 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window of a token stream. The inputs are the `length` tokens from position `start` on. The targets are the
-    tokens one position later.
+    """A window of a token stream. The inputs are the `length` tokens from position `start` on. The target of each input
+    is
+    the next token.
 
     Only the last `new` targets of the window are scored.
     """
@@ -59,8 +62,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A sequence of windows over a token stream. Together, the windows score each target at the positions 1 .. `last`
-    exactly once.
+    """A sequence of windows over a token stream. The windows score each target at the positions 1 .. `last` exactly
+    once.
 
     The first window scores all its targets. Each later window scores its last `stride` targets. The final window is
     shifted left to have full length, and scores only the remaining targets. If `last` is less than `length`, there is a
@@ -83,8 +86,9 @@ class Windows:
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
-        """Divides the windows into ranges that score about `tokens` targets each. If `tokens` is None, there is a
-        single range.
+        """Divides the windows into consecutive ranges. Each range scores about `tokens` targets. If `tokens` is None,
+        there is
+        a single range.
 
         A range ends with the window at which the total number of scored targets reaches a multiple of `tokens`.
         """

@@ -1,17 +1,18 @@
-"""Loads batches of windows of a token stream in the background. A resumed run gets the batches that the original run
-would have got.
+"""Loads batches of windows of a token stream in the background.
+
+After a resume, a run receives the batches that an uninterrupted run would receive.
 
 The stream is divided into blocks of `length` tokens. A window is a block and the token after the block. The targets are
-the inputs shifted by one token, so no target is lost between blocks.
+the inputs shifted by one token. Every token of the stream except the first is therefore a target.
 
-All ranks derive the same order of windows for each epoch. A step uses the next `batch * world` windows. Rank r gets the
-windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is fixed, every step trains
-on the same windows for any number of ranks. The last batch of an epoch is completed with windows of the next epoch.
-With the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
+All ranks derive the same order of windows for each epoch. A step takes the next `batch * world` windows. Rank r
+receives
+the windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is fixed, every step
+trains on the same windows for any number of ranks. Windows of the next epoch complete the last batch of an epoch. With
+the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
 
-A background thread reads batches ahead. The thread makes no CUDA calls, because a CUDA call could invalidate the
-capture of a CUDA graph. For a GPU, each call of `Loader.next` also starts to copy the following batch, on a separate
-CUDA stream.
+A background thread reads batches ahead. The thread makes no CUDA calls, because they could invalidate the capture of a
+CUDA graph. For a GPU, each call of `Loader.next` also starts to copy the following batch, on a separate CUDA stream.
 """
 
 import hashlib
@@ -34,14 +35,17 @@ from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
 Order = Literal["sequential", "coprime_stride", "best_fit"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
-# The version of a saved state, which determines the order of windows. Version 1 allowed every coprime stride. A run
-# resumes with the version of its saved state.
+# The version of a saved state, which determines the order of windows. Version 1 accepted every stride that is coprime
+# to
+# the number of blocks. A run resumes with the version of its saved state.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
-# Pairs (multiples, part). Let d be the distance from 0 of a multiple of the stride, modulo the number of blocks. The
-# stride is rejected if d is less than 1/part of the stream for one of its first `multiples` multiples. With 19,775
-# blocks, the limits of d are 38 and 3 blocks. Without the first pair, the windows of some steps would cover only a part
-# of the stream. Without the second pair, steps of 384 windows would contain runs of adjacent windows.
+# Pairs (multiples, part) for rejecting strides. Let d be the distance between two windows of an epoch, in blocks,
+# modulo
+# the number of blocks. A stride is rejected if d is less than 1/part of the stream for two windows that are at most
+# `multiples` positions apart in the order. With 19,775 blocks, the limits of d are 38 and 3 blocks. Without the first
+# pair, the windows of some steps would cover only a part of the stream. Without the second pair, steps of 384 windows
+# would contain runs of adjacent windows.
 _TOO_NEAR = ((16, 512), (192, 6000))
 
 
@@ -49,8 +53,9 @@ _TOO_NEAR = ((16, 512), (192, 6000))
 class EpochOrder:
     """The order of the windows in one epoch: a permutation of the blocks of the stream.
 
-    Window k starts at token `phase + length * ((start + k * stride) mod blocks)`. `stride` and `blocks` are coprime, so
-    k = 0 .. blocks - 1 visits every block once.
+    Window k starts at token `phase + length * ((start + k * stride) mod blocks)`. `stride` and `blocks` are coprime.
+    The
+    windows k = 0 .. blocks - 1 therefore visit every block exactly once.
     """
 
     length: int
@@ -66,8 +71,9 @@ class EpochOrder:
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """Returns the order of the windows in one epoch. The order depends only on the arguments of this function, and not
-    on the machine or on library versions.
+    """Returns the order of the windows in one epoch. The order depends only on the arguments, and not on the machine or
+    the
+    versions of libraries.
 
     The order `coprime_stride` is from parameter-golf PR 726. Each epoch has a random phase, a random start, and a
     random stride coprime to the number of blocks. The phase shifts the boundaries of all windows. Version 2 rejects
@@ -100,7 +106,7 @@ def epoch_order(
 
 
 def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
-    # SHA-256 rather than numpy's generators, whose streams may change between versions.
+    # SHA-256, because the streams of numpy's generators may change between versions.
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()) % bound
 
 
@@ -115,7 +121,8 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Counts of document tokens in packing: `cropped` is the number of tokens that rows left out, and `tokens` is the
+    """Counts of document tokens in packing. `cropped` is the number of tokens that the rows leave out, and `tokens` is
+    the
     number of all tokens that were read.
     """
 
@@ -129,8 +136,9 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step on one rank, the epoch and the position in the epoch after the step, and the token counts
-    since the first step.
+    """The windows of a step on one rank. It also has the epoch and the position in the epoch after the step, and the
+    token
+    counts since the first step.
     """
 
     windows: Windows
@@ -206,8 +214,8 @@ class Loader(BackgroundReader[_Step]):
         crop: the numbers of document tokens that were read and left out since the loader was created or restored.
 
     Raises:
-        DataError: the order is unknown, or the stream has fewer than length + 1 tokens.
-        ValueError: a number is out of range.
+        DataError: if the order is unknown, or the stream has fewer than length + 1 tokens.
+        ValueError: if a number is out of range.
     """
 
     def __init__(
@@ -240,7 +248,7 @@ class Loader(BackgroundReader[_Step]):
         self._epoch = 0
         self._position = 0
         self._transfer = Transfer(torch.device(device))
-        self._sent: tuple[Batch, _Step] | None = None  # the next batch; its copy to a GPU has already started
+        self._sent: tuple[Batch, _Step] | None = None  # the next batch, whose copy to a GPU has already started
 
     def items(self) -> Iterator[_Step]:
         return self._plan.steps(self._stream, self._epoch, self._position)
@@ -249,16 +257,17 @@ class Loader(BackgroundReader[_Step]):
         """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
 
         For a GPU, use the batch on the CUDA stream that is current during this call. The call waits only if the
-        background thread has no batch ready.
+        background
+        thread has no batch ready.
 
         Raises:
-            DataError, OSError: the background thread failed to read the batch. The next call tries to read the batch
+            DataError, OSError: if the background thread failed to read the batch. The next call tries to read the batch
                 again.
         """
         batch, step = self._sent or self._send()
         self._sent, self._epoch, self._position = None, step.epoch, step.position
         self.crop = Crop(self._before.cropped + step.crop.cropped, self._before.tokens + step.crop.tokens)
-        # Before the next copy starts, because this batch would otherwise wait for that copy
+        # Called before the next copy starts, because this batch would otherwise wait for the next copy
         batch = self._transfer.arrived(batch)
         if self._transfer.ahead and self.ready:
             self._sent = self._send()
@@ -279,8 +288,9 @@ class Loader(BackgroundReader[_Step]):
         """Moves the loader to the position in `state`. The version in `state` determines the order of the windows.
 
         Raises:
-            DataError: `state` is incomplete, has an unknown version, or does not match the data, length, order or seed
-                of this loader.
+            DataError: if `state` is incomplete, has an unknown version, or does not match the data, length, order or
+            seed of
+                this loader.
         """
         version = state["version"] if state.get("version") in _STATE_VERSIONS else _STATE_VERSION
         hint = "resume with the data, tokenizer, length, order and seed of the run, or start a new run"
@@ -299,8 +309,9 @@ class Loader(BackgroundReader[_Step]):
         }
 
     def cropped_share(self) -> float | None:
-        """Returns the fraction of document tokens that packed rows have left out so far; None if the rows are not
-        packed documents.
+        """Returns the fraction of document tokens that packed rows have left out so far. None if the rows are not
+        packed
+        documents.
         """
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 

@@ -1,9 +1,10 @@
 """Packs documents into rows by the best-fit method of nanochat (July 2026).
 
-A document is BOS followed by its tokens. Rows are filled from a buffer of documents. As long as a document of the
-buffer fits into the free space of the row, the largest document that fits is added. The row is then completed with the
-beginning of the shortest document of the buffer, and the end of this document is dropped. Rows have no padding, and
-every row begins with BOS.
+A document is BOS followed by its tokens. Rows are filled from a buffer of documents. The largest document that fits
+into
+the free space of the row is added to the row. This step repeats as long as a document fits. The beginning of the
+shortest document of the buffer then completes the row, and the rest of this document is dropped. Rows have no padding,
+and every row begins with BOS.
 """
 
 import bisect
@@ -25,7 +26,8 @@ class PackedRow:
     """A row that is packed with documents.
 
     Attributes:
-        parts: pairs (index, count), in the order of the row. The row has the first `count` tokens of document `index`.
+        parts: pairs (index, count), in the order of the row. A pair stands for the first `count` tokens of document
+        `index`.
         cropped: the number of tokens of the last document that are dropped.
     """
 
@@ -34,13 +36,12 @@ class PackedRow:
 
 
 def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = BUFFER) -> Iterator[PackedRow]:
-    """Packs documents into full rows, and yields the rows. If the last documents cannot fill a row, they are dropped.
+    """Packs documents into full rows, and yields the rows. Drops the last documents if they cannot fill a row.
 
     Args:
         documents: pairs (index, length in tokens), in the order in which the documents enter the buffer.
         capacity: the number of tokens in a row.
-        buffer: the number of documents in the buffer from which rows are filled. Among documents of equal length, the
-            earliest is chosen.
+        buffer: the number of documents in the buffer. Among documents of equal length, the earliest document is chosen.
     """
     coming = enumerate(documents)
     waiting: list[tuple[int, int, int]] = []  # sorted triples (length, place in the order, index)
@@ -75,8 +76,8 @@ def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
 
 
 def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yields a pair (index, length in tokens including BOS) for each document. Begins at document `first`, and
-    continues with document 0 after the last document.
+    """Yields a pair (index, length in tokens including BOS) for each document, endlessly. The first pair is document
+    `first`. Document 0 follows the last document.
 
     Args:
         starts: the position of each document in the stream, i64 [documents].

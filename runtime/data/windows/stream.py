@@ -1,5 +1,6 @@
-"""Token streams. A stream presents the tokens of shards as one long sequence. The shards exist already, or are created
-from text and cached.
+"""Token streams. A stream presents the tokens of shards as one long sequence.
+
+The shards exist already, or are created from text and cached.
 """
 
 import bisect
@@ -30,11 +31,9 @@ class TokenStream:
         shards: the opened shards, in order.
         starts: the position in the stream at which each shard begins, followed by the total number of tokens.
         vocab: the number of ids of the tokenizer. Every token is less than `vocab`.
-        documents: the number of documents; None if there is no record of this number.
-        document_bytes: the total size of the documents without separators, in bytes; None if there is no record of this
-            size.
-        tokenizer_digest: the digest of the tokenizer that produced the tokens; None if there is no record of this
-            digest.
+        documents: the number of documents; None if unknown.
+        document_bytes: the total size of the documents in bytes, without separators; None if unknown.
+        tokenizer_digest: the digest of the tokenizer that produced the tokens; None if unknown.
         byte_counts: the byte-count file of each shard, with the size in bytes of each token. Empty if the shards have
             no byte-count files.
         digest: a SHA-256 (hex) that identifies the tokens. For shards without a record, the digest covers only the
@@ -57,7 +56,8 @@ class TokenStream:
     def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Returns the sizes in bytes of the `count` tokens from position `start` on, i64 [count].
 
-        Thread-safe. Raises IndexError if the range exceeds the stream, and DataIntegrityError if a file was truncated.
+        Thread-safe. Raises IndexError if the range exceeds the stream. Raises DataIntegrityError if a file was
+        truncated.
         """
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
@@ -65,8 +65,8 @@ class TokenStream:
         """Returns the `count` tokens from position `start` on, as a new u16 or u32 array [count]. Thread-safe.
 
         Raises:
-            IndexError: the range exceeds the stream.
-            DataIntegrityError: a shard was truncated, or contains a token that is not in the vocabulary.
+            IndexError: if the range exceeds the stream.
+            DataIntegrityError: if a shard was truncated, or contains a token that is not in the vocabulary.
         """
         tokens = np.empty(max(count, 0), self.shards[0].form.dtype.newbyteorder("="))
         filled = 0
@@ -96,8 +96,9 @@ class TokenStream:
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
-        The first token of a stream is never scored, because it has no context. If the first token is BOS, which
-        represents no bytes, the score of all later tokens covers all bytes of the text.
+        The first token of a stream is never scored, because it has no context. BOS represents no bytes. If the first
+        token
+        is BOS, the scores of all later tokens therefore cover all bytes of the text.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
@@ -117,12 +118,12 @@ class TokenStream:
 def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 
-    If the source is text, it is tokenized on first use, and the tokens are stored in `cache`. If a file changes, the
-    text is tokenized again. If two processes open the same text at once, one process tokenizes the text while the other
+    If the source is text, the first call tokenizes the text and stores the tokens in `cache`. If a file changes, the
+    text is tokenized again. If two processes open the same text at once, one process tokenizes the text, and the other
     process waits.
 
-    If the source names shards (see `find_shards`), they are opened where they are, and compared with `shards.json` if
-    their folder has this file.
+    If the source names shards (see `find_shards`), the shards are opened in place. If their folder has a `shards.json`,
+    the shards are compared with it.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
@@ -134,10 +135,10 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
         The stream.
 
     Raises:
-        DataError: the tokenizer has no BOS token, the source cannot be used, or the val shards do not start with BOS
+        DataError: if the tokenizer has no BOS token, the source cannot be used, or the val shards do not start with BOS
             and at least one more token.
-        DataIntegrityError: a shard is damaged.
-        EnvironmentFailure: the cache cannot be written, for example because the disk is full.
+        DataIntegrityError: if a shard is damaged.
+        EnvironmentFailure: if the cache cannot be written, for example because the disk is full.
     """
     paths = find_shards(source, split)
     if paths is not None:
@@ -151,7 +152,7 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Opens the shards of a split where they are, without copying them.
+    """Opens the shards of a split in place, without copying them.
 
     If `whole` is True, `paths` must have all shards that shards.json lists for the split. Otherwise, an error is
     raised.

@@ -15,8 +15,7 @@ class Transfer:
     For a GPU, the windows are copied from pinned memory on a separate CUDA stream, and converted to i64 on the GPU.
 
     Attributes:
-        ahead: whether the caller should call `send` before it needs the batch, because the copy can overlap with
-            computation.
+        ahead: whether the copy can overlap with computation. If so, call `send` before the batch is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +34,7 @@ class Transfer:
         tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
         if self._stream is not None:
             tokens = tokens.pin_memory()
-        with torch.cuda.stream(self._stream):  # the context has no effect if the stream is None
+        with torch.cuda.stream(self._stream):  # without effect if the stream is None
             tokens = tokens.to(self._device, non_blocking=True)
             dense = torch.contiguous_format
             return tokens[:, :-1].to(torch.int64, memory_format=dense), tokens[:, 1:].to(
@@ -48,5 +47,5 @@ class Transfer:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for tensor in batch:
-                tensor.record_stream(current)  # the allocator then reuses the memory only after `current` has finished
+                tensor.record_stream(current)  # delays the reuse of the memory until `current` has finished
         return batch
