@@ -26,7 +26,7 @@ class AdamW(UpdateRule[AdamWSpec]):
         self._torch = torch.optim.AdamW(
             self.tensors, 0.0, spec.betas, spec.eps, decay or 0.0, fused=fused, foreach=False, capturable=fused
         )
-        self._torch._warned_capturable_if_run_uncaptured = True  # suppresses Torch's warning about steps outside CUDA graphs
+        self._torch._warned_capturable_if_run_uncaptured = True  # suppresses a warning about steps outside graphs
         # Torch creates its state in the first step, but checkpoints need the names of the state tensors earlier
         for parameter in self.tensors:
             self._torch.state[parameter] = {

@@ -206,7 +206,7 @@ class Masters:
     def clear(self) -> None:
         self.sums.zero_()
         for param in self.model_parameters.values():
-            param.grad = None  # otherwise, autograd would add to the existing gradient, with one kernel launch per parameter
+            param.grad = None  # otherwise, autograd would add to the gradient, with one launch per parameter
         for group in self._derived_groups:
             group.clear()
 

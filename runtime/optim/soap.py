@@ -48,7 +48,7 @@ class _Side:
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        gram = self.gram.nan_to_num()  # Replaces values that are not finite. Another check reports gradients that are not finite.
+        gram = self.gram.nan_to_num()  # another check reports gradients that are not finite
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
         null = vectors * (values.unsqueeze(-2) < NULL * largest)

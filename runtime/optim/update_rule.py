@@ -13,7 +13,8 @@ from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.schedule import Moment, value_at
 
 S = TypeVar("S", bound=OptimizerSpec)
-UPDATE, SUM = "update", "sum"  # the kinds of work in a step: UPDATE changes the parameters, and SUM only adds the gradient for a later update
+# The kinds of work in a step. UPDATE changes the parameters. SUM only adds the gradient for a later update.
+UPDATE, SUM = "update", "sum"
 
 
 class UpdateRule(ABC, Generic[S]):

@@ -43,7 +43,7 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     cell = max(1, -(-budget // CELLS))
     room = budget // cell
     sizes = [[-(-size // cell) for size, _ in item] for item in options]
-    if sum(map(min, sizes)) > room:  # the smallest options together exceed the budget only after their sizes are rounded up
+    if sum(map(min, sizes)) > room:  # the smallest options fit only without rounding up their sizes
         return tuple(min(range(len(item)), key=lambda i: item[i]) for item in options)
     best = np.zeros(room + 1)
     picks = np.zeros((len(options), room + 1), dtype=np.int16)
@@ -128,7 +128,7 @@ def allocate_bits(
         raise too_large(
             tried[smallest], "even with the fewest bits that quant.allocate can choose", budget, reserved, hint
         )
-    low, high = estimated(smallest), None  # the largest estimate that fits the budget, and the smallest estimate that exceeds the budget
+    low, high = estimated(smallest), None  # the largest estimate that fits, and the smallest that is too large
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):
         picks = knapsack(sized, target)
