@@ -1,3 +1,4 @@
-"""Measures one spec on this machine, and compares the results with baselines. Each module measures one part, and
-`suite` runs all parts.
+"""Measures one spec on this machine, and compares the results with baselines.
+
+Each module measures one part of the benchmark, and `suite` runs all parts.
 """

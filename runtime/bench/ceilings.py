@@ -1,8 +1,8 @@
 """Measures the peak rates of a device: operations per second and bytes per second. The benchmark compares every kernel
 with these rates.
 
-The rates are measured in the run of the benchmark, by a large matrix product and a large copy. Kernels that write very
-little are compared with the rate of a large sum, because a sum only reads.
+Each benchmark measures the rates itself, with a large matrix product and a large copy. A sum only reads memory. The
+rate of a large sum is therefore the reference for kernels that write very little.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ import torch
 
 from specc.runtime.bench.timing import Measured, alternate
 
-# N of the N x N x N GEMM, and the bytes of the tensor that is copied
+# For each device: N of the N x N x N matrix product, and the number of bytes of the copied tensor
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}
-NEXT_TO_NOTHING = 1 / 16  # up to this share of written bytes, the memory seldom switches to writes, and is faster
+NEXT_TO_NOTHING = 1 / 16  # up to this fraction of writes, memory rarely switches to writes, and is faster
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The minimum work of one call of a kernel or a group: the arithmetic operations, the bytes that are read or
-    written, and the bytes that are written.
+    """The minimum work of one call of a kernel or a group: the number of arithmetic operations, the number of bytes
+    that are read or written, and the number of bytes that are written.
     """
 
     flops: int
@@ -62,7 +62,7 @@ class Ceilings:
     @property
     def read_bytes_per_second(self) -> float:
         """The rate of reading memory: the larger of the rates of `read` and `copy`. On a CPU, `read` can be slower than
-        `copy`, because it also adds.
+        `copy`, because a sum also performs additions.
         """
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
@@ -80,8 +80,9 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures the peak rates of `device` on normally distributed random data. `dtype` is the dtype of the matrix
-    product.
+    """Measures the peak rates of `device` on normally distributed random data.
+
+    `dtype` is the dtype of the matrix product.
     """
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

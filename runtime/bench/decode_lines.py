@@ -2,8 +2,8 @@
 
 The decoded lines are held out from training. The rate in lines/s includes all work from source text to target text. A
 batch has `eval.batch` lines of the spec. Each decoder runs one untimed pass, which captures CUDA graphs, and then two
-timed passes. In int8, only decoding with the cache is measured, by the int8 programs of an artifact. Decoding is
-greedy. If the spec scores with beam search, beam search is measured too.
+timed passes. For int8, the int8 programs of an artifact decode with a cache; int8 without a cache is not measured.
+Decoding is greedy. If the spec scores with beam search, beam search is measured too.
 """
 
 import time
@@ -54,10 +54,12 @@ class DecodeRow:
         spread: the difference between the times of the two timed passes, divided by the smaller time.
         building: the seconds to generate the module from the spec, to compile its kernels, and to move it to its
             device.
-        first: the seconds that the untimed first pass took beyond a timed pass, to compile code and to capture CUDA
-            graphs.
+        first: the seconds by which the untimed first pass exceeded a timed pass. The first pass compiles code and
+        captures
+            CUDA graphs.
         exact: the number of decoded lines that equal their target line.
-        agreeing: the share of lines for which this decoder and the decoder with a cache return the same text. None for
+        agreeing: the fraction of lines for which this decoder returns the same text as the decoder with a cache. None
+        for
             the decoder with a cache.
     """
 
@@ -85,8 +87,10 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The measurements of all decoders. `trained` states whether the weights are from training. `missing` maps the name
-    of each decoder that was not measured to the reason.
+    """The measurements of all decoders.
+
+    `trained` states whether the weights come from training. `missing` maps the name of each decoder that was not
+    measured to the reason.
     """
 
     rows: tuple[DecodeRow, ...]
@@ -94,8 +98,8 @@ class Decoding:
     missing: Mapping[str, str]
 
     def over_uncached(self, row: DecodeRow) -> float | None:
-        """Returns the lines/s of a row, divided by the lines/s of the row without a cache for the same dtype and beam
-        size. None if the decoder without a cache was not measured.
+        """Returns the lines/s of a row, divided by the lines/s of the decoder without a cache that has the same dtype
+        and beam size. None if that decoder was not measured.
         """
         for other in self.rows:
             if (other.dtype, other.beam, other.cache) == (row.dtype, row.beam, False):
@@ -105,8 +109,8 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights of the decoders. `floats` has the f32 parameters by name. `stored` has the arrays of the artifact, or
-    is None without an artifact.
+    """The weights of the decoders. `floats` has the f32 parameters by name. `stored` has the arrays of the artifact;
+    None without an artifact.
     """
 
     floats: Mapping[str, Tensor]
@@ -149,7 +153,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
                     rows.append(replace(row, building=row.building + building))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # only an error in the dtype of the spec is raised
+            except RuntimeError as error:  # an error in another dtype is reported as a missing decoder
                 if i == 0:
                     raise
                 missing[dtype] = f"{dtype}: {error}".splitlines()[0]
@@ -199,8 +203,8 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns copies of the spec that compute in other dtypes, by dtype: one copy for each dtype that the target
-    supports. The first entry is the unchanged spec with its own dtype.
+    """Returns copies of the spec that compute in other dtypes, by dtype. Each dtype that the target supports has one
+    copy. The first entry is the unchanged spec with its own dtype.
     """
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():

@@ -1,14 +1,14 @@
 """Measures greedy decoding of texts of equal length: by specc with a contiguous cache, by specc with a paged cache, and
 by the library Transformers.
 
-On a GPU, a decoding step of up to 64 texts uses kernels for products with few rows. As a baseline, a step that calls
-the library for these products is measured. Both steps are also measured under torch.compile. If the weights are from an
-artifact, a step that directly reads its quantized codes is measured too.
+On a GPU, a decoding step of up to 64 texts uses kernels for products with few rows. As a baseline, the benchmark also
+measures a step that calls the library for these products. Both steps are also measured under torch.compile. If the
+weights come from an artifact, the benchmark also measures a step that directly reads the quantized codes.
 
-A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
-a time, and only this decoding is timed. Each decoder runs one untimed pass, which compiles code and captures CUDA
-graphs, and then two timed passes. Before the timed passes, the logits of a decoder are compared with the logits of the
-decoder with a contiguous cache after the same tokens.
+A completed text has `context` tokens. Its first tokens are random, and are prefilled. Its last tokens are decoded one
+at a time. Only this decoding is timed. Each decoder runs one untimed pass, which compiles code and captures CUDA
+graphs, and then two timed passes. Before the timed passes, the logits of the decoder are compared with the logits of
+the decoder with a contiguous cache, for the same tokens.
 
 Transformers loads the same weights in the same dtype, from a folder that `specc export --format hf` could write. Its
 method `generate` is measured with a dynamic cache, and with a static cache and compiled code.
@@ -53,16 +53,16 @@ OWN = (CONTIGUOUS, PAGED, COMPILED, LIBRARY, LIBRARY_COMPILED, CODES)
 DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
-LEAST = 4  # the minimum tokens of a text: two are prefilled, and two are timed
+LEAST = 4  # the minimum number of tokens of a text: two are prefilled, and two are timed
 TIMED = 64  # the default number of timed tokens per text; at most half of a text is timed
 TOLERANCE = {
     "f32": 1e-3,
     "bf16": 0.1,
     "f16": 0.02,
-}  # the largest allowed difference of logits, relative to the largest logit
+}  # the maximum difference of logits, relative to the largest logit
 GREEDY = Sampling(temperature=0)
 
-# A function that prefills prompts, decodes a number of tokens, and returns the ms per token
+# A function that prefills prompts and decodes a number of tokens. It returns the ms per token.
 Pass = Callable[[Tensor, int], float]
 
 
@@ -76,10 +76,11 @@ class TextRow:
         context: the number of tokens of a completed text.
         tokens: the number of timed tokens of each text.
         token: the time of a step, which decodes one token for each text.
-        first: the seconds that the untimed first pass took beyond a timed pass.
-        floor_ms: the time in ms that a step takes if the device runs at its peak rates.
-        error: the largest difference between the logits of this decoder and of the decoder with a contiguous cache,
-            divided by the largest logit. None for the decoder with a contiguous cache.
+        first: the seconds by which the untimed first pass exceeded a timed pass.
+        floor_ms: the minimum time of a step in ms, at the peak rates of the device.
+        error: the largest difference from the logits of the decoder with a contiguous cache, divided by the largest
+        logit.
+            None for that decoder.
     """
 
     decoder: str
@@ -102,8 +103,10 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class TextDecoding:
-    """The measurements of all decoders. `dtype` is the dtype of the weights, and `trained` states whether the weights
-    are from training. `missing` maps the name of each decoder that was not measured to the reason.
+    """The measurements of all decoders.
+
+    `dtype` is the dtype of the weights. `trained` states whether the weights come from training. `missing` maps the
+    name of each decoder that was not measured to the reason.
     """
 
     rows: tuple[TextRow, ...]
@@ -129,16 +132,17 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder to measure. `logits` and `passes` create new caches and CUDA graphs for each batch size and text
-    length.
+    """A decoder to measure. For each batch size and text length, `logits` and `passes` create new caches and CUDA
+    graphs.
 
     Attributes:
         logits: a function that maps tokens, i64 [rows, T], to the logits after the last token. The decoder prefills all
             tokens except the last, and decodes the last token.
-        passes: a function that maps the number of texts and the number of tokens of a completed text to the function to
-            time.
+        passes: a function that maps the number of texts and the number of tokens of a completed text to the function
+        that
+            is timed.
         programs: the programs whose parameters and cache a step reads.
-        most: the largest number of texts for which a step runs these programs; None for no limit.
+        most: the maximum number of texts for which a step runs these programs; None for no limit.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -164,13 +168,13 @@ def measure(
         batches: the numbers of texts per batch. If empty, the entries of BATCHES are used.
         contexts: the numbers of tokens of a completed text. If empty, the entries of CONTEXTS are used, limited to the
             context of the model.
-        timed: the number of timed tokens of each text. None selects TIMED tokens, or half of the text if that is less.
+        timed: the number of timed tokens of each text. None selects TIMED tokens, or half of the text if half is less.
 
     Returns:
         One row per measurement, and the reason for each decoder that was not measured.
 
     Raises:
-        RunFailure: if a text length exceeds the model's context or is too short for the timed tokens, or if two
+        RunFailure: if a text length exceeds the context of the model, a text is too short for the timed tokens, or two
             decoders of specc return different logits.
         RuntimeFailure: if `weights` cannot be read.
     """
@@ -205,7 +209,7 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Ver
         torch.manual_seed(setup.spec.train.seed)
         floats = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         for tensor in floats.values():
-            # Some blocks initially output zero, which would hide wrong values
+            # Some blocks output zero at initialization, which would hide wrong values
             if tensor.ndim > 1 and not tensor.any():
                 tensor.normal_(std=0.02)
         return floats, None, False
@@ -230,7 +234,7 @@ def _decoders(
         weights: the parameters, f32, by name.
         artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: the function adds the reason for each decoder that cannot run, under the name of the decoder.
+        missing: the function adds the reason for each decoder that cannot run, with the name of the decoder as the key.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
@@ -372,10 +376,10 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Measures the decoders with the batch size and the text length of `cell`, and yields one row for each decoder. If
-    a decoder cannot run, or returns wrong logits, adds the reason to `missing` instead.
+    """Measures the decoders with the batch size and the text length of `cell`, and yields one row for each decoder.
 
-    Raises RunFailure if the decoders with a contiguous and with a paged cache return different logits.
+    If a decoder cannot run, or returns wrong logits, the reason is added to `missing` instead. Raises RunFailure if the
+    decoder with a paged cache and the decoder with a contiguous cache return different logits.
     """
     generator = torch.Generator().manual_seed(0)
     shape = (cell.batch, cell.context - cell.tokens)
@@ -387,7 +391,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             missing[place] = f"{place}: only steps of up to {decoder.most} texts read codes"
             continue
         try:
-            logits = decoder.logits(ids if name in OWN else ids[:1])  # Transformers returns the logits of all tokens
+            logits = decoder.logits(ids if name in OWN else ids[:1])  # Transformers: one text, all tokens
             error = None if wanted is None else _difference(logits, wanted)
             wanted = logits if wanted is None else wanted
             if error is not None and not error <= cell.tolerance:

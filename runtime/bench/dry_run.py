@@ -28,8 +28,8 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.verify.reduced import reduced
 
 CPU = "cpu"
-MOST = 10**12  # the most floating-point operations of a step that runs in its full size
-STEPS = 2  # the number of steps; the second step runs with existing optimizer state
+MOST = 10**12  # the maximum number of floating-point operations of a step that runs in full size
+STEPS = 2  # the number of steps; unlike the first step, the second step finds existing optimizer state
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,19 @@ class DryRun:
     Attributes:
         summary: the lines of `specc plan` for the target.
         parts: the estimated bytes of each kind of tensor, at the peak of a step on the target.
-        measured: True if `bytes` is an earlier measurement on a GPU, from the lock file. False if `bytes` is an
+        measured: True if `bytes` was measured earlier on a GPU, and comes from the lock file. False if `bytes` is an
             estimate.
         bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
-        full: whether the steps on the CPU used the model and the batch of the spec. Otherwise, the steps used a smaller
-            model and one row.
+        full: whether the steps on the CPU used the model and the batch of the spec. If False, they used a smaller model
+        and
+            one row.
         size: a description of the steps on the CPU.
         loss: the loss of the last step on the CPU.
         seconds: the seconds of the last step on the CPU.
-        peak: the measured peak memory of all tensors of the steps on the CPU, in bytes. The memory of Python, of
-            libraries and of mapped files is not included.
+        peak: the measured peak memory of all tensors of the steps on the CPU, in bytes. It excludes the memory of
+        Python, of
+            libraries and of mapped files.
         estimate: the compiler's estimate of `peak`.
     """
 
@@ -83,9 +85,9 @@ def dry_run(
 
     Args:
         spec: the spec.
-        target: the target that the run would train on. This machine may be unable to run the target.
-        data: the data of the run. The function opens the data, and tokenizes them if they are text. If this argument is
-            None, the data are not checked.
+        target: the target of the run. This machine need not be able to run the target.
+        data: the data of the run. The function opens the data, and tokenizes text. If `data` is None, no data are
+        checked.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: is called with messages about the progress.

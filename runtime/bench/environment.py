@@ -42,8 +42,8 @@ class Setup:
 
 
 def device_for(target: str) -> torch.device:
-    """Returns the device of this machine that runs code for a target. Raises EnvironmentFailure if there is no such
-    device.
+    """Returns the device of this machine that runs code for a target. Raises EnvironmentFailure if this machine has no
+    such device.
     """
     if reason := unavailable(TARGETS[target]):
         raise EnvironmentFailure(f"{target} {reason}", "name another target")
@@ -51,8 +51,9 @@ def device_for(target: str) -> torch.device:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns a description of this machine for lock files and reports. If `device` is a CPU, the field `gpu` has the
-    name of the CPU and the number of threads.
+    """Returns a description of this machine for lock files and reports.
+
+    For a CPU, the field `gpu` contains the name of the CPU and the number of threads.
     """
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None

@@ -1,6 +1,6 @@
 """Measures every fused group as a whole. As a baseline, measures the nodes of the group in plain Torch.
 
-Two times are measured: the forward pass, and the forward pass followed by the backward pass.
+For both, it measures the time of the forward pass, and of the forward pass followed by the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes of the unfused graph that a fused group replaces. `inputs` names the values that these nodes read from
-    nodes outside the group.
+    """The nodes of the unfused graph that a fused group replaces. `inputs` are the names of the values that these nodes
+    read from nodes outside the group.
     """
 
     graph: Graph
@@ -46,8 +46,8 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The name of the group's last node, whose value is the output of the group. Nodes outside the group read no
-        other value of the group.
+        """The name of the last node of the group, whose value is the output of the group. Nodes outside the group read
+        only this value of the group.
         """
         return self.nodes[-1].name
 
@@ -81,10 +81,10 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Checks, before anything is measured, that the path of a kernel or a group to measure contains the text `at`.
-    Raises RunFailure if no path does. `parts` names the parts of the benchmark to run.
+    """Checks, before any measurement, that the text `at` occurs in the path of a kernel or a group to measure.
 
-    Checks nothing if `parts` is empty, or has an entry other than `kernels` and `groups`.
+    `parts` are the names of the parts of the benchmark to run. If `parts` is empty, or has an entry other than
+    `kernels` and `groups`, nothing is checked. Raises RunFailure if the text occurs in no path.
     """
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
@@ -100,7 +100,7 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
     """Yields two rows for each group whose path contains `at`: the forward pass, and forward plus backward.
 
-    Omits groups without gradients, because the benchmark measures them as kernels.
+    Groups without gradients are omitted, because the benchmark measures them as kernels.
 
     Args:
         setup: the setup of the benchmark.
@@ -155,8 +155,8 @@ def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One implementation of a group, and the inputs on which it runs. `leaves` has the indices of the inputs that
-    require a gradient.
+    """One implementation of a group, with its inputs. `leaves` has the indices of the inputs that require a
+    gradient.
     """
 
     call: Function
@@ -176,12 +176,12 @@ class Pass:
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares the results and gradients of a generated group, `run`, with references, and returns the largest error.
-    `passes` has the timed implementations of the group.
+    """Compares the results and gradients of a generated group, `run`, with references. Returns the largest error.
 
-    The function first checks the generated group in eager mode, while newly allocated memory is filled with NaN. It
-    then checks the form of the group that is timed. The references are computed in float64, or in float32 if the memory
-    is too small for float64. Raises RunFailure if a result is wrong.
+    `passes` has the timed implementations of the group. The function first runs the generated group in eager mode,
+    while newly allocated memory is filled with NaN. It then checks the compiled form of the group, which is timed. The
+    references are computed in float64, or in float32 if float64 needs too much memory. Raises RunFailure if a result is
+    wrong.
     """
     eager = passes[EAGER]
 

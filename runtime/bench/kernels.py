@@ -1,5 +1,6 @@
-"""Measures every kernel of a plan. As baselines, measures the node of the kernel in eager Torch, under torch.compile,
-and by a library.
+"""Measures every kernel of a plan.
+
+The baselines of a kernel compute the same node in eager Torch, under torch.compile, and by a library.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +53,7 @@ class Row:
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """Returns the time of the generated code divided by the time of a variant; None if one of them was not
+        """Returns the time of the generated code divided by the time of a variant. None if either time was not
         measured.
         """
         if GENERATED not in self.times or variant not in self.times:
@@ -115,7 +116,8 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum work of the node that `choice` computes. The bytes do not include intermediate values.
+    """Returns the minimum work of the node that `choice` computes. The bytes exclude intermediate values.
+
     `sizes` has the values of symbolic dimensions.
     """
     node, inputs = choice.site.node, choice.site.inputs
@@ -134,7 +136,5 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, problem: str) -> RunFailure:
-    """Returns the error to raise if the kernel or group `name` returns wrong values. `problem` describes the wrong
-    values.
-    """
+    """Returns the error for a kernel or group `name` that computes wrong values. `problem` describes the values."""
     return RunFailure(f"{name}: {problem}", "wrong code is not timed; `specc verify` reports more")

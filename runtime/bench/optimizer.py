@@ -1,8 +1,8 @@
 """Measures optimizer updates: the whole update of a training step, the part of the update by each optimizer in the
 spec, and an update by Torch's AdamW.
 
-Several consecutive updates are timed together, and the time is divided by the number of updates. Work that only some
-updates do is thus averaged. Torch's AdamW updates all parameters in f32. It is measured in three forms: fused, with
+Several consecutive updates are timed together, and the time is divided by the number of updates. This average includes
+work that only some updates do. Torch's AdamW updates all parameters in f32. It is measured in three forms: fused, with
 multi-tensor kernels, and in a loop over the parameters.
 """
 
@@ -27,15 +27,15 @@ from specc.runtime.optim.schedule import Moment, moment
 from specc.runtime.train.trainer import Trainer
 
 TRAINED = "as trained"
-TORCH = {  # the arguments `fused` and `foreach` of each form
+TORCH = {  # the values of the arguments `fused` and `foreach` for each form
     "torch AdamW, fused": (True, False),
     "torch AdamW, foreach": (False, True),
     "torch AdamW, a loop": (False, False),
 }
-# The number of consecutive updates per sample; rare work, such as a new basis, occurs several times in a sample
+# The number of consecutive updates per sample. Rare work, such as a new basis, then occurs several times in a sample.
 UPDATES = 20
-SECONDS = 0.5  # the seconds that the samples of a pass take
-MOST = 20  # the most samples per pass
+SECONDS = 0.5  # the duration in seconds of the samples of a pass
+MOST = 20  # the maximum number of samples per pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,15 @@ class UpdateRow:
     """The measurement of one kind of update.
 
     Attributes:
-        name: the name of the update. The name of an entry of `train.optimizers` is its kind and its pattern of
+        name: the name of the update. For an entry of `train.optimizers`, the name consists of the kind and the pattern
+        of
             parameter names.
         tensors: the number of parameters that are updated.
         numbers: the total number of elements of these parameters.
         update: the time of an update.
-        floor_ms: the time in ms for reading weights, gradients and optimizer state once, and writing weights and state
-            once, at the peak memory rate.
+        floor_ms: the minimum time in ms, at the peak memory rate: weights, gradients and optimizer state are read once,
+        and
+            weights and state are written once.
     """
 
     name: str
@@ -74,14 +76,14 @@ class Updates:
         return row.update.ms / self.step.ms
 
     def over_fused(self, row: UpdateRow) -> float:
-        """Returns the time of the update in `row`, divided by the time of an update by Torch's fused AdamW."""
+        """Returns the time of the update in `row`, divided by the time of an update with Torch's fused AdamW."""
         fused = next(row for row in self.rows if row.name in TORCH)
         return row.update.ms / fused.update.ms
 
 
 def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
-    """Measures a training step, its optimizer update, the part of the update by each entry of `train.optimizers`, and
-    an update by Torch's AdamW.
+    """Measures a training step, its optimizer update, the share of each entry of `train.optimizers` in the update, and
+    an update with Torch's AdamW.
 
     Args:
         setup: the setup of the benchmark.
@@ -112,7 +114,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
     masters, average = trainer.masters, trainer.average
-    # The f32 master weights. If there are none, the bf16 parameters.
+    # An update reads the f32 master weights, or the bf16 parameters if there are no master weights
     read = sum(weight.nbytes for weight in masters.model_parameters.values())
     copies = 0
     if trainer.train.precision.masters == "f32":
@@ -149,8 +151,8 @@ def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> I
 
 
 def torch_adamw(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Returns Torch's AdamW for `parameters`. `name` is a key of the table TORCH, which selects the form: fused,
-    multi-tensor or a loop.
+    """Returns Torch's AdamW for `parameters`. `name` is a key of TORCH, which selects the form: fused, multi-tensor, or
+    a loop.
     """
     fused, foreach = TORCH[name]
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=fused, foreach=foreach)

@@ -1,4 +1,6 @@
-"""Plain Torch functions that compute the results of a generated kernel or group. They are baselines and references."""
+"""Plain Torch functions that compute the same results as a generated kernel or group. They serve as baselines and
+references.
+"""
 
 import hashlib
 import sys
@@ -54,8 +56,8 @@ def plain_site(site: Site) -> Function:
     """Returns a Torch function that computes a node with its epilogue. The function maps all inputs of the node to all
     its outputs, in order.
 
-    Of the following implementations, the first that exists is returned: the Torch kernel for the target, the Torch
-    kernel for CPUs, the Torch code of the op, the reference of the op.
+    The function is the first of these implementations that exists: the Torch kernel for the target, the Torch kernel
+    for CPUs, the Torch code of the op, the reference of the op.
     """
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is not None:
@@ -76,10 +78,8 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function that computes only the matrix products of a node, by library calls, and omits the epilogue.
-    None if the op of the node is not a matrix product.
-
-    The returned function accepts all inputs of the node.
+    """Returns a function that computes only the matrix products of a node, by library calls, without the epilogue. The
+    function accepts all inputs of the node. Returns None if the op of the node is not a matrix product.
     """
     op = site.node.op
     if not isinstance(op, Product):

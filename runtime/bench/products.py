@@ -1,7 +1,7 @@
-"""Measures int8 matrix products for several numbers of rows: the generated kernel, and `torch._int_mm` plus epilogue.
+"""Measures int8 matrix products for several numbers of rows. The baseline is `torch._int_mm` plus the epilogue.
 
-The baseline computes the epilogue after `torch._int_mm` with code that torch.compile generates. On a GPU, the calls are
-replayed as one CUDA graph, so that launch overhead is not timed. The operands stay in the L2 cache, as in a decoder.
+Code that torch.compile generates computes the epilogue of the baseline. On a GPU, one CUDA graph replays all calls, so
+that launch overhead is not timed. The operands stay in the L2 cache, as in a decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ ROWS = (
     23040,
 )  # the values of M: one line, decoding steps, and a whole batch of 768 lines of 30 tokens
 CALLS = 20  # the number of calls in one CUDA graph
-# A number of moved bytes for `alternate`. It is so large that `alternate` does not clear the cache.
+# A number of moved bytes that is so large that `alternate` does not clear the cache
 IN_CACHE = 1 << 62
 OURS, THEIRS = "generated", "int_mm"
 
@@ -52,7 +52,7 @@ class ProductRow:
         k: the number of input features, K.
         makes: the dtype of the output.
         times: for each M, the time of the generated kernel and the time of the library.
-        refused: for each M that the library cannot compute, the error message of the library.
+        refused: for each M that the library does not support, the error message of the library.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ProductRow:
 
     @property
     def ratio(self) -> Mapping[int, float | None]:
-        """The time of the kernel divided by the time of the library, for each M. None if the library did not run."""
+        """For each M, the time of the kernel divided by the time of the library. None if the library did not run."""
         return {m: x[OURS].ms / x[THEIRS].ms if THEIRS in x else None for m, x in self.times.items()}
 
 

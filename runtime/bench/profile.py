@@ -12,10 +12,9 @@ from typing import Any
 
 from specc.compiler.plan.plan import Plan
 
-# The first pattern that matches the name of a kernel determines its class. Patterns for Inductor come first, because
-# names of its kernels contain the names of ops, such as attention. Triton kernels of the plan are matched by their
-# exact names before these patterns.
-# The class `recurrent` is the library's LSTM without its matrix products.
+# The first pattern that matches the name of a kernel determines its class. Exact names of Triton kernels of the plan
+# are tried before these patterns. The patterns for Inductor come first, because names of Inductor's kernels contain the
+# names of ops, such as attention. The class `recurrent` is the LSTM of the library without its matrix products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
     ("GEMM", r"^triton_(tem|mm)_"),
@@ -31,21 +30,23 @@ CLASSES: tuple[tuple[str, str], ...] = (
 )
 OTHER = "other"
 ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
-# Kernels launched within these ranges belong to the optimizer, regardless of their names. The first is the range of
-# torch.optim, the second of an update of the trainer, with the casts before and after it. The class therefore includes
-# the products of Newton-Schulz iterations.
+# Kernels that are launched within these ranges belong to the optimizer, regardless of their names. The first range is
+# the range of torch.optim. The second range is an update of the trainer, including the casts before and after the
+# update. The class therefore includes the matrix products of Newton-Schulz iterations.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
-# The name of a CUDA C++ kernel, in the form of the templates.
+# Matches the name of a CUDA C++ kernel in source code that follows the templates.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
-# The name of a CUDA C++ kernel of the plan in a trace; names of Torch's kernels begin with at::.
+# Matches the name of a CUDA C++ kernel of the plan in a trace. The names of Torch's kernels begin with at:: instead.
 _GENERATED = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel, such as `GEMM` or `attention`. `name` is the name of the kernel in a trace.
-    `generated` has the names of the generated kernels of the plan, except CUTLASS kernels.
+    """Returns the class of a kernel, such as `GEMM` or `attention`.
+
+    `name` is the name of the kernel in a trace. `generated` has the names of the generated kernels of the plan, except
+    CUTLASS kernels.
     """
     match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
@@ -56,7 +57,7 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
     """Returns the names that a trace shows for the generated kernels of a plan, except CUTLASS kernels.
 
-    The names are those of the functions with `@triton.jit` or `__global__` in the kernel files of `directory`.
+    The names are the names of the functions with `@triton.jit` or `__global__` in the kernel files of `directory`.
     """
     names: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
@@ -76,8 +77,8 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All calls of one kernel in a profile. `kind` is the class of the kernel. `ms` and `calls` are the time in ms and
-    the number of calls per step.
+    """All calls of one kernel in a profile. `kind` is the class of the kernel. `ms` is the time per step, and `calls`
+    is the number of calls per step.
     """
 
     kind: str
@@ -90,8 +91,8 @@ class Kernel:
 class Profile:
     """The kernels of a training step, averaged over `steps` steps.
 
-    `wall_ms` is the time per step from the start of the first kernel to the end of the last. `idle_ms` is the part of
-    `wall_ms` in which no kernel ran. If kernels run concurrently, the full time of each kernel is counted.
+    `wall_ms` is the time per step from the start of the first kernel to the end of the last kernel. `idle_ms` is the
+    part of `wall_ms` in which no kernel ran. If kernels run concurrently, the full time of each kernel counts.
     """
 
     steps: int
@@ -107,8 +108,9 @@ class Profile:
 
 
 def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]) -> Profile:
-    """Profiles training steps on the GPU: calls `advance` for each of `steps` steps. `generated` has the names of the
-    generated kernels. Raises RuntimeError if the profiler records no kernel.
+    """Profiles `steps` training steps on the GPU. Each call of `advance` runs one step.
+
+    `generated` has the names of the generated kernels. Raises RuntimeError if the profiler records no kernel.
     """
     import torch
     from torch.profiler import ProfilerActivity
@@ -127,11 +129,11 @@ def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]
 
 
 def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
-    """Computes a profile from the events of a Chrome trace by torch.profiler. The trace covers `steps` training steps,
-    and `generated` has the names of the generated kernels.
+    """Computes a profile from the events of a Chrome trace of torch.profiler.
 
-    Times in the trace are in microseconds. A correlation number in the trace links a kernel to the CPU call that
-    launched it. Raises RuntimeError if the trace contains no kernel.
+    The trace covers `steps` training steps. `generated` has the names of the generated kernels. Times in the trace are
+    in microseconds. A correlation number links each kernel to the CPU call that launched the kernel. Raises
+    RuntimeError if the trace contains no kernel.
     """
     device: list[Mapping[str, Any]] = []
     launched: dict[object, float] = {}

@@ -18,7 +18,7 @@ from specc.runtime.bench.variants import AGAINST, COMPILE, EAGER, GENERATED, LIB
 WIDTH = 120
 NAME = 35
 SHORT = {GENERATED: "ours", MAX_AUTOTUNE: "max-at", COMPILE: "compile", EAGER: "eager"}
-TOP = 40  # the most kernels of a profile in the data
+TOP = 40  # the maximum number of kernels of a profile in the data
 NONE = "-"
 
 
@@ -234,7 +234,7 @@ def _data(value: Any) -> Any:
         properties = (name for name, member in vars(type(value)).items() if isinstance(member, property))
         names = (*(field.name for field in fields(value)), *properties)
         data = {name: _data(getattr(value, name)) for name in names}
-        # only the largest kernels are listed; the sums per class include all kernels
+        # lists only the largest kernels, but the sums per class include all kernels
         return {**data, "kernels": data["kernels"][:TOP]} if isinstance(value, Profile) else data
     if isinstance(value, Mapping):
         return {key: _data(entry) for key, entry in value.items()}

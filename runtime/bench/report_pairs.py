@@ -75,8 +75,8 @@ def decode_lines(decoding: Decoding) -> list[str]:
 
 
 def product_lines(rows: Sequence[ProductRow]) -> list[str]:
-    """Returns three lines of text per int8 product: the times of the generated kernel, the times of the library, and
-    the ratios of the times.
+    """Returns three lines of text for each int8 product: the times of the generated kernel, the times of the library,
+    and the ratios of the times.
     """
     lines = [f"{'int8 products, us; rows M':<50}" + "".join(f"{m:>10,}" for m in ROWS)]
     for row in rows:

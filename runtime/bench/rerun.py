@@ -49,8 +49,8 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 class Rerun:
     """Runs the decoding steps of a module that `rerun_model` returned.
 
-    With `graphs`, each step replays the CUDA graph for its number of rows and its number of previous tokens. The
-    possible numbers of rows are powers of two, and the size of the whole batch.
+    With `graphs`, each step replays a CUDA graph. Each number of rows and each number of previous tokens has its own
+    graph. The possible numbers of rows are the powers of two, and the size of the whole batch.
     """
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:
@@ -79,9 +79,9 @@ class Rerun:
         state[TOKENS][0][:, start] = ids[:, 0]
         if not self._graphed:
             return self._logits(start, state)
-        key = id(state), start  # `begin` returns one state per shape
+        key = id(state), start  # for each shape, `begin` returns the same state object
         if key not in self._graphs:
-            # the graphs run one at a time, so they share one memory pool
+            # the graphs run one at a time, so that they can share one memory pool
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._graphs[key] = captured(lambda: self._logits(start, state), self._pool)
         graph, logits = self._graphs[key]
@@ -90,8 +90,8 @@ class Rerun:
 
     def rows(self, going: int, now: int) -> int:
         """Returns the number of rows to compute in the next steps. `now` is the current number of rows, and `going` is
-        the number of rows that are unfinished. For equal arguments, the method `rows` of a decoder with a cache returns
-        an equal number.
+        the number of unfinished rows. The method returns the same number as the method `rows` of a decoder with a
+        cache.
         """
         if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)

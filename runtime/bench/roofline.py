@@ -1,7 +1,6 @@
-"""Draws the roofline picture: the performance of each kernel, and the two measured peak rates. Drawing needs
-matplotlib.
+"""Draws the roofline picture: the performance of each kernel, and the two measured peak rates.
 
-The input is the JSON data of a report, so that the measurements do not require matplotlib.
+Drawing needs matplotlib. The input is the JSON data of a report, so that the measurements do not need matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KERNEL_COLOR, GROUP_COLOR, LIBRARY_COLOR, COMPILE_COLOR, LINE = "#0b5cad", "#0f766e", "#6b7280", "#d97706", "#374151"
-SPACING = 30.0  # the distance in points between the centers of adjacent labels, if there is room
-SHARE = 0.62  # the share of the width that the marks use; labels use the rest
+SPACING = 30.0  # the distance in points between the centers of adjacent labels, if the space suffices
+SHARE = 0.62  # the fraction of the width for the marks; the labels use the rest
 TERA = 1e12
 Row = Mapping[str, Any]  # a kernel or a group in the data of a report
 
@@ -50,7 +49,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
     figure.suptitle(f"{data['spec']} for {data['target']} on {machine.gpu}", fontsize=15, weight="bold")
     lines = (f"{data['date']} · {', '.join(machine.versions)}", data["command"])
     axes.set_title("\n".join(filter(None, lines)), fontsize=9, color=LINE)
-    figure.draw_without_rendering()  # computes the layout, on which the labels depend
+    figure.draw_without_rendering()  # computes the layout, because the labels depend on it
     figure.set_layout_engine("none")
     _labels(axes, rows, data["ceilings"])
     return png(figure)

@@ -1,5 +1,6 @@
-"""Measures the training step of a spec, and the training step of the spec with `fuse: []`. The trainer of `specc train`
-runs the steps on random data.
+"""Measures the training step of a spec, and the training step of the same spec with `fuse: []`.
+
+The trainer of `specc train` runs the steps on random data.
 """
 
 import gc
@@ -23,10 +24,10 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
-WARM_UP = 4  # the number of warm-up steps: the first compiles, and the GPU's clock rate settles during the others
-ROUNDS = 5  # the steps of a build are timed in this many groups
+WARM_UP = 4  # the first warm-up step compiles; the clock rate of the GPU settles during the other steps
+ROUNDS = 5  # the number of groups of steps that are timed separately
 PROFILED = 2  # steps
-BATCHES = 8  # the number of batches, which are created before the clock starts and used in turn
+BATCHES = 8  # the number of batches that are created before the clock starts; the steps use them in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class Build:
         step: the time of one step.
         steps: the number of timed steps.
         tokens: the mean number of tokens per step, without padding.
-        flops: the arithmetic operations per step, which are counted as three times the operations of the forward pass.
+        flops: the number of arithmetic operations per step, estimated as three times the operations of the forward
+        pass.
         start_seconds: the seconds from the start of code generation to the end of the warm-up.
-        compile_seconds: the seconds that the warm-up steps took beyond the time of normal steps, because code was
-            compiled.
+        compile_seconds: the seconds by which the warm-up steps exceeded normal steps, because code was compiled.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.
         profile: the profile of a step. None on the CPU.
@@ -147,11 +148,10 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer that trains the loaded model with initial weights on random data. `stack` closes the resources
-    of the trainer.
+    """Returns a trainer that trains the loaded model with initial weights on random data.
 
-    Schedules of the spec are ignored: every text window has the length of the context, and every step has the final
-    batch size. On a GPU, the trainer compiles the step.
+    `stack` closes the resources of the trainer. Schedules of the spec are ignored: every text window has the length of
+    the context, and every step has the final batch size. On a GPU, the trainer compiles the step.
     """
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))

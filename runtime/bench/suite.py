@@ -48,7 +48,7 @@ class BenchOptions:
         steps: the number of training steps.
         command: the command line of the benchmark, which the report shows.
         at: only kernels, groups and int8 products whose path contains this text are measured.
-        weights: a run directory or an artifact whose weights are used to measure decoding.
+        weights: a run directory or an artifact with the weights for measuring decoding. None selects initial weights.
         batches: the batch sizes of text decoding; empty for the default sizes.
         contexts: the lengths of completed texts in tokens; empty for the default lengths.
         tokens: the number of timed tokens per text; None for the default.
@@ -71,8 +71,8 @@ class BenchOptions:
 class Report:
     """All measurements of one benchmark. The attributes of parts that did not run are empty or None.
 
-    `left_out` states the reason for each part that this machine does not support. `nvcc_seconds` is the time to compile
-    all CUDA C++ files in parallel.
+    `left_out` maps each part that this machine does not support to the reason. `nvcc_seconds` is the duration of
+    compiling all CUDA C++ files in parallel.
     """
 
     options: BenchOptions
@@ -97,8 +97,9 @@ class Report:
 
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
-    """Returns the names of the parts to run, in order. `built` is the result of compiling the spec. Raises RunFailure
-    if a requested part does not apply to the spec.
+    """Returns the names of the parts to run, in order.
+
+    `built` is the result of compiling the spec. Raises RunFailure if a requested part does not apply to the spec.
     """
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     data = options.spec.train.data
@@ -119,8 +120,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the only part of a benchmark that needs all processes: the training table. Every rank except rank 0 calls
-    this function, while rank 0 calls `bench`.
+    """Runs the only part of a benchmark that needs all processes: the training table. Rank 0 calls `bench`, and all
+    other ranks call this function at the same time.
 
     Does nothing if the training table is not measured. Raises the errors that `bench` raises.
     """
@@ -132,13 +133,14 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the requested parts of a benchmark, and passes each result to `say` as soon as it is measured. If `world`
-    has several processes, rank 0 calls `bench`, and all other ranks call `follow`.
+    """Runs the requested parts of a benchmark, and passes each result to `say` as soon as it is measured.
+
+    If `world` has several processes, rank 0 calls `bench`, and all other ranks call `follow`.
 
     Args:
         options: the options of the benchmark.
         say: is called with each result and with messages about the progress.
-        world: the processes that take part in the benchmark. None if only this process does.
+        world: the processes that take part in the benchmark. None for this process alone.
 
     Returns:
         The measurements of all parts.

@@ -1,19 +1,20 @@
-"""Measures the training table of a model that maps lines to lines. The table has rows for training on one or several
-GPUs, and for decoding with and without a cache.
+"""Measures the training table of a model that maps lines to lines.
+
+The table has rows for training on one GPU and on several GPUs, and for decoding with and without a cache.
 
 A rate in the table is total work divided by total time. The terms of the table are:
 
 - A training step is one update on `train.batch` samples, which all processes share. On a GPU, the step is compiled and
   captured as a CUDA graph.
-- A validation step decodes `train.batch` held-out lines greedily, from source text to target text, and compares the
+- A validation step greedily decodes `train.batch` held-out lines, from source text to target text. It compares the
   result with the target lines. The ratio of validation steps to training steps is the ratio of `eval.lines` to the
-  lines of an epoch.
+  number of lines of an epoch.
 - The column `tokens` counts the tokens of sources and targets, including stop tokens, without padding.
-- `overall` is the work of all training and validation steps, divided by their seconds.
-- `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and
-  decoding the validation lines once.
-- With a cache, the decoder stores the keys, values and states of previous tokens. Without a cache, the decoder runs
-  again over all previous tokens for each new token. The encoder runs once per line in both cases.
+- `overall` is the work of all training and validation steps, divided by their total seconds.
+- `compile` is the number of seconds before the clock starts. This time includes compilation, graph capture, and one
+  decoding of the validation lines.
+- With a cache, the decoder stores the keys, values and states of previous tokens. Without a cache, the decoder
+  processes all previous tokens again for each new token. In both cases, the encoder runs once per line.
 """
 
 import tempfile
@@ -80,7 +81,8 @@ class TableRow:
         train: the totals of the training steps.
         validation: the totals of the validation steps.
         compile_seconds: the seconds before the measurement started, which include compilation.
-        exact: the number of validation lines that equal their target, with the weights after the training steps.
+        exact: the number of validation lines whose prediction equals the target, with the weights after the training
+        steps.
     """
 
     name: str
@@ -111,8 +113,8 @@ class Table:
 
     @property
     def cached_over_uncached(self) -> float | None:
-        """The validation time without a cache, divided by the validation time with a cache, on one GPU. None if one of
-        the times was not measured.
+        """The validation time without a cache, divided by the validation time with a cache, on one GPU. None if either
+        time was not measured.
         """
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
         return seconds[BASELINE] / seconds[CACHE] if {BASELINE, CACHE} <= seconds.keys() else None
@@ -134,7 +136,7 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 
 def measure(setup: Setup, steps: int, world: World) -> Table:
     """Measures all rows of the training table that the processes of `world` can run. Rank 0 first measures the rows for
-    one process, while all other ranks wait.
+    one process. All other ranks wait in the meantime.
 
     Args:
         setup: the setup of the benchmark. Its spec must have the architecture `encoder_decoder`.
@@ -146,9 +148,9 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 
     Raises:
         BatchError: if a batch cannot be divided evenly among the processes.
-        RunFailure: if there are fewer held-out lines than a batch, a loss is not finite, or a decoder is broken.
+        RunFailure: if there are fewer held-out lines than a batch needs, a loss is not finite, or a decoder is broken.
     """
-    micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # raises an error before anything is measured
+    micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # raises early if a batch cannot be divided
     rows: list[TableRow] = []
     if world.rank == 0:
         rows += _rows(setup, steps, World.alone().on(world.device))
@@ -253,9 +255,7 @@ class _Scored:
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
         """Decodes the validation lines of this process. Returns the totals and the number of exact matches, both over
-        all processes.
-
-        The time in the totals is that of the slowest process.
+        all processes. The time in the totals is the time of the slowest process.
         """
         each = len(self.sources) // self.totals.steps
         self.world.wait()

@@ -1,5 +1,6 @@
-"""Measures the time of function calls. After a warm-up, each call is timed many times in a first pass over all calls,
-and again in a second pass.
+"""Measures the time of function calls.
+
+After a warm-up, a first pass over all calls times each call many times. A second pass repeats these measurements.
 """
 
 import time
@@ -10,11 +11,11 @@ from statistics import median
 import torch
 
 Call = Callable[[], object]
-SECONDS = 0.1  # the target time in seconds of one pass over one call, unless the minimum number of samples takes longer
+SECONDS = 0.1  # the target time in seconds of one pass over one call; the minimum number of samples may need more time
 SAMPLES = {"cuda": (10, 200), "cpu": (3, 30)}  # the minimum and the maximum number of samples per pass
-CHUNK = 20  # the number of calls that are enqueued before the device starts to run them
+CHUNK = 20  # the number of calls that are enqueued before the device starts to run the first of them
 LONGEST_HEAD_START = 0.1  # seconds
-CYCLES = 2e9  # approximate clock cycles per second of the device; only used for the head start
+CYCLES = 2e9  # the approximate number of clock cycles per second of the device, which only affects the head start
 HOST_CACHE = 32 << 20  # in bytes; Torch does not report the size of a CPU's cache
 
 
@@ -23,7 +24,8 @@ class Measured:
     """The measured time of a call. `ms` is the median of all samples.
 
     The samples are taken in two passes. `spread` is the difference between the medians of the two passes, divided by
-    the smaller median. If the times of two calls differ by a smaller share than `spread`, the difference is noise.
+    the smaller median. If the relative difference between the times of two calls is below `spread`, the difference is
+    noise.
     """
 
     ms: float
@@ -39,13 +41,13 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
     """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `time.perf_counter`
     measures the time on the CPU.
 
-    If a call moves little data, the last-level cache is filled with unrelated data before each call. The unrelated data
-    is only read, because cache lines that were written would be written back during the timed call.
+    If a call moves little data, unrelated data are read before each call, to fill the last-level cache. These data are
+    not written, because the cache would write them back during the timed call.
 
     Args:
         calls: the calls, by name.
         device: the device on which the calls run.
-        touched: the number of bytes that a call reads or writes.
+        touched: the number of bytes that a call reads and writes.
 
     Returns:
         The time of each call, by name.
@@ -85,7 +87,7 @@ def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]
-        # a busy loop occupies the device until the host has enqueued all calls, so that host time is not measured
+        # A busy loop occupies the device until the host has enqueued all calls, so that launch overhead is not measured
         cycles = int(min(len(events) * enqueue, LONGEST_HEAD_START) * CYCLES)
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         for start, end in events:

@@ -1,5 +1,6 @@
-"""Records a trace of training steps for a viewer such as Perfetto, and lists the times of the kernels or operators in
-the trace.
+"""Records a trace of training steps for a viewer such as Perfetto.
+
+Lists the times of the kernels or operators in the trace.
 """
 
 import gzip
@@ -26,8 +27,8 @@ from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target, device_of, instantiate
 from specc.runtime.storage.atomic import write_atomically
 
-LIMIT = 50_000_000  # the most bytes of a trace; viewers load larger traces slowly or not at all
-WARM_UP = 4  # the number of steps before the trace; the first compiles and captures graphs
+LIMIT = 50_000_000  # the maximum size of a trace in bytes; viewers load larger traces slowly or not at all
+WARM_UP = 4  # the number of steps before the trace; the first step compiles code and captures graphs
 HOST = frozenset(
     {"cpu_op", "python_function", "ac2g", "fwdbwd"}
 )  # the categories of events that are omitted if a trace exceeds the limit
@@ -40,13 +41,14 @@ class Trace:
     Attributes:
         path: the file of the trace.
         bytes: the size of the file in bytes.
-        whole: whether the file contains all events. Otherwise, host operators are omitted.
+        whole: whether the file contains all events. If False, the events of host operators are omitted.
         steps: the number of recorded steps.
         target: the target that was trained on.
-        ms: the sum of the times of all entries, in ms per step. If kernels run concurrently, the full time of each
-            kernel is counted.
-        entries: kernels on a GPU, or operators on a CPU; the longest first. The time of an operator excludes the
-            operators that it calls.
+        ms: the total time of all entries, in ms per step. If kernels run concurrently, the full time of each kernel
+        counts.
+        entries: the kernels on a GPU, or the operators on a CPU, in descending order of time. The time of an operator
+        excludes
+            the operators that it calls.
     """
 
     path: Path
