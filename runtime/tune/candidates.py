@@ -1,4 +1,6 @@
-"""The candidates for each node of a plan: each kernel that can compute the node, with each of its tile sizes."""
+"""The candidates for each node of a plan. A candidate is a kernel that can compute the node, with particular tile
+sizes.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,7 @@ from specc.compiler.plan.plan import Choice, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A kernel with particular tile sizes, and its generated files."""
+    """A kernel with particular tile sizes, and the generated files of this kernel."""
 
     kernel: Kernel
     rendered: Rendered
@@ -25,7 +27,7 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """A digest of the generated code. A stored measurement is valid only for code with an equal digest."""
+        """A digest of the generated code. A stored measurement is valid only for code with the same digest."""
         content = hashlib.sha256()
         for name, text in sorted(self.files.items()):
             content.update(f"{name}\0{text}\0".encode())
@@ -63,5 +65,6 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # The files contain no key of a plan. Candidates that differ only in their launch share one CUDA source.
+                # The files contain no key of a plan, so that candidates that differ only in their launch share one CUDA
+                # source.
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

@@ -1,4 +1,4 @@
-"""The journal of measured results. An interrupted search resumes from the journal."""
+"""The journal of measured results. After an interruption, a search resumes from the journal."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-# The version of the accuracy check. A stricter check gets a new version, which invalidates earlier results.
+# The version of the accuracy check. A stricter check needs a new version, which invalidates earlier results.
 JUDGED = 3
 
 
@@ -51,12 +51,12 @@ def _installed(package: str) -> str:
 class Journal:
     """The stored results of candidates for one node, one machine and one version of the accuracy check.
 
-    The key of a result is the `key` of the candidate. The file has one line per result. Incomplete lines of an
-    interrupted search are ignored.
+    The key of a result is the `key` of the candidate. The file has one line per result. A line that an interrupted
+    search left incomplete is ignored.
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        # The versions of these packages are part of the key of each candidate that needs them
+        # The key of a candidate already contains the versions of these packages, if the candidate needs the packages
         compilers = {"nvcc", "cutlass"}
         facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
@@ -75,7 +75,7 @@ class Journal:
         self.results[candidate] = result
         with self._path.open(
             "a", encoding="utf-8"
-        ) as file:  # the entry begins with a newline, because the last line may be incomplete
+        ) as file:  # begins with a newline, because the last line may be incomplete
             file.write("\n" + json.dumps({"candidate": candidate, "result": result}))
 
     def forget(self) -> None:

@@ -40,7 +40,7 @@ def measure_rest(
         target: the name of the target that matches the device.
         path: the path of the lock file, which contains the measured kernels and receives the times.
         machine: the description of this machine for the lock file.
-        only: a part of a node path. The function measures only products whose node path contains this text.
+        only: a part of a node path. Only products of nodes whose path contains this text are measured.
         device: the device on which to measure.
         say: the function that receives messages about the progress.
 

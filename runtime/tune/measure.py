@@ -15,15 +15,15 @@ from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of
 
-CHECKED = {"B": 3, "T": 343, "S": 343}  # the sizes of small inputs; their product is not a multiple of any tile
+CHECKED = {"B": 3, "T": 343, "S": 343}  # the sizes of small inputs; B * T is not a multiple of any tile size
 REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Returns the reason why a kernel must not be used, or None.
+    """Returns the reason why a kernel must not be used. None if the kernel can be used.
 
-    A kernel is rejected if it is less exact than plain Torch, or does not write all of its outputs. If `deterministic`
-    is True, the kernel is also rejected if repeated calls return different bits.
+    A kernel is rejected if it is less exact than plain Torch, or does not write all of its outputs. With
+    `deterministic`, a kernel is also rejected if repeated calls return different bits.
 
     Args:
         judge: compares the outputs of the kernel with f64 references.
@@ -54,7 +54,7 @@ class Measurement:
 
     Args:
         choice: the node, and the kernel that the plan uses for the node.
-        sizes: the sizes of the symbolic dims of the inputs on which times are measured.
+        sizes: the sizes of the symbolic dimensions of the inputs for the timed calls.
         moved: the approximate number of bytes that a call reads and writes.
         folder: the folder that contains one folder per candidate.
         device: the device on which to measure.
@@ -80,8 +80,8 @@ class Measurement:
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
         """Compiles the candidates, and yields a pair (candidate, failure) for each candidate.
 
-        The failure is None if the candidate can be called. Candidates whose Python files differ only in constants share
-        a CUDA source, which is compiled once.
+        The failure is None if the candidate can be called. If the Python files of candidates differ only in
+        constants, the candidates share a CUDA source, which is compiled once.
         """
         by_source: dict[object, list[Candidate]] = {}
         for candidate in listed:
@@ -104,7 +104,7 @@ class Measurement:
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a kernel may raise any exception; the search continues without the kernel
+        except Exception as error:  # a kernel may raise any exception; the search continues with the other kernels
             return short(f"{type(error).__name__}: {error}")
         finally:
             forget(self._place(candidate))

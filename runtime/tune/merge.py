@@ -12,9 +12,9 @@ from specc.runtime.tune.journal import folder
 
 
 def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
-    """Reads the lock file at `path`, applies `change` to it, and writes and returns the result.
+    """Reads the lock file at `path`, applies `change` to its content, and writes and returns the new content.
 
-    Concurrent searches of one user wait for each other. Raises SpecError if the lock file is damaged, and
+    Concurrent searches of one user wait for each other. Raises SpecError if the lock file is damaged. Raises
     EnvironmentFailure if the lock file cannot be written.
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]

@@ -1,4 +1,6 @@
-"""Compiles many candidates in parallel, each in a separate process. The failure of a candidate affects no other one."""
+"""Compiles many candidates in parallel, each in a separate process. The failure of one candidate does not affect the
+others.
+"""
 
 import contextlib
 import multiprocessing
@@ -28,10 +30,10 @@ SIZES = {
     "S": 128,
 }  # the rows of a first call, which are as divisible as the real sizes, so that Triton compiles the same code
 WORKERS = 32
-LONGEST = 200  # the most characters of a reason
+LONGEST = 200  # the maximum number of characters of a reason
 DEADLINE = 900.0  # in seconds; nvcc takes 100 to 200 seconds if every core runs a compilation
 TICK = 0.2  # the seconds between two checks of the deadline
-ENDING = 30.0  # the seconds within which a process must exit after its result, or after it was killed
+ENDING = 30.0  # the seconds within which a process must exit after it has sent its result, or after it was killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Prepared:
     Attributes:
         index: the index of the folder of the candidate.
         reason: the reason why the candidate cannot be used; None if it can be used.
-        lasting: False if the candidate may be usable in a later search, for example after a package is installed.
+        lasting: False if the candidate may become usable, for example after a package is installed.
     """
 
     index: int
@@ -56,16 +58,17 @@ def prepare(
     site: Site | None,
     device: "torch.device | str" = "cuda",
 ) -> Iterator[Prepared]:
-    """Compiles the kernel in each folder. With `site`, also calls the kernel once on few rows and once on many rows.
+    """Compiles the kernel in each folder. With `site`, the function also calls the kernel twice: on few rows and on
+    many rows.
 
     If a kernel takes longer than DEADLINE, its process is killed. The compilers store compiled code in their caches on
-    disk, so the caller can load the kernels without compiling them again.
+    disk, so that the caller can load the kernels without compiling them again.
 
     Args:
         folders: pairs (index, folder).
         module: the name of the module in each folder.
         function: the name of the function in the module.
-        site: the node for whose input types the kernel is called. None if the kernels are only compiled.
+        site: the node that determines the input types of the kernel. None if the kernels are only compiled.
         device: the device on which the kernel is called.
 
     Returns:
@@ -114,7 +117,7 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
 
 def _end(process: BaseProcess) -> None:
     assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # the process has no process group before it runs its first line
+    with contextlib.suppress(ProcessLookupError):  # before its first line, the process has no process group
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join(ENDING)
@@ -128,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def _compile(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
-    os.setsid()  # a separate process group, which can be killed as a whole and does not receive Ctrl-C
+    os.setsid()  # a separate process group can be killed as a whole, and does not receive Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.support.native import compile_only
 
@@ -146,16 +149,16 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
                 torch.cuda.synchronize()
                 with contextlib.suppress(
                     torch.OutOfMemoryError
-                ):  # many processes share the memory during compilation, but not during measurements
+                ):  # many processes share the memory now, but not during measurements
                     call(*inputs_of(site, sizes, device))
                 torch.cuda.synchronize()
     except RunFailure as error:
         to.send(("refused", short(error.message)))
     except RuntimeFailure as error:
         to.send(("environment", short(error.message)))
-    except ModuleNotFoundError as error:  # the package may be installed before the next search
+    except ModuleNotFoundError as error:  # the user may install the package before the next search
         to.send(("missing", short(str(error))))
-    except Exception as error:  # a kernel may raise any exception; the search continues without the kernel
+    except Exception as error:  # a kernel may raise any exception; the search continues with the other kernels
         short_of_memory = "out of memory" in str(error).lower()
         to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))
     else:

@@ -11,8 +11,8 @@ from specc.compiler.plan.plan import SaveChoices
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """Returns the save choice with the smallest sum of forward and backward kernel times in `lock`.
 
-    Returns None if a kernel of any save choice is not measured. The sums do not include library calls, because these
-    calls take the same time in all save choices.
+    Returns None unless the kernels of all save choices are measured. The sums do not include library calls, because
+    these calls take the same time in all save choices.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:

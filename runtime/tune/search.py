@@ -31,8 +31,8 @@ from specc.runtime.tune.prepare import prepare, short
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
-LONGEST = 600.0  # the most seconds for the calls of one candidate, without compilation
-FINALISTS = 4  # the number of fastest candidates that are timed again in alternation, because the first times are noisy
+LONGEST = 600.0  # the maximum duration in seconds of the calls of one candidate, without compilation
+FINALISTS = 4  # the number of fastest candidates that are timed again side by side, because the first times are noisy
 COMPILED = "compiled"
 SLACK = 1.1  # the factor by which a kernel may exceed the measured peak rates of the large GEMM and the large copy
 Say = Callable[[str], None]
@@ -87,7 +87,9 @@ class NodeResult:
 
     @property
     def others(self) -> dict[str, float]:
-        """The time in ms of each kernel except the fastest kernel. A kernel is represented by its best tile sizes."""
+        """The time in ms of each kernel except the fastest kernel. The time of a kernel is its time with its best tile
+        sizes.
+        """
         best: dict[str, float] = {}
         for candidate, ms in self.times.items():
             best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
@@ -105,14 +107,14 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     """Searches for the fastest kernel and tile sizes of each node, and for the fastest save choice of each fused group.
 
     A save choice is a set of tensors that the forward pass of a fused group saves for the backward pass. The function
-    first measures the kernels of every save choice. It writes each result to the lock file immediately, and preserves
-    changes of the lock file by other searches.
+    first measures the kernels of every save choice. It writes each result to the lock file immediately. Other searches
+    may change the lock file at the same time; their changes are preserved.
 
     Raises:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
         RunFailure: if a node has no usable candidate, a kernel caused a device error, or memory is too small.
-        LockError: if the lock file has a result of this machine that was measured with more rows.
+        LockError: if the lock file has a result of this machine that was measured on more rows.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
@@ -217,7 +219,7 @@ def _search(
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} already measured")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = Measurement(choice, sizes, work.bytes, Path(folder), device_for(plan.target.name))
-        # All candidates are compiled before the first one is timed
+        # Compile all candidates before timing any of them
         for candidate, failed in list(measurement.prepared(new)):
             best = next(iter(_times(results).values()), float("inf"))
             least = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
@@ -232,7 +234,7 @@ def _search(
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
         finals = _times(_finals(measurement, results, set(new)))
-    # The finalists come first, because they were timed side by side in this search
+    # The times of the finalists come first, because they were measured side by side in this search
     times = finals | {candidate: ms for candidate, ms in _times(results).items() if candidate not in finals}
     reasons = {candidate: reason for candidate in every if isinstance(reason := results[candidate], str)}
     floor = ceiling.floor_ms(work)
@@ -249,8 +251,8 @@ def _finals(
 ) -> Mapping[Candidate, float]:
     """Measures the fastest candidates in `results` alternately, and returns their times.
 
-    A candidate that is not in `ready` was measured in an earlier search, so the function first compiles and calls it.
-    If a candidate then fails, the function adds the reason to `results`, and measures the next fastest candidate.
+    A candidate that is not in `ready` was measured in an earlier search. The function compiles and calls such a
+    candidate first. If this fails, the function adds the reason to `results`, and measures the next fastest candidate.
     """
     while True:
         finalists = list(_times(results))[:FINALISTS]
@@ -266,7 +268,7 @@ def _finals(
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
     """Measures a candidate, and adds the result to the journal.
 
-    Returns the time of the candidate in ms, or the reason why it is rejected. If the kernel hangs, this process ends,
+    Returns the time of the candidate in ms, or the reason for its rejection. If the kernel hangs, this process ends,
     because a running kernel cannot be stopped.
     """
 
