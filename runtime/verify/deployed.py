@@ -31,19 +31,20 @@ from specc.runtime.verify.verify import Check, batch_of, sample_tokens, traces
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
-# The allowed RMS errors, as shares of the RMS error of int8 quantization. A value that differs in its last bit may be
-# rounded to the next code. All later values of this sample then differ, so only the limit for the median is strict.
-# Among 180 small models, no share was above 0.02 for the median sample, or above 0.2 for all samples.
+# The allowed RMS errors, as fractions of the RMS error of int8 quantization. A value whose last bit differs may be
+# rounded to the next code. All later values of the same sample then differ. Only the limit for the median sample is
+# therefore strict. Among 180 small models, the fraction was at most 0.02 for the median sample, and at most 0.2 for all
+# samples.
 SHARE = 0.1  # for the median sample
 WHOLE_SHARE = 0.5  # for all samples together
-ROUNDING = 1e-5  # the error of f32 sums, in nats, which is always allowed
+ROUNDING = 1e-5  # this error in nats, which f32 sums cause, is always allowed
 
 
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
     """Checks the int8 programs of a spec on each target, and yields the results.
 
     Targets without int8 programs are skipped. The parameters are random, and are quantized as the spec states. The
-    input ranges of int8 products are measured on random token ids. Modules that only training uses have no int8
+    input ranges of int8 products are measured on random token ids. Modules that exist only in training have no int8
     products.
     """
     spec = spec.at_rest
@@ -100,7 +101,7 @@ def _tokens(spec: Spec) -> int:
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Compares scores of whole sequences and of token-by-token decoding with f64 references.
+    """Compares scores with f64 references: scores of whole sequences, and scores of token-by-token decoding.
 
     The references use the same quantized codes as the model.
     """
@@ -128,11 +129,12 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def near(wrong: Tensor, cost: float) -> bool:
-    """Returns whether errors are within tolerance. NaN is never within tolerance.
+    """Returns whether errors are within the tolerance. NaN is never within the tolerance.
 
     Args:
         wrong: the errors of the int8 model relative to its reference, in nats, [samples, tokens].
-        cost: the RMS error in nats of the int8 model relative to the floating-point model. The tolerance is a share of
+        cost: the RMS error in nats of the int8 model relative to the floating-point model. The tolerance is a fraction
+        of
             this error.
     """
     return _middle(wrong) <= SHARE * cost + ROUNDING and rms_of(wrong) <= WHOLE_SHARE * cost + ROUNDING
@@ -156,10 +158,10 @@ def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
 
 
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """Returns the largest error of an int8 product, divided by the largest possible rounding error of its epilogue.
+    """Returns the largest error of an int8 product, divided by the largest rounding error that its epilogue can cause.
 
-    The epilogue is the computation that converts the exact integer sums to the outputs. The result is infinity if an
-    output is NaN or has a wrong shape.
+    The epilogue converts the exact integer sums to the outputs. The result is infinity if an output is NaN or has a
+    wrong shape.
     """
     epilogue = int8_epilogue(site)
     operands = int8_operands(epilogue, rows, torch.device(device))

@@ -23,35 +23,37 @@ from specc.compiler.programs import reference
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.verify.random_inputs import random_tensor
 
-RMS, PEAK = 1.005, 2.0  # the allowed RMS and largest error of a kernel, as multiples of those of eager Torch
-MANY = 1000  # the least number of values whose RMS error is compared by RMS
-ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of one rounding
+# The limits of the RMS error and of the largest error of a kernel, as multiples of the errors of eager Torch
+RMS, PEAK = 1.005, 2.0
+MANY = 1000  # an output with fewer values is not subject to the limit RMS, because its RMS error depends on chance
+ROUNDINGS = 4  # the allowed error of an f32 sum in another order, as a multiple of one rounding error
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
-TINIEST = 1e-30  # the minimum tolerance, which is needed for outputs that are exactly 0 in both f64 and eager Torch
+TINIEST = 1e-30  # the minimum tolerance, for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-# The minimum number of tiles per multiprocessor. A kernel then uses each shared-memory buffer more than once.
+# The minimum number of tiles per multiprocessor. With 3 tiles, a kernel reuses each shared-memory buffer.
 TILES = 3
 SIDE = 256  # the maximum number of rows or columns of a kernel's tile
 # The sequence length of inputs with many tiles. It is 7^3, so that no tile size divides the number of rows.
 TOKENS = 343
-# In inputs with many tiles, every 7th row is compared. Each part of a tile has at least 8 rows, so all are covered.
+# In inputs with many tiles, every 7th row is compared. Each part of a tile has at least 8 rows, so that every part is
+# compared.
 EVERY = 7
-PARTS = 8  # the number of parts into which the rows of a sum are divided, to estimate the size of the terms
-# The share and the number of 8-bit codes that may differ, because some values are close to a rounding boundary
+PARTS = 8  # the number of parts of a sum over rows; their values estimate the magnitude of the terms of the sum
+# The fraction plus the number of 8-bit codes that may differ, because some values are close to a rounding boundary
 NEXT_CODES = 0.2, 4
-FEW = 16  # an output with at most this number of values has too few rounding errors for a comparison by ratio alone
-LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
+FEW = 16  # an output with at most this number of values has too few rounding errors for a fair ratio of errors
+LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of the error of unfused code
 FEW_LOOSER = 10.0  # the value of LOOSER for outputs of at most FEW values
-FLOORS = {torch.float32: 3e-5}  # the relative error that is always allowed, because unfused code may be exact by chance
-FLOOR = 1e-3  # the value of this limit for other dtypes
+FLOORS = {torch.float32: 3e-5}  # a relative error that is always allowed, because unfused code may be exact by chance
+FLOOR = 1e-3  # the value in place of FLOORS for other dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
     """The RMS error and the largest error of one output, each divided by its limit in `Judge.bars`.
 
-    `count` is the number of values. The RMS error of fewer than MANY values may be as large as PEAK allows, because it
-    depends on chance.
+    `count` is the number of values. If there are fewer than MANY values, the limit of the RMS error is PEAK instead of
+    RMS, because the RMS error of few values depends on chance.
     """
 
     rms: float
@@ -77,7 +79,7 @@ class Composed:
     A relative error is |output - reference| / |reference| in the Frobenius norm.
 
     Attributes:
-        generated: the error of the generated kernels. If they have several outputs, it is the largest error.
+        generated: the error of the generated kernels; the largest error if they have several outputs.
         eager: the error of the unfused code.
         exact: the dtype of the reference.
     """
@@ -89,10 +91,9 @@ class Composed:
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
         """Returns whether the error of the generated kernels is acceptable.
 
-        The error must not exceed the larger of two limits. The first limit is the error of the unfused code, multiplied
-        by LOOSER. The second limit is FLOORS[dtype], an error that is always allowed. NaN is not acceptable. `count` is
-        the number of compared values. If there are only a few values, the error of the unfused code may be small by
-        chance, so larger errors are acceptable.
+        The error must not exceed the larger of two limits. The first limit is LOOSER times the error of the unfused
+        code. The second limit is FLOORS[dtype]. NaN is not acceptable. `count` is the number of compared values. If
+        there are only a few values, the error of the unfused code may be small by chance. Both limits are then larger.
         """
         room, floor = LOOSER, FLOORS.get(dtype, FLOOR)
         if count <= FEW:
@@ -102,9 +103,9 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A selection of rows or sequences of all values whose leading dimensions are `dims`.
+    """A selection of rows or sequences from values with the leading dimensions `dims`.
 
-    `rows` contains indices into the leading dimensions, after they are flattened to a single dimension.
+    `rows` contains indices into the leading dimensions after they are flattened to a single dimension.
     """
 
     rows: Tensor
@@ -138,7 +139,8 @@ class Judge:
         inputs: the inputs of the kernels.
         exact: the f64 outputs, restricted to `sample`.
         bars: the limits of the RMS error and of the largest error of each output. A limit is the error of eager Torch
-            in the dtype of the kernel, or the largest possible rounding error if that is larger.
+        in
+            the dtype of the kernel, or the largest possible rounding error if that error is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -150,17 +152,17 @@ class Judge:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
-        """Returns a judge that compares kernels of a node on the inputs `inputs`, which `inputs_of` returned.
+        """Returns a judge that compares kernels of a node on `inputs`, which are a result of `inputs_of`.
 
         If `sample` is True, the judge compares only some rows or sequences.
         """
-        masks = site.epilogue is not None and site.epilogue.draws  # the random number of an element depends on its row
+        masks = site.epilogue is not None and site.epilogue.draws  # their random numbers depend on the row
         chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
         values = reference.node_value(site.node, wide, inputs if sample else wide)
-        # Integer outputs are codes. They are compared as numbers.
+        # Integer outputs are codes. Codes are compared as numbers.
         exact = tuple(value if value.is_floating_point() else value.double() for value in values)
         bars = []
         for have, want, type in zip(
@@ -168,12 +170,12 @@ class Judge:
         ):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
-            if type.dtype in FORMATS:  # 8-bit codes, which `_errors_of_codes` compares
+            if type.dtype in FORMATS:  # `_errors_of_codes` compares these 8-bit codes
                 share, number = NEXT_CODES
                 share += number / want.numel()
                 bars.append((max(share, (error > 0).double().mean().item()), max(floor, TINIEST)))
                 continue
-            # Two correct f32 computations differ by rounding, so the error of eager f32 may be small by chance.
+            # The error of eager f32 may be small by chance, so that rounding alone must also be allowed
             close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
             close = close if have.dtype == torch.float32 else 0.0
             rms = max(rms_of(error), close * rms_of(want), 1e-3 * floor, TINIEST)
@@ -182,7 +184,7 @@ class Judge:
 
     @classmethod
     def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
-        """Returns a judge with inputs that are so large that every multiprocessor of a GPU computes several tiles.
+        """Returns a judge with inputs so large that every multiprocessor of a GPU computes several tiles.
 
         Returns None if `device` is the CPU.
         """
@@ -190,8 +192,8 @@ class Judge:
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Returns the errors of each output. The errors of an output are infinite if it has a wrong shape, or a value
-        that is not finite.
+        """Returns the errors of each output. If an output has a wrong shape, or a value that is not finite, its errors
+        are infinite.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
@@ -229,7 +231,7 @@ class Judge:
         """Returns a bound on the rounding error of output `i`, which is a sum over rows.
 
         The bound is half a unit in the last place of the result in `dtype`, plus the error of the f32 additions. The
-        error of the additions is computed from the terms of the sum, because they may be much larger than the sum.
+        error of the additions depends on the terms of the sum, which may be much larger than the sum.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
@@ -252,7 +254,7 @@ class Judge:
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
         """Runs a kernel on copies of the inputs, and returns its outputs.
 
-        Memory that the kernel allocates is first filled with NaN.
+        The memory that the kernel allocates is filled with NaN first.
         """
         copies = [value.clone() for value in self.inputs]
         with poisoned():
@@ -264,7 +266,7 @@ def composed(
 ) -> Iterator[tuple[Composed, bool]]:
     """Yields a pair (errors, whether the errors are acceptable) for each output of a sequence of kernels.
 
-    The errors of an output with a wrong shape or NaN are not acceptable.
+    If an output has a wrong shape or NaN, its errors are not acceptable.
 
     Args:
         outputs: the outputs of the kernels.
@@ -283,7 +285,7 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns whether a sample of rows suffices to check every tile of a node, which is true for matrix products."""
+    """Returns whether a sample of rows suffices to check every tile of a node. This is true for matrix products."""
     return isinstance(site.node.op, Product)
 
 
@@ -299,9 +301,9 @@ def many(value: Any) -> tuple[Tensor, ...]:
 def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
     """Returns the errors of 8-bit floating-point codes, divided by their limits `bars`.
 
-    The errors are the share of codes that differ, and the largest error in steps. A step is the distance between a code
-    and the next code. Small codes have smaller steps than large codes, so an error of a small code is detected even if
-    the output contains large codes.
+    The errors are the fraction of codes that differ, and the largest error in steps. A step is the distance between a
+    code and the next code. Small codes have smaller steps than large codes. An error of a small code is therefore
+    detected even if the output contains large codes.
     """
     share, floor = bars
     step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
@@ -309,9 +311,9 @@ def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tupl
 
 
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
-    """Returns the sizes of the symbolic dims for inputs of `rows` rows.
+    """Returns the sizes of the symbolic dimensions for inputs of `rows` rows.
 
-    If the op of the node mixes tokens, the sizes are those of two sequences of max(rows, SEQUENCE) tokens. In shorter
+    If the op of the node mixes tokens, the inputs are two sequences of max(rows, SEQUENCE) tokens. In shorter
     sequences, gradients of attention would consist mainly of rounding errors.
     """
     if site.node.op.mixes_tokens:
@@ -320,7 +322,7 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns `sizes`, with a limited length of sequences if the op of the node mixes tokens.
+    """Returns `sizes`. If the op of the node mixes tokens, the length of sequences is limited.
 
     The limit is the context of the model, but at least SEQUENCE tokens.
     """
@@ -331,7 +333,8 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
-    """Returns sizes of the symbolic dims for which a kernel has at least `tiles` tiles per multiprocessor of `device`.
+    """Returns sizes of symbolic dimensions for which a kernel has at least `tiles` tiles per multiprocessor of
+    `device`.
 
     A tile may have up to SIDE x SIDE elements. Returns None if `device` is the CPU.
     """
@@ -356,8 +359,8 @@ def multiprocessors(device: torch.device | str) -> int | None:
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Returns random inputs of a node, with values that its op accepts.
 
-    Integers are smaller than the number of ids that the op accepts. Inputs that depend on other inputs are computed
-    from the other inputs. If the op is not defined for negative values, its operands are positive.
+    Integers are smaller than the number of ids that the op accepts. If an input is a function of other inputs, it is
+    computed from them. If the op is not defined for negative values, its operands are positive.
 
     Args:
         site: the node and the types of its inputs.
@@ -375,8 +378,8 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
     """Returns inputs on which the op of a node is defined.
 
-    If the result of the op for `sample` contains NaN, the function replaces the operands by their absolute values. Then
-    it computes the inputs that depend on other inputs.
+    If the result of the op for `sample` contains NaN, the function replaces the operands by their absolute values. It
+    then computes the inputs that are functions of other inputs.
 
     Args:
         site: the node, with the types of its inputs.
@@ -403,7 +406,9 @@ def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """A context manager in which Torch fills new memory with NaN. Values that a kernel does not write are then NaN."""
+    """A context manager in which Torch fills newly allocated memory with NaN, so that values that a kernel does not
+    write are NaN.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

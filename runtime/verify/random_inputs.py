@@ -14,11 +14,11 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
 
 Value = Tensor | float
-SCALAR = 0.5  # stands for a scalar to which each block binds its own number
+SCALAR = 0.5  # the value of a scalar parameter, for which each block otherwise has its own number
 
 
 def sizes_of(spec: Spec) -> Mapping[str, int]:
-    """Returns the sizes of the symbolic dims for one micro-batch of whole windows."""
+    """Returns the sizes of the symbolic dimensions for one micro-batch of whole windows."""
     window = spec.model.window
     return {"B": spec.train.at_once(), "T": window, "S": window}
 
@@ -28,18 +28,18 @@ def random_tensor(
 ) -> Tensor:
     """Returns a random tensor of a type, on the device of `generator`.
 
-    Floating-point values are normally distributed. A matrix without symbolic dims is a parameter. Its values are scaled
-    so that elements of a product with this matrix have a magnitude of about 1.
+    Floating-point values are normally distributed. A matrix without symbolic dimensions is a parameter. The values of a
+    parameter are scaled so that the elements of its products have a magnitude of about 1.
 
     Args:
         type: the dtype and the shape.
-        sizes: the sizes of the symbolic dims.
+        sizes: the sizes of the symbolic dimensions.
         generator: the random number generator.
         below: maps a dtype to the exclusive upper bound of random integers. The lower bound is 0.
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
-    if type == DRAW:  # a key, then positions and lengths; a length of 0 would be invalid
+    if type == DRAW:  # a key, followed by positions and lengths; a length of 0 would be invalid
         draw = torch.randint(1, 2**16, shape, generator=generator, device=generator.device)
         draw[0] = torch.randint(2**62, (), generator=generator, device=generator.device)
         return draw
@@ -56,7 +56,7 @@ def random_tensor(
 class Operands:
     """A source of random inputs for nodes of a plan.
 
-    Symbolic dims have the sizes `sizes`, or the sizes of the spec if `sizes` is None. Integers are token ids.
+    Symbolic dimensions have the sizes `sizes`, or the sizes of the spec if `sizes` is None. Integers are token ids.
     """
 
     def __init__(self, spec: Spec, device: torch.device, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
@@ -72,7 +72,7 @@ class Operands:
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
         """Returns a random value for each name in `refs`.
 
-        A name refers to a value of the plan. If a name occurs twice, both results are the same value. The value of a
+        A name refers to a value of the plan. If a name occurs twice, both results are the same object. The value of a
         scalar parameter of a block is a Python number.
         """
         values: dict[str, Value] = {}
@@ -86,9 +86,9 @@ def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[
     """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], and the operands of the
     epilogue.
 
-    The epilogue is the computation that follows the integer sums. Its first operand of shape [N] is a scale, with
-    values that make the scaled sums about 1. If the outputs are int8 codes, its last operand of shape [N] has values
-    for which the codes cover their whole range.
+    The epilogue is the computation that follows the integer sums. Its first operand of shape [N] is a scale, which
+    makes the scaled sums about 1. If the outputs are int8 codes, the last operand of shape [N] makes the codes cover
+    their whole range.
     """
     generator = torch.Generator(device).manual_seed(m)
 

@@ -19,8 +19,8 @@ def reduced(spec: Spec) -> Spec | None:
     """Returns a small spec with the same kinds of blocks as a large spec; None if `spec` is not large.
 
     The vocabulary of the small spec has at most 1,024 ids. The small spec has one layer per distinct block, but at
-    least two layers. If the spec states the order of blocks, or if expressions refer to other layers, all layers
-    remain.
+    least two layers. It has all layers of `spec` if the spec states the order of blocks, or if expressions refer to
+    other layers.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:

@@ -48,7 +48,8 @@ class ExactModel:
 
 
 def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text of `tokens` tokens with a cache: first in chunks, then the last tokens one by one.
+    """Scores a text of `tokens` tokens with a cache. The first tokens are scored in chunks, and the last tokens one by
+    one.
 
     The first chunk has at least `least` tokens. Returns the positions at which the model computed logits, and the
     losses at these positions in nats, [B, positions].
@@ -65,10 +66,10 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores texts of `tokens` tokens with a paged cache, whose pages each row uses in reverse order.
+    """Scores texts of `tokens` tokens with a paged cache. Each row uses its pages in reverse order.
 
-    The model first reads a chunk of at least `least` tokens of each row, and then the other tokens one by one. Returns
-    the positions at which the model computed logits, and the losses at these positions in nats, [B, positions].
+    For each row, the model first reads a chunk of at least `least` tokens, and then the other tokens one by one.
+    Returns the positions at which the model computed logits, and the losses at these positions in nats, [B, positions].
     """
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)
@@ -97,7 +98,7 @@ def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
     return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
-# The functions that score step by step. The key is the name of the program that extends a sequence.
+# The functions that score step by step, by the name of the program that extends a sequence.
 STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {
     "prefill": _stepped_text,
     "step": _stepped_pages,

@@ -42,22 +42,24 @@ from specc.runtime.verify.reduced import reduced
 from specc.runtime.verify.step_by_step import STEPPED, ExactModel
 
 ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
-# The largest allowed relative error, in the Frobenius norm, of products of floats with 3 and 2 mantissa bits
+# The largest allowed relative error, in the Frobenius norm, of products of 8-bit floats with 3 and 2 mantissa bits
 ROUNDED = 0.08
-FEW_ROUNDED = 2.0  # the multiple of this limit for results of few numbers, whose errors may add up by chance
-# The largest allowed relative difference between these products and their emulation, by the dtype of the result
+FEW_ROUNDED = 2.0  # for results with few numbers, whose errors may add up by chance, the multiple of ROUNDED
+# The largest allowed relative difference between products of 8-bit floats and their emulation, by the dtype of the
+# result
 EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
-# The largest allowed error of a gradient, relative to the larger of two norms: the norm of the gradient, and SHARE of
-# the norm of the largest gradient. The limit does not depend on the error of the unfused module, because both modules
-# may contain the same wrong function.
+# The largest allowed error of a gradient, relative to the larger of two norms. One norm is the norm of the gradient.
+# The other norm is SHARE times the norm of the largest gradient. The limit does not depend on the error of the unfused
+# module, because both modules may contain the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
-# The limits with products of 8-bit floats, of gradients and of those of few numbers: a rounding error of an input may
-# change a code
+# The limits for gradients if the program has products of 8-bit floats. A rounding error of an input may change a code.
+# FEW_CODED applies to gradients with few numbers, and CODED to all other gradients.
 CODED, FEW_CODED = 0.5, 0.9
 SHARE = 0.01
-# The limit for the loss, as a share of LIMITS. The loss is a mean over all tokens, so its error is smaller.
+# The limit for the loss, as a fraction of LIMITS. The error of the loss is smaller, because the loss is a mean over all
+# tokens.
 LOSS_SHARE = 0.1
-DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
+DRAWS = 8  # the number of random sign vectors that estimate the magnitude of the terms of a sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Check:
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
     """Runs all checks of a spec, target by target, and yields the results.
 
-    If a spec has more than 200 million parameters, its code is only generated and loaded, and all other checks use a
+    If a spec has more than 200 million parameters, its code is only generated and loaded. All other checks use a
     smaller spec (see reduced.py). If a check needs another machine, its `ok` is None.
 
     Args:
@@ -89,7 +91,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
         seed: the seed of the random parameters and inputs.
         lock: the kernels that `specc tune` measured as the fastest.
 
-    Returns:
+    An iterator over the results, in the order of `targets`.
         An iterator over the results, in order of targets.
 
     Raises:
@@ -168,7 +170,7 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
     """Checks pointwise expressions and their gradients on values of all magnitudes.
 
-    The expressions are computed in the way in which fused kernels compute them.
+    The expressions are computed in the same way as in fused kernels.
     """
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
@@ -238,12 +240,12 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 
     The errors of the unfused module show the effect of rounding alone. If dropout masks come from the random number
     generator of Torch, the program `score` is checked instead of `train`. In the gradient of a parameter with few
-    elements, the terms of the sum over tokens may cancel. The error of such a gradient is divided by the size of the
-    terms, and reported separately.
+    elements, the terms of the sum over tokens may cancel. The error of such a gradient is therefore reported
+    separately, relative to the magnitude of the terms.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    # These programs include dropout and 8-bit products, which exist only in training.
+    # These programs include the parts that exist only in training: dropout and 8-bit products.
     programs = pipeline.run(spec.plain, fused.target.name, "fp8_products")
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     for name, type in programs.buffers:
@@ -293,10 +295,10 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 def _term_sizes(
     programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Estimates the size of the terms in the gradients of the parameters `few`.
+    """Estimates the magnitude of the terms in the gradients of the parameters `few`.
 
-    A gradient is a sum with one term per token. The size of the terms is the square root of the sum of their squares.
-    The function estimates the size from sums in which the terms have random signs (Hutchinson's estimator).
+    A gradient is a sum with one term per token. The magnitude is the square root of the sum of the squared terms. The
+    function estimates the magnitude from sums in which the terms have random signs (Hutchinson's estimator).
     """
     if not few:
         return {}
@@ -318,7 +320,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
     """Returns |gradient - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
 
-    `least` is a lower limit of the denominator, because some gradients would be 0 without rounding.
+    `least` is a lower limit of the denominator, because some gradients are 0 except for rounding.
     """
     error = ((gradient.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
@@ -339,7 +341,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     for rows in counts:
         judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
-    # With the rows above, each multiprocessor computes at most one tile
+    # For the numbers of rows above, each multiprocessor computes at most one tile
     if (many := Judge.many(site, device)) is not None:
         counts.append(many.inputs[0].shape[:2].numel())
         errors += many.errors(many.call(function))
@@ -382,7 +384,9 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """A context manager in which functions of integer tensors, such as the logarithm of a distance, return float64."""
+    """A context manager in which functions of integer tensors return float64, for example the logarithm of a
+    distance.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -434,7 +438,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         return
     (mark,) = marks
     tokens = min(spec.model.window, 48)
-    if tokens // 4 <= spec.model.unscored:  # in a row of its own, the document has no token after the prefix
+    if tokens // 4 <= spec.model.unscored:  # as a single document, a quarter of the row would have no scored token
         return
     inputs = _batch(loaded, "score", 1, tokens)
     ids, targets = inputs.values()
@@ -453,7 +457,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         packed, alone = scores(
             lambda *x: reference.run(programs, "score", dict(zip(names, x, strict=True)), exact)["loss"]
         )
-        if (packed - alone).abs().max() > 1e-6:  # a part of this spec reads other documents
+        if (packed - alone).abs().max() > 1e-6:  # this spec has a part that reads other documents
             return
         have, apart = scores(loaded.model.score)  # type: ignore[arg-type]
     error, noise = ((value - alone).abs().max().item() for value in (have, apart))
@@ -482,13 +486,13 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     """Checks that token-by-token decoding with a cache computes the same scores as the whole sequence.
 
-    The largest error of decoding relative to f64 may be three times the largest error of scoring whole sequences. If
-    the cache stores quantized codes, the limit is larger by twice the error that the quantization causes.
+    The largest error of decoding, relative to f64, may be three times the largest error of scoring whole sequences. If
+    the cache stores quantized codes, the limit increases by twice the error of this quantization.
     """
     programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
     rings = [sum(op.ring) for op in ops if isinstance(op, SdpaCached | SdpaPooledCached) and op.ring is not None]
-    tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # decodes past the end of each window
+    tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # decodes beyond every window
     inputs = _batch(loaded, "score", 2, tokens)
     model: Any = loaded.model
     exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
@@ -511,6 +515,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 def sample_tokens(spec: Spec, tokens: int) -> int:
     """Returns the length of a random text for checks.
 
-    The length is `tokens`, at most the context. It is larger than `tokens` if the model does not score a long prefix.
+    The length is the smaller of `tokens` and the context. If the model does not score a long prefix, the length is
+    larger.
     """
     return min(spec.model.window, max(tokens, 2 * (spec.model.unscored + 1)))
