@@ -38,8 +38,9 @@ def evaluate(
     gpus: int | None = None,
     tasks: Sequence[Path] = (),
 ) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
-    """Scores the model of a run or an artifact by the metric of its spec, or on tasks from files. Records the results
-    in the run, unless `options.adapt` is set.
+    """Scores the model of a run or an artifact by the metric of its spec, or on tasks from files.
+
+    Records the results in the run, unless `options.adapt` is set.
 
     Args:
         path: the run or the artifact.
@@ -47,17 +48,16 @@ def evaluate(
         target, device, quantized, search, say: the arguments of `open_model`.
         progress: is called with the number of tokens or lines that are scored so far, and the total number.
         world: the processes that share the work. Each process calls this function with a different device.
-        gpus: the number of processes that the user requested; None if the user requested no number.
-        tasks: files of examples. If this argument is not empty, the model is scored on the examples instead of on
-            `options.data`.
+        gpus: the number of processes that the user requested; None without a request.
+        tasks: files of examples. If there are any, the model is scored on these examples instead of on `options.data`.
 
     Returns:
         The score, or the results of `tasks`. The result is equal on all processes.
 
     Raises:
-        EvaluateError: `gpus` differs from the number of processes.
-        RunFailure: the processes have opened different models.
-        EnvironmentFailure: there are fewer GPUs than processes.
+        EvaluateError: if `gpus` differs from the number of processes.
+        RunFailure: if the processes have opened different models.
+        EnvironmentFailure: if there are fewer GPUs than processes.
         RuntimeFailure: if the model cannot be opened or scored.
     """
     files = read_tasks(tasks, options) if tasks else []
@@ -72,7 +72,7 @@ def evaluate(
         device = str(world.device)
     world = world or World.alone()
     prepared = partial(adapting, options=options)
-    with world.in_turn("open"):  # the first process compiles the kernels that the others load
+    with world.in_turn("open"):  # rank 0 compiles the kernels; the other ranks load them
         opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
     if world.size > 1:
         sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]
@@ -85,7 +85,7 @@ def evaluate(
     if world.rank == 0:
         try:
             record_score(opened, options, result.measures())
-        except EnvironmentFailure as error:  # the score is returned even if it cannot be written
+        except EnvironmentFailure as error:  # if the score cannot be recorded, it is returned anyway
             (say or print)(f"not recorded in the run: {error.message}")
     return result
 

@@ -1,5 +1,6 @@
-"""Scores a model that maps lines to lines by exact match. The lines are held-out lines of the task in the spec, or are
-read from a file.
+"""Scores a model that maps lines to lines by exact match.
+
+The lines are held-out lines of the task in the spec, or come from a file.
 """
 
 import math
@@ -34,8 +35,8 @@ class SetScore:
         score: the score of the lines that were decoded.
         overlap: the overlap of the decoded lines with the fixed training set; None if unknown.
         held_out: whether the lines are the validation split of the training file.
-        untried: the number of lines that were not decoded. Decoding stops early if none of the first lines was an exact
-            match (`EvaluateOptions.hopeless`).
+        untried: the number of lines that were not decoded. Decoding stops early if the first `EvaluateOptions.hopeless`
+            lines contain no exact match.
     """
 
     name: str
@@ -82,7 +83,7 @@ def evaluate_lines(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> ExactMatches:
-    """Computes the share of exact matches of an opened model that maps lines to lines.
+    """Computes the fraction of exact matches of an opened model that maps lines to lines.
 
     Args:
         opened: the model.
@@ -128,8 +129,8 @@ def evaluate_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """A set of lines to score. `overlap(count)` returns the overlap of the first `count` lines with the training set,
-    or None if the overlap is unknown.
+    """A set of lines to score. `overlap(count)` returns the overlap of the first `count` lines with the training set.
+    The result is None if the overlap is unknown.
     """
 
     name: str
@@ -169,12 +170,12 @@ def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) ->
         return
     try:
         yield _Lines(file.path.name, pairs, partial(overlap, known.parse(file.sources[: len(pairs)])))
-    except DataError:  # the lines belong to another task
+    except DataError:  # the lines do not belong to this task
         yield _Lines(file.path.name, pairs)
 
 
 def _trained_on(opened: OpenedModel, task: Task[Any]) -> bool:
-    if opened.trained_on is None:  # artifacts of older versions contain no digests, but a run states its data
+    if opened.trained_on is None:  # the artifact is of an older version without digests; a run states its data
         return opened.data == task.name
     digest: str = task.training.digest
     return opened.trained_on.train == digest

@@ -16,7 +16,7 @@ FEWER = "lower --batch, or eval.batch in the spec"  # the hint if GPU memory is 
 
 
 class EvaluateError(RuntimeFailure):
-    """Raised if a model cannot be scored with the given options, for example because they name no data."""
+    """Raised if a model cannot be scored with the given options, for example if no data are named."""
 
     code = "U009"
     exit_code = 2
@@ -24,25 +24,28 @@ class EvaluateError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOptions:
-    """The options of an evaluation. If an option is None, its default is used, which comes from the spec, the run or
-    the machine.
+    """The options of an evaluation. For an option that is None, the spec, the run or the machine gives the default.
 
     Attributes:
-        data: the data to score. For a text model, this is a source that `specc.runtime.data.windows.stream.open_stream`
-            accepts. For a model that maps lines to lines, this is a file or the name of held-out splits: `TASK` names
-            all splits of the task, and `TASK:SPLIT` names one split. None selects the data of the run.
+        data: the data to score. For a text model, the option is a source that
+            `specc.runtime.data.windows.stream.open_stream` accepts. For a model that maps lines to lines, the option is
+            a file or a name of held-out splits: `TASK` names all splits of the task, and `TASK:SPLIT` names one split.
+            None selects the data of the run.
         stride: the distance between the starts of adjacent windows, in tokens, from 1 to the window length.
         batch: the number of windows, or lines, per batch.
         max_tokens: the maximum number of tokens to score, from the start of the split. For a model that maps lines to
-            lines, this is a number of target tokens.
+            lines, only target tokens count.
         cache: the folder of tokenized text.
         compiled: whether the model is compiled by torch.compile on a GPU.
         window: the length of a window in tokens. The length may exceed the context, unless the model has learned
-            positions.
-        adapt: the method of test-time adaptation, as the name of its `kind`, or as a YAML mapping of its settings. If
-            this option is None, the model does not adapt, even if the spec has `eval.adapt`.
-        hopeless: the number of lines after which the scoring of a set stops, if none of these lines is an exact match.
-            None scores all lines.
+        position
+            embeddings.
+        adapt: the method of test-time adaptation: the name of its `kind`, or a YAML mapping of its settings. If `adapt`
+        is
+            None, the model does not adapt, even if the spec has `eval.adapt`.
+        hopeless: the number of lines after which scoring stops if none of these lines is an exact match. Each set of
+        lines
+            is treated separately. None scores all lines.
     """
 
     data: str | None = None

@@ -15,8 +15,8 @@ SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that ch
 
 
 def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
-    """Records a result in the run directory of the model. Does nothing if the model is an artifact outside of a run.
-    `facts` has the result.
+    """Records the result `facts` in the run directory of the model. If the model is an artifact outside a run, nothing
+    is recorded.
 
     Raises EnvironmentFailure if the file cannot be written.
     """
@@ -27,11 +27,10 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records a score in the run directory of the model, under a task name that consists of "data" and the settings in
-    `options`. `measures` has the values of the score by name.
+    """Records a score in the run directory of the model. `measures` has the values of the score by name.
 
-    The score replaces an earlier score with equal settings and data. Raises EnvironmentFailure if the file cannot be
-    written.
+    The task name of the record consists of "data" and the settings in `options`. The score replaces an earlier score
+    with the same settings and data. Raises EnvironmentFailure if the file cannot be written.
     """
     name = lasting(options.data or opened.data or "")
     stated = {key: value for key in SETTINGS if (value := getattr(options, key)) is not None}

@@ -39,18 +39,18 @@ def evaluate_tasks(
     Args:
         opened: the model.
         files: the tasks, as pairs (path of the file, task).
-        options: the options of the evaluation, of which the window, the stride and the batch are used.
-        progress: is called as `progress(scored, total)`, with the number of rows that this process has scored, and the
-            number that it must score.
+        options: the options of the evaluation. The function uses only the window, the stride and the batch.
+        progress: is called as `progress(scored, total)`. `scored` is the number of rows that this process has scored.
+            `total` is the number of rows that this process must score.
         world: the processes that share the work.
 
     Returns:
         The results of all tasks, which are equal on all processes.
 
     Raises:
-        EvaluateError: the model is not a text model, or the options do not fit the model.
-        DataError: an example does not fit the model.
-        RunFailure: the loss is not finite, or the GPU has too little memory.
+        EvaluateError: if the model is not a text model, or the options do not apply to the model.
+        DataError: if the model cannot score an example.
+        RunFailure: if the loss is not finite, or the GPU has too little memory.
     """
     if not isinstance(opened.spec.eval, BitsSpec):
         raise EvaluateError(f"{opened.path} is not a text model", "tasks are for text models")

@@ -33,13 +33,14 @@ def evaluate_text(
 ) -> BitsPerByte:
     """Computes the bits per byte of an opened text model.
 
-    The result does not depend on the number of processes, if all processes have the same kind of device.
+    If all processes have the same kind of device, the result does not depend on the number of processes.
 
     Args:
         opened: the model.
         options: the data and the settings.
-        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
-            the number that it must score.
+        progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
+        scored.
+            `total` is the number of targets that this process must score.
         world: the processes that share the work.
 
     Returns:
@@ -69,10 +70,10 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
     """Returns a copy of the spec in which `options` replaces the windows and the method of adaptation.
 
-    If the model does not adapt and no window exceeds the context, the spec is returned unchanged, because the generated
-    code does not depend on the options. If `options.adapt` only names a kind, and `eval.adapt` of the spec has this
-    kind, the settings of the spec are used. Raises EvaluateError if the options do not apply to the spec, and SpecError
-    if the settings are invalid.
+    If the model does not adapt and no window exceeds the context, the generated code does not depend on the options.
+    The result is then the unchanged spec. If `options.adapt` only names a kind, and `eval.adapt` of the spec has this
+    kind, the settings of the spec are used. Raises EvaluateError if the options do not apply to the spec. Raises
+    SpecError if the settings are invalid.
     """
     if options.adapt is None and (options.window or 0) <= spec.model.window:
         return spec
@@ -91,7 +92,7 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 class Adapted:
     """The result of a model that adapted to the text.
 
-    The result is not a score of the unchanged model. `facts` therefore reports the result under a separate key.
+    `facts` reports the result under a separate key, because the result is not a score of the unchanged model.
 
     Attributes:
         how: the settings of the method of adaptation.
@@ -135,23 +136,25 @@ def evaluate_adapted(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> Adapted:
-    """Scores an opened text model with test-time adaptation. After the call, the model has its original weights.
+    """Scores an opened text model with test-time adaptation. The call restores the original weights of the model.
 
-    If the number of processes changes, the result changes only by rounding.
+    Results with different numbers of processes differ only by rounding.
 
     Args:
         opened: the model, with `eval.adapt` in its spec.
         options: the data and the settings.
-        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
-            the number that it must score.
+        progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
+        scored.
+            `total` is the number of targets that this process must score.
         world: the processes that share the work.
 
     Returns:
         The result of the adapted model.
 
     Raises:
-        AdaptError: the settings of the method do not fit the model.
-        EvaluateError: the model computes with integers, or the method requires another batch size than `options.batch`.
+        AdaptError: if the settings of the method do not match the model.
+        EvaluateError: if the model computes with integers, or the method requires another batch size than
+        `options.batch`.
         RunFailure, DataError: as raised by `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)
@@ -174,8 +177,8 @@ def evaluate_adapted(
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
         text_model = opened.text_model
         score, features, nats = map(compiles, (text_model.score, text_model.features, text_model.nats))
-        # Before version 2.12, Torch reuses a graph that another method compiled while the weights did not require
-        # gradients (pytorch/pytorch#139476). Gradients would then lack the contribution of the head.
+        # Before version 2.12, Torch may reuse a graph that was compiled for another method, while the weights did not
+        # require gradients (pytorch/pytorch#139476). Gradients would then lack the contribution of the head.
         torch.compiler.reset()
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:
@@ -193,8 +196,8 @@ def evaluate_adapted(
 
 
 def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """Returns the function by which modules are compiled: torch.compile if the model is on a GPU and `options.compiled`
-    is True, and the identity function otherwise.
+    """Returns the function that compiles modules. It is torch.compile if the model is on a GPU and `options.compiled`
+    is True. Otherwise, it is the identity function.
     """
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
@@ -204,7 +207,7 @@ def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iter
     data = options.data or opened.data
     if data is None:
         raise EvaluateError(f"{opened.path} does not state its training data", "name the data with --data PATH")
-    with world.in_turn("data"):  # the first process tokenizes, and the others read its cache
+    with world.in_turn("data"):  # rank 0 tokenizes; the other ranks read its cache
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:
         world.require_same("data", {"digest": stream.digest})

@@ -1,3 +1,4 @@
-"""Test-time adaptation: methods by which a model adapts to the text that it scores. Each module implements the methods
-for one kind of `eval.adapt`.
+"""Test-time adaptation: methods by which a model adapts to the text that it scores.
+
+Each module implements the methods of one kind of `eval.adapt`.
 """

@@ -19,7 +19,7 @@ from specc.runtime.metrics.validation import Score
 
 
 class AdaptError(RuntimeFailure):
-    """Raised if the settings of an adaptation method do not fit the model."""
+    """Raised if the settings of an adaptation method do not match the model."""
 
     code = "U010"
     exit_code = 2
@@ -39,21 +39,21 @@ class Placed:
 
 @dataclass
 class Work:
-    """A model, and the text to score with the model. The parameters require no gradients until a method enables
-    gradients.
+    """A model, and the text to score with the model. The parameters require no gradients until a method enables them.
 
     Attributes:
         account: the account that reads batches of the text, and accumulates their losses.
         model: the model.
-        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
-            without autograd.
+        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. The
+            function runs without autograd.
         features: a function that maps ids to the input of the output head, [B, T, features].
         nats: a function that maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
         rows: the number of rows per batch.
         world: the processes that share the work.
         seed: the seed of random initial values.
-        progress: is called as `progress(scored, total)`, with the number of targets that this process has scored, and
-            the number that it must score.
+        progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
+        scored.
+            `total` is the number of targets that this process must score.
     """
 
     account: Account
@@ -98,10 +98,12 @@ class Method:
 
     Attributes:
         name: the name of the method, which is the `kind` of its settings.
-        rows: a function that maps the settings to the required number of windows per batch. None if the method allows
-            any number.
+        rows: a function that maps the settings to the required number of windows per batch. The result is None if the
+        method
+            allows any number.
         chunk: a function that maps the settings to the number of targets that are scored between two changes of the
-            model. The function returns None if the method does not change the model.
+        model.
+            The result is None if the method does not change the model.
         run: a function that scores the whole text, and returns a message about the number of adaptations. All processes
             call this function.
     """

@@ -1,4 +1,4 @@
-"""Implements SLOT: a vector is fitted and added to the input of the output head, while all weights are frozen.
+"""Implements SLOT. The method fits a vector that is added to the input of the output head. All weights are frozen.
 
 The layers before the head run once per batch, without gradients. Each optimizer step runs only the head, forward and
 backward.
@@ -15,16 +15,16 @@ from specc.runtime.eval.adapt.method import Method, Placed, Work
 
 
 def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
-    """Fits vectors that reduce the loss of the targets in `fitted`, and scores all targets of the batch with the fitted
-    vectors.
+    """Fits vectors that reduce the loss of the targets in `fitted`. Scores all targets of the batch with these vectors.
 
     Args:
         work: the model and the text.
         how: the settings of SLOT.
         batch: the batch to score.
         fitted: the targets to fit on, bool [B, T].
-        vectors: the number of vectors, 1 or B. A single vector is fitted on the mean loss over all rows. With B
-            vectors, the vector of a row is fitted on the mean loss of the row.
+        vectors: the number of vectors, 1 or B. A single vector minimizes the mean loss over all rows. With B vectors,
+        each
+            vector minimizes the mean loss of its own row.
 
     Returns:
         The loss of each target in nats, f32 [B, T].

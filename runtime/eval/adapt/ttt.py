@@ -1,4 +1,4 @@
-"""Implements test-time training: after a chunk of text is scored, the weights are trained on the chunk."""
+"""Implements test-time training. After each chunk of text is scored, the weights are trained on this chunk."""
 
 import hashlib
 import math
@@ -45,8 +45,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A weight that is the sum of a frozen matrix `base` [out, in] and a trained low-rank update: factor * b [out,
-    rank] @ a [rank, in], f32. `leaves` contains a and b.
+    """A weight that is the sum of a frozen matrix `base` [out, in] and a trained low-rank update, f32. The update is
+    factor * b [out, rank] @ a [rank, in]. `leaves` contains a and b.
     """
 
     base: Tensor
@@ -55,7 +55,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> "LowRank":
-        base = _wide(weight).clone()  # a copy, because `_wide` returns an f32 weight itself, which is overwritten later
+        base = _wide(weight).clone()  # `_wide` returns an f32 weight itself, which is overwritten later
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)
@@ -81,7 +81,7 @@ def rows_of(span: tuple[int, int], length: int) -> list[Row]:
     """Divides the targets at the positions span[0] + 1 .. span[1] among rows of up to `length` tokens. Each target
     belongs to exactly one row.
 
-    The tokens of a row before its targets are only context.
+    The tokens of a row before its targets serve only as context.
     """
     after, end = span
     ends = [*range(after + length, end, length), end]
@@ -91,8 +91,8 @@ def rows_of(span: tuple[int, int], length: int) -> list[Row]:
 class Learner:
     """Trains the weights whose names match the pattern in the settings.
 
-    The trained tensors are f32 copies. After each step, their values are copied into the parameters of the model.
-    Raises AdaptError if no parameter matches the pattern.
+    The trained tensors are f32 copies. After each step, the values of the copies are written to the parameters of the
+    model. Raises AdaptError if no parameter matches the pattern.
     """
 
     def __init__(self, how: TestTimeTraining, work: Work) -> None:
@@ -110,8 +110,8 @@ class Learner:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """A context manager in whose block the weights require gradients. When the block ends, the original weights are
-        restored.
+        """A context manager in whose block the weights require gradients. At the end of the block, the original weights
+        are restored.
         """
         originals = [weight.detach().clone() for weight in self.shown.values()]
         try:
@@ -124,8 +124,9 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets at the positions span[0] + 1 .. span[1]. `done` is the fraction of all chunks that is
-        completed, which determines the learning rate.
+        """Trains on the targets at the positions span[0] + 1 .. span[1].
+
+        `done` is the fraction of the chunks that are complete. It determines the learning rate.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)

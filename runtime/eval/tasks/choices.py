@@ -25,9 +25,10 @@ class Choices(Task):
     """Multiple-choice questions. Each line of the file is a JSON object {"context": text, "choices": [texts], "answer":
     index of a choice, from 0, "delimiter": text}. If a line has no "delimiter", the delimiter is a space.
 
-    Each choice is scored after the context and the delimiter. The measure `acc` is the share of questions whose answer
-    has the largest log likelihood of all choices. For `acc_norm`, each log likelihood is divided by the number of
-    characters of the choice. lm-evaluation-harness defines both measures. `bits_per_byte` is computed over the answers.
+    Each choice is scored after the context and the delimiter. The measure `acc` is the fraction of questions for which
+    the answer has the largest log likelihood of all choices. For `acc_norm`, each log likelihood is divided by the
+    number of characters of the choice. lm-evaluation-harness defines both measures. `bits_per_byte` is computed over
+    the answers.
     """
 
     name = "choices"

@@ -10,11 +10,11 @@ from specc.runtime.eval.tasks.task import HINT, Measure, Task, exponential, mean
 
 
 class Cloze(Task):
-    """Texts whose end is predicted. Each line of the file is a JSON object {"context": text, "target": text,
+    """Texts whose end the model predicts. Each line of the file is a JSON object {"context": text, "target": text,
     "delimiter": text}. If a line has no "delimiter", the delimiter is a space.
 
-    The measure `acc` is the share of lines whose target equals the text that greedy decoding returns. `perplexity` is
-    exp(mean loss of a whole target in nats). lm-evaluation-harness defines both measures.
+    The measure `acc` is the fraction of lines whose target equals the text that greedy decoding returns. `perplexity`
+    is exp(mean loss of a whole target in nats). lm-evaluation-harness defines both measures.
     """
 
     name = "cloze"

@@ -15,9 +15,9 @@ from specc.runtime.metrics.expert_load import expert_loads
 from specc.runtime.metrics.share import Share
 from specc.runtime.open_model import OpenedModel
 
-SURE = math.log(2)  # a token with a smaller loss has a probability above 1/2, so it is the most probable one
-MULTIPLE = 64  # lengths are padded to multiples of this, so that few lengths are compiled
-LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
+SURE = math.log(2)  # a token with a smaller loss has a probability above 1/2, and is therefore the most probable token
+MULTIPLE = 64  # lengths are padded to multiples of this number, so that torch.compile sees few lengths
+LOAD_ROWS = 8  # the number of rows on which the load of experts is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class RowScore:
 
     Attributes:
         nats: the sum of the losses of the scored tokens, in nats.
-        greedy: True if every scored token is the most probable token at its position. False also if this was not
-            computed.
+        greedy: True if every scored token is the most probable token at its position. False otherwise, and also if this
+            property was not computed.
     """
 
     nats: float
@@ -72,9 +72,9 @@ class Encoder:
         """Returns the row that scores `text` after `context`.
 
         White space at the end of the context is moved to the start of the text, as in lm-evaluation-harness. Context
-        and text are tokenized together. If the context alone has n tokens, all tokens of the row after the first n
-        belong to the text. BOS precedes the context. If the row is longer than the window, its first tokens are
-        removed.
+        and text are tokenized together. If the context alone has n tokens, the first n tokens of the row belong to the
+        context, and all later tokens belong to the text. BOS precedes the context. If the row is longer than the
+        window, its first tokens are removed.
 
         Raises DataError if the text cannot be scored. The message begins with `where`.
         """
@@ -118,7 +118,7 @@ def score_rows(
     fixed_length: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RowScore]:
-    """Scores rows in batches of rows with similar lengths.
+    """Scores rows in batches. The rows of a batch have similar lengths.
 
     Shorter rows are padded on the right. In a causal model, padding changes scores only by rounding.
 
@@ -127,14 +127,14 @@ def score_rows(
         rows: the rows.
         batch: the number of rows per batch.
         greedy: whether to compute `RowScore.greedy`.
-        share: determines which rows this process scores, and adds up the results of all processes.
+        share: selects the rows that this process scores, and sums the results of all processes.
         score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to the same length, so that `score` is compiled only once.
-        progress: is called as `progress(scored, total)`, with the number of rows that this process has scored, and the
-            number that it must score.
+        progress: is called as `progress(scored, total)`. `scored` is the number of rows that this process has scored.
+            `total` is the number of rows that this process must score.
 
     Returns:
-        One score for each of `rows`, in the order of `rows`, including the rows that other processes scored.
+        One score for each row, in the order of `rows`. The result includes the rows that other processes scored.
 
     Raises:
         RunFailure: a loss is not finite.
@@ -144,7 +144,7 @@ def score_rows(
     local = [batches[i] for i in share.of(len(batches))]
     longest = len(rows[order[0]].tokens) - 1
     sums, done = np.zeros((len(rows), 2)), 0
-    unsure: dict[int, list[int]] = {}  # for each row, the positions of targets that may not be the most probable token
+    unsure: dict[int, list[int]] = {}  # for each row, the positions whose target may not be the most probable token
     for chosen in local:
         width = -(-longest // MULTIPLE) * MULTIPLE if fixed_length else len(rows[chosen[0]].tokens) - 1
         width = max(min(width, opened.spec.model.window), opened.spec.model.unscored + 1)
@@ -195,8 +195,8 @@ def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list
 
 
 def loads_of(opened: OpenedModel, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Returns the share of tokens that each expert receives, by the name of the layer with experts. The shares are
-    measured on the longest rows.
+    """Returns the fraction of tokens that each expert receives, by the name of the layer with experts. The fractions
+    are measured on the longest rows.
     """
     if not any(parameter.dim() == 3 for parameter in opened.model.parameters()):
         return {}

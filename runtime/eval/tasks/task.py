@@ -70,7 +70,7 @@ class TaskResult:
         size: the bytes of text that the scored tokens represent.
         truncated: the number of rows that were cut to the context of the model.
         measures: the measures by name.
-        loads: the share of tokens that each expert receives, by layer; empty if the model has no experts.
+        loads: the fraction of tokens that each expert receives, by layer; empty if the model has no experts.
     """
 
     task: str
@@ -111,10 +111,11 @@ class TaskResults:
 
 
 class Task(ABC):
-    """The examples of a task file, which are all of one kind. For each kind, a module of this package has a subclass.
+    """The examples of a task file, which are all of one kind. Each kind is a subclass in a separate module of this
+    package.
 
     Args:
-        records: for each line of the file, a pair of its place for messages and its JSON object.
+        records: a pair for each line of the file: the place of the line for messages, and its JSON object.
 
     Attributes:
         name: the name of the kind.
@@ -134,14 +135,14 @@ class Task(ABC):
 
     @abstractmethod
     def rows(self, encoder: Encoder) -> list[list[Row]]:
-        """Returns the rows to score for each example. Raises DataError, with the line, if an example cannot be
-        scored.
+        """Returns the rows to score for each example. Raises DataError if an example cannot be scored; the message
+        names the line.
         """
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Computes the measures of the task by name. `rows` has the rows of each example, and `scores` has the score of
-        each row.
+        """Computes the measures of the task, by name. For each example, `rows` has its rows, and `scores` has one score
+        per row.
         """
 
 
@@ -151,8 +152,8 @@ def read_task(path: Path) -> Task:
     In a .jsonl file, the keys of the lines determine the kind of task, and all lines must be of one kind. In any other
     text file, each document is an example of the task `text`.
 
-    Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
-    file is damaged.
+    Raises DataError if the file or an example cannot be read; the message names the line. Raises DataIntegrityError if
+    a compressed file is damaged.
     """
     kind = kind_of(path)
     if not path.is_file():

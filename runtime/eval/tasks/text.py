@@ -13,9 +13,11 @@ from specc.runtime.eval.tasks.task import Measure, Task, exponential, ratio, tex
 
 class Text(Task):
     """Documents to score. Each line of a .jsonl file is a JSON object {"text": document}. In any other text file, each
-    document is an example. Each document begins with BOS and is cut into windows. The measure `perplexity` is per
-    token. lm-evaluation-harness defines the measures `word_perplexity`, `byte_perplexity` and `bits_per_byte`. The
-    standard errors are over documents, or over windows if there is only one document.
+    document is an example. Each document begins with BOS and is cut into windows.
+
+    The measure `perplexity` is per token. lm-evaluation-harness defines the measures `word_perplexity`,
+    `byte_perplexity` and `bits_per_byte`. The standard errors are computed over documents, or over windows if there is
+    only one document.
     """
 
     name = "text"
