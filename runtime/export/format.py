@@ -72,7 +72,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def write(self, request: ExportRequest) -> Exported:
-        """Writes the output under a temporary name, verifies the output, and then renames it.
+        """Writes the output under a temporary name, verifies it, and then renames it.
 
-        After an error, the output path is unchanged.
+        If an error occurs, the output path does not change.
         """

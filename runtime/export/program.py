@@ -1,6 +1,6 @@
 """Exports a program of a run as a torch.export graph of ATen operations. Compares the graph with the model of the run.
 
-All formats with a graph use this module. The code is generated for the CPU target in f32, without fusion.
+All formats that contain a graph use this module. The code is generated for the CPU target in f32, without fusion.
 """
 
 import logging
@@ -42,10 +42,12 @@ Call = Callable[[Mapping[str, Tensor]], Tensor]  # a function that maps the inpu
 
 TARGET = "cpu"
 BATCHES = 64
-TOLERANCE = 1e-4  # the largest allowed difference of logits and nats, and of bits per token, for models in f32
-LOOSER = {"bf16": 100.0, "f16": 20.0}  # the multiple of this limit for models that compute in other dtypes
-ROWS, TOKENS = 4, 2048  # the most rows and tokens of a compared batch; one batch is a row as long as the context
-# torch.export specializes on the lengths 0 and 1, and some programs contain the length minus one
+TOLERANCE = 1e-4  # the maximum difference of logits, of nats, and of bits per token, for models in f32
+LOOSER = {"bf16": 100.0, "f16": 20.0}  # the multiples of TOLERANCE for models that compute in other dtypes
+# The maximum numbers of rows and tokens of a compared batch. One batch is a single row as long as the context.
+ROWS, TOKENS = 4, 2048
+# The lower bounds to try. torch.export specializes on the lengths 0 and 1, and some programs contain the length minus
+# one
 LOWER_BOUNDS = (1, 2, 3)
 GENERATED_OPS = "specc_generated"  # the prefix of the namespaces of custom ops in generated code
 
@@ -61,8 +63,8 @@ class ProgramExport:
         graph: the exported program, with ATen operations only. Its input sizes are dynamic.
         least: the smallest number of tokens that the graph accepts.
         most: the largest number of tokens that the graph accepts, which is the context of the model.
-        reference: runs the program as generated Torch code without fused kernels. The outputs of the exported file
-            are compared with the outputs of this code.
+        reference: runs the program as generated Torch code without fused kernels. Its outputs are the reference for the
+            outputs of the exported file.
         score: runs the program `score` with fused kernels on the CPU, as `specc eval` does.
         tolerance: the largest allowed difference between outputs, and between mean losses in bits per token.
         about: the metadata of the exported file, by name.
@@ -87,7 +89,7 @@ class Agreement:
     Attributes:
         batches: the number of compared batches. The batches have random ids and various sizes.
         largest: the largest difference between outputs.
-        bits: the difference between the mean losses in bits per token. In bits per byte, the difference is at most as
+        bits: the difference between the mean losses in bits per token. The difference in bits per byte is at most this
             large.
     """
 
@@ -106,12 +108,12 @@ def export_program(request: ExportRequest, run: Run) -> ProgramExport:
     """Exports a program of a run.
 
     The options of the request are `program` ("logits" by default, or "score") and `quantized`. With `quantized`, the
-    weights are dequantized from the artifact of the run. Otherwise, they are the trained weights.
+    weights are the dequantized weights of the artifact of the run. Otherwise, the weights are the trained weights.
 
     Raises:
-        ExportError (exit code 2): the program of this model cannot be exported. The message states the reason.
-        RunFailure (4): the run has no checkpoint, or is not quantized.
-        IntegrityError (5): the run is damaged.
+        ExportError (exit code 2): if the program of this model cannot be exported. The message states the reason.
+        RunFailure (4): if the run has no checkpoint, or is not quantized.
+        IntegrityError (5): if the run is damaged.
     """
     name: ProgramName = request.options.get("program", "logits")
     trained, weights, about = _weights(run, bool(request.options.get("quantized")), request.say)
@@ -153,7 +155,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
         say: the function that receives the result as a message.
 
     Raises:
-        IntegrityError: outputs or losses differ by more than `export.tolerance`, or the file cannot be run.
+        IntegrityError: if outputs or losses differ by more than `export.tolerance`, or the file cannot be run.
     """
     nats, expected, tokens = 0.0, 0.0, 0
     differences: list[Tensor] = []
@@ -176,13 +178,13 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
                     "this is a bug in specc; export with --format safetensors instead",
                 )
             differences.append((output - wanted).abs().max())
-            counted = truth != 0  # padding in lines has no loss
+            counted = truth != 0  # padding of lines has no loss
             targets = list(batch.values())[-1]
             loss = output if export.name == "score" else F.cross_entropy(output.mT, targets, reduction="none")
             nats += float((loss * counted).double().sum())
             expected += float(truth.double().sum())
             tokens += int(counted.sum())
-    largest = float(torch.stack(differences).max())  # NaN if any difference is NaN
+    largest = float(torch.stack(differences).max())  # if any difference is NaN, the maximum is NaN
     agreement = Agreement(BATCHES, largest, abs(nats - expected) / max(tokens, 1) / math.log(2))
     if not (largest <= export.tolerance and agreement.bits <= export.tolerance):
         raise IntegrityError(f"{export.spec.name}: the outputs of the exported program differ: {agreement.line()}")
@@ -239,11 +241,12 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
     """Exports a program with dynamic sizes. Returns the graph, and the smallest number of tokens that the graph
     accepts.
 
-    Raises ExportError if torch.export fails for all lower bounds. The message states the reason of torch.export.
+    Raises ExportError if torch.export fails for all lower bounds. The message states the reason that torch.export
+    gives.
     """
     most = programs.context or spec.model.window
     graph = programs.program(program.name)
-    lengths = {type.shape[1] for _, type in graph.inputs}  # the names of the dims: T, and S for a source
+    lengths = {type.shape[1] for _, type in graph.inputs}  # the names of the dimensions: T, and S for a source
     rows = Dim("batch", min=1, max=2**20)
     reason = ""
     for least in LOWER_BOUNDS:
@@ -270,7 +273,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
         if unknown:
             raise ExportError(f"{spec.name} cannot be exported: its graph needs operations of {', '.join(unknown)}")
         for node in exported.graph.nodes:
-            for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # these contain paths of this machine
+            for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # they contain paths of this machine
                 node.meta.pop(key, None)
         return exported, least
     raise ExportError(
@@ -284,7 +287,7 @@ def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
     Without these functions, the exported file would contain custom ops, and could not run without the generated code.
     """
-    from torch._library.custom_ops import OPDEFS  # the public interface does not provide the Python function of an op
+    from torch._library.custom_ops import OPDEFS  # Torch has no public access to the Python function of an op
 
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     return {

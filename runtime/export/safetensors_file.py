@@ -16,11 +16,11 @@ from specc.runtime.storage.atomic import write_atomically
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Writes `tensors` and `metadata` to `path` atomically.
 
-    Tensors that share memory are written separately. The file is read back and compared bit for bit before it is
-    renamed to `path`.
+    Tensors that share memory are written separately. Before the file is renamed to `path`, it is read back and compared
+    bit for bit.
 
-    Raises RunFailure if a tensor cannot be stored, EnvironmentFailure if the file cannot be written, and IntegrityError
-    if the file differs when it is read back. `path` is unchanged after an error.
+    Raises RunFailure if a tensor cannot be stored. Raises EnvironmentFailure if the file cannot be written. Raises
+    IntegrityError if the file differs when it is read back. After an error, `path` is unchanged.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
@@ -48,11 +48,11 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
 
 def _sorted_metadata(data: bytes) -> bytes:
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])  # the library writes the metadata in varying order
+    header = json.loads(data[8 : 8 + size])  # the library writes the metadata in a varying order
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # because tensors must start at a multiple of 8
+    text += b" " * (-len(text) % 8)  # tensors must start at a multiple of 8
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 

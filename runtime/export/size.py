@@ -16,15 +16,15 @@ from specc.runtime.storage.quantized_run import artifact_of
 class GroupSize:
     """The size of a group of parameters.
 
-    A group contains the parameters whose names differ only in the block index, such as `blocks.*.mlp.up`. A parameter
-    outside of blocks is a separate group.
+    A group contains the parameters whose names differ only in the block index, such as `blocks.*.mlp.up`. Each
+    parameter outside blocks is a separate group.
 
     Attributes:
         name: the name of the group, with `*` for the block index.
         tensors: the number of tensors.
         parameters: the number of values in all tensors.
         scheme: the labels of the storage schemes, most bits first.
-        stored: the number of bytes before compression. The compressed size of a group is unknown because the artifact
+        stored: the number of bytes before compression. The compressed size of a group is unknown, because the artifact
             compresses several parameters together.
     """
 
@@ -41,7 +41,7 @@ class SizeResult:
 
     Attributes:
         path: the artifact.
-        total: the size of the file: `header` plus the compressed bytes of `sections`.
+        total: the size of the file, which is the sum of `header` and the compressed sizes of `sections`.
         header: the size of the header.
         sections: the size of each section of the file.
         groups: the size of each group of parameters.
@@ -64,7 +64,7 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None, by_la
     """Returns the size of an artifact, for `specc size`.
 
     Args:
-        path: an artifact, or the directory of a run whose artifact is measured.
+        path: an artifact, or the directory of a run that has an artifact.
         budget: a limit in bytes; None for `quant.budget_bytes` of the spec.
         say: the function that receives a message if the weights of the run have changed since quantization.
         by_layer: whether each parameter is a separate group.

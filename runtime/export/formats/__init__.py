@@ -17,7 +17,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def format_of(name: str) -> "ExportFormat":
-    """Imports the format in the file `name` of this folder, and returns it."""
+    """Imports the module `name` of this folder, and returns its format."""
     from specc.runtime.export.format import ExportFormat
 
     module = importlib.import_module(f"{__name__}.{name}")

@@ -1,7 +1,7 @@
-"""Format `onnx`: a program as an ONNX file. onnx checks it, and onnxruntime runs it.
+"""Format `onnx`: a program as an ONNX file. The packages onnx and onnxruntime check and run the file.
 
 If a model has more than `LARGEST` bytes, its weights are in a second file, because protobuf limits the size of a file.
-The name of the second file contains a digest, so a new export does not overwrite the weights of an earlier export.
+The name of the second file contains a digest, so that a new export does not overwrite the weights of an earlier export.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.run_directory import Run
 
 OPSET = 20
-LARGEST = 1_900_000_000  # the most bytes of a model in a single file; protobuf allows 2 GiB
-SMALLEST = 1024  # the fewest bytes of a tensor in the second file
+LARGEST = 1_900_000_000  # the maximum number of bytes of a model in a single file; protobuf allows 2 GiB
+SMALLEST = 1024  # the minimum number of bytes of a tensor in the second file
 DATA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.data")
 
 
@@ -33,7 +33,7 @@ class OnnxFormat(ExportFormat):
     def write(self, request: ExportRequest) -> Exported:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401 - torch.onnx needs it, so its absence is reported before work begins
+        import onnxscript  # noqa: F401 - torch.onnx needs onnxscript, and this import fails before work begins
 
         run = Run.open(request.run)
         out = request.file(run, ".onnx")
@@ -71,7 +71,7 @@ class OnnxFormat(ExportFormat):
 
 
 def require_safe(model: Any, folder: Path) -> None:
-    """Raises IntegrityError if an ONNX model refers to external data outside of the files in `folder`.
+    """Raises IntegrityError if an ONNX model refers to external data other than the files in `folder`.
 
     Each reference must name a regular file directly in `folder`, and a range of bytes within this file.
     """
@@ -107,8 +107,8 @@ def _tensors(graph: Any) -> Iterator[Any]:
 def _converted(program: ProgramExport) -> Any:
     """Converts a program to an ONNX model.
 
-    The dynamic sizes have the names `batch`, `tokens` and, for a source text, `source_tokens`. Metadata with paths of
-    this machine are removed.
+    The dynamic sizes have the names `batch`, `tokens` and, for a source text, `source_tokens`. Metadata that contain
+    paths of this machine are removed.
     """
     from torch.export.graph_signature import InputKind
 
