@@ -1,7 +1,8 @@
-"""Detects a process of a run that hangs.
+"""Detects processes of a run that hang.
 
-The closed sockets of a dead process show that it has ended. A stopped, swapped or deadlocked process keeps its sockets
-open. Without heartbeats, all other processes would wait for it until the timeout of a collective call.
+When a process dies, its sockets close, which the other processes notice. A stopped, swapped or deadlocked process keeps
+its sockets open. Without heartbeats, all other processes would wait for such a process until the timeout of a
+collective call.
 """
 
 import os
@@ -17,21 +18,24 @@ from specc.runtime.errors import RunFailure
 INTERVAL = 1.0  # the seconds between two heartbeats of a process
 PATIENCE = 60.0  # the seconds without a heartbeat after which a process is considered hung
 LEAVE = 1.0  # the seconds that a process waits for its threads when it exits
-_HEAD_START = 2.0  # the seconds by which the other ranks delay their report, so that rank 1 reports first
+_HEAD_START = 2.0  # the other ranks delay their report by this number of seconds, so that rank 1 reports first
 _LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Runs two threads that detect hung processes. One thread increments the heartbeat count of this process in the
-    store of torch.distributed, and watches the count of the previous rank. Rank 0 hosts the store. If the store does
-    not answer, the other thread concludes that rank 0 hangs. A thread that detects a hung process ends the process in
-    which it runs, because a collective call of the main thread cannot be interrupted.
+    """Runs two threads that detect hung processes.
+
+    One thread increments the heartbeat count of this process in the store of torch.distributed, and watches the count
+    of the previous rank. Rank 0 hosts the store. If the store does not answer, the other thread concludes that rank 0
+    hangs. A thread that detects a hung process ends its own process, because a collective call of the main thread
+    cannot be interrupted.
 
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: a function that opens a separate connection to the store, so that blocked calls of the threads do not
-            block the main thread.
+        connect: a function that opens a separate connection to the store. A blocked call of a thread then does not
+        block
+            the main thread.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -46,7 +50,7 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads. Waits until both have ended, for at most LEAVE seconds per thread.
+        """Ends both threads. Waits for each thread for at most LEAVE seconds.
 
         Call `stop` before the process exits. If Python exits while a thread calls the store, the process aborts.
         """
@@ -70,7 +74,7 @@ class Heartbeat:
                     before, changed = count, self._answered
                 if reported or self._answered - changed > PATIENCE:
                     self._end(self._watched, reports=not reported and store.add("reported", 1) == 1)
-        except RuntimeError:  # the store and rank 0 have ended; closed sockets report this without a heartbeat
+        except RuntimeError:  # the store and rank 0 have ended, which their closed sockets report without a heartbeat
             self._ends.set()
 
     def _watch_store(self) -> None:

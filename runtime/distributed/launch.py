@@ -1,8 +1,8 @@
 """Starts one process per GPU on this machine for `specc train --gpus N`, with the environment variables of torchrun.
 
-torchrun itself starts the processes only if several machines take part. On one machine, torchrun has drawbacks: it
-always exits with 1 after a failure, leaves only 30 seconds to save after a signal, and reports one failure several
-times.
+torchrun itself starts the processes only if several machines take part. On one machine, torchrun has drawbacks. It
+always exits with 1 after a failure. After a signal, it leaves a command only 30 seconds to save its work. It reports
+one failure several times.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
-PEER_LOST = 76  # the exit code of a process that ends because another failed; a command never has this exit code
-GRACE = 20.0  # the seconds that the other processes have to end by themselves after a failure
+PEER_LOST = 76  # the exit code of a process that ends because another process failed; no command uses this code
+GRACE = 20.0  # the seconds that the other processes have to end by themselves after one process fails
 _LAUNCHER = "SPECC_LAUNCHER"
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
 
@@ -49,8 +49,8 @@ def is_launched() -> bool:
 def place() -> tuple[int, int, int, int]:
     """Returns (rank, size, local rank, local size) of this process from the environment variables of torchrun.
 
-    Rank and size number and count the processes on all hosts. Local rank and local size number and count only the
-    processes on this host. Raises EnvironmentFailure if a variable is missing or not an integer.
+    Rank and size refer to the processes on all hosts. Local rank and local size refer to the processes on this host.
+    Raises EnvironmentFailure if a variable is missing or not an integer.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
@@ -85,11 +85,12 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target that `choose_target` selects for `wanted`, the target that the user requested, or None.
+    """Returns the target of a run, as `choose_target` selects it.
 
-    If `gpus` is not None, the user requested GPUs, and a CPU target is returned only if `wanted` names it. Raises the
-    errors of `choose_target`. Raises EnvironmentFailure if GPUs are requested, but no target of the spec runs on the
-    GPUs of this machine.
+    `wanted` is the target that the user requested, or None. `gpus` is the number of GPUs that the user requested, or
+    None. If the user requested GPUs, the result is a CPU target only if `wanted` names this target. Raises the errors
+    of `choose_target`. Raises EnvironmentFailure if GPUs are requested, but no target of the spec runs on the GPUs of
+    this machine.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
@@ -99,12 +100,12 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 
 def cpu_target(path: Path, spec: Spec) -> str | None:
-    """Returns the CPU target on which the model of a run or an artifact runs, or None if the model does not run on the
-    CPU.
+    """Returns the CPU target on which the model of a run or an artifact runs. Returns None if the model does not run on
+    the CPU.
 
-    The candidate is the target on which a run trained, or the target of an artifact with a single target. Returns None
-    if there is no candidate, if the candidate is not a CPU target, or if a GPU of this machine can run another target
-    of the spec. Raises the errors of `Run.open`.
+    For a run, the candidate is the target of its training. For an artifact with a single target, the candidate is this
+    target. Other artifacts have no candidate. The result is None without a candidate, if the candidate is not a CPU
+    target, or if a GPU of this machine can run another target of the spec. Raises the errors of `Run.open`.
     """
     if not path.is_dir() and len(spec.targets) > 1:
         return None
@@ -117,8 +118,8 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
     """Runs a command in `size` processes. Returns the exit code of the process that failed first, or 0.
 
     SIGTERM, SIGHUP and SIGINT are forwarded to all processes. After a process fails, the other processes have GRACE
-    seconds to end. If the process that calls `launch` is killed, all started processes receive SIGTERM. `say` is called
-    with a message if a signal ended a process.
+    seconds to end. If the process that calls `launch` is killed, all started processes receive SIGTERM. If a signal
+    ended a process, `say` is called with a message.
     """
     with ExitStack() as stack:
         environment = {**_environment(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
@@ -128,7 +129,7 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
         stack.callback(_kill, processes)
         for rank in range(size):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # In a new session, Ctrl-C reaches the process only through this process
+            # A new session receives Ctrl-C only through this process
             processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
         return _outcome(_ended(processes, received), size, received, say)
 
@@ -153,7 +154,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     from torch.distributed.run import run
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # torchrun's loggers would report each failure again
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they would report each failure again
     alone = not any(word.startswith(_RENDEZVOUS) for word in options)
     for name, value in _environment(size).items():
         if name == "OMP_NUM_THREADS" or (alone and name == "GLOO_SOCKET_IFNAME"):
@@ -169,7 +170,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     ]
     arguments = _torchrun_arguments(words)
     try:
-        with restored_signals():  # because torchrun does not restore the handlers
+        with restored_signals():  # torchrun does not restore the signal handlers itself
             run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -190,7 +191,7 @@ def _torchrun_arguments(words: Sequence[str]) -> Any:
         return arguments
     except (SystemExit, ValueError) as error:
         if isinstance(error, SystemExit) and not error.code:
-            raise  # --help
+            raise  # the options contain --help
         reason = shown.getvalue().strip().rpartition("error: ")[2] or error
         raise LaunchError(
             f"torchrun does not accept the options after `--`: {reason}", "see `torchrun --help`"
@@ -200,14 +201,14 @@ def _torchrun_arguments(words: Sequence[str]) -> Any:
 def _environment(size: int) -> dict[str, str]:
     linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    # without an interface, gloo uses the address of the host name
+    # Without a given interface, gloo uses the address of the host name
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // size)), **({"GLOO_SOCKET_IFNAME": "lo"} if linux else {})}
     places = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     return {**defaults, **os.environ, **places, **parent_environment()}
 
 
 def parent_environment() -> dict[str, str]:
-    """Returns the environment variable that child processes need for `end_with_launcher`. Its value is the id of this
+    """Returns the environment variable that child processes need for `end_with_launcher`. The value is the id of this
     process.
     """
     return {_LAUNCHER: str(os.getpid())}
@@ -225,7 +226,7 @@ def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[in
     """Waits for all processes, and forwards the signals in `received` to them. Returns a pair (rank, return code) for
     each process, in the order in which the processes ended.
 
-    GRACE seconds after a process fails, the remaining processes are killed. The result omits killed processes.
+    GRACE seconds after a process fails, the remaining processes are killed. The result omits the killed processes.
     """
     ended: dict[int, int] = {}
     until = math.inf
@@ -253,7 +254,7 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, received: Sequence[int
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in received:  # the signal arrived before Python ran, so there was nothing to save
+    if -code in received:  # the signal arrived before Python started, so that there was nothing to save
         return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code
@@ -261,7 +262,7 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, received: Sequence[int
 
 def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in processes:
-        process.kill()  # does nothing if the process has ended
+        process.kill()  # no effect if the process has ended
     for process in processes:
         process.wait()
 

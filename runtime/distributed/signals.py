@@ -1,4 +1,4 @@
-"""Defers the handling of SIGTERM, SIGHUP and Ctrl-C, so that a command saves its work before the process ends."""
+"""Defers SIGTERM, SIGHUP and Ctrl-C, so that a command saves its work before the process ends."""
 
 import signal
 import threading
@@ -40,7 +40,7 @@ class Stopped(Exception):
 def restored_signals() -> Iterator[None]:
     """A context manager that restores the earlier handlers of SIGTERM, SIGHUP and SIGINT when its block ends.
 
-    Outside of the main thread, the context manager does nothing, because Python sets signal handlers only in the main
+    The context manager does nothing outside the main thread, because Python sets signal handlers only in the main
     thread.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
@@ -50,17 +50,16 @@ def restored_signals() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, previous in before.items():
-                if previous is not None:  # None if code outside of Python has set the handler
+                if previous is not None:  # None if code outside Python has set the handler
                     signal.signal(number, previous)
 
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """A context manager. While its block runs, SIGTERM, SIGHUP and SIGINT only call `handle` with the number of the
-    signal.
+    """A context manager. While its block runs, SIGTERM, SIGHUP and SIGINT only call `handle` with the signal number.
 
-    A signal that the process ignores, such as SIGHUP under nohup, stays ignored. Outside of the main thread, the
-    context manager does nothing, because Python handles signals only in the main thread.
+    A signal that the process ignores, such as SIGHUP under nohup, stays ignored. The context manager does nothing
+    outside the main thread, because Python handles signals only in the main thread.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
-"""The processes that train a model together. Gives the rank of this process, collective calls, and checks that ranks
-agree.
+"""The processes that train a model together.
 
-torchrun or `specc train --gpus N` (launch.py) starts the processes, and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+The module provides the rank of this process, collective calls, and checks that all ranks agree.
+
+torchrun or `specc train --gpus N` (launch.py) starts the processes. Both set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT. Each process has the whole model. Only rank 0 writes files. If only rank 0 computes a result, it
 broadcasts the result to all ranks.
 """
@@ -31,17 +32,17 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 T = TypeVar("T")
 
-# The time that a rank waits for the others. Dead and hung ranks are detected earlier, so the limit applies only to long
-# work of one rank, such as a compilation or a checkpoint.
+# The time that a rank waits for the other ranks. Other checks detect dead and hung ranks earlier. This limit applies
+# only to long work of one rank, such as a compilation or a checkpoint.
 PATIENCE = timedelta(minutes=30)
-# NCCL does not detect a dead rank on another host. Its watchdog ends the process after this time. The watchdog counts
-# from the start of a collective call, so a step must be shorter than this time.
+# NCCL does not detect a dead rank on another host. The watchdog of NCCL ends the process after this time. The time
+# counts from the start of a collective call, so that a step must be shorter than this time.
 NCCL_PATIENCE = timedelta(seconds=45)
 _CPU = torch.device("cpu")
-# torch 2.13 renamed these functions and warns about the old names.
+# Torch 2.13 renamed these functions, and warns about the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_HEAD_START = 1.0  # the seconds by which the other ranks delay, so that rank 0 reports a common failure
+_HEAD_START = 1.0  # the other ranks exit later by this number of seconds, so that one rank can first report the failure
 
 
 class PeerLost(RunFailure):
@@ -67,7 +68,7 @@ class World:
     _single_host: bool = True
     _store: Any = None
     _heartbeat: Heartbeat | None = None
-    _wire: Any = None  # the process group for tensors on `device`; the default group is gloo, for the host
+    _wire: Any = None  # the process group for tensors on `device`; the default group is gloo, for host tensors
 
     @classmethod
     def alone(cls) -> "World":
@@ -109,8 +110,7 @@ class World:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._wire)
 
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
-        """Starts a reduce-scatter: sums `whole` over all ranks, and writes the part of the sum that belongs to this
-        rank to `part`.
+        """Starts a reduce-scatter: sums `whole` over all ranks, and writes this rank's part of the sum to `part`.
 
         The first dimension of `whole` is divided into equal parts, one per rank. Both tensors must be contiguous and on
         `device`.
@@ -159,7 +159,7 @@ class World:
         """
         with _peers():
             while self.rank and not self._store.check([name]):
-                # the store ends with rank 0, and torch's own error would be long
+                # if rank 0 has ended, the store has ended with it, and the error message of Torch would be long
                 if self._store.check(["failed"]):
                     raise PeerLost("another process of this run has failed", "see the messages of that process")
                 time.sleep(0.05)
@@ -180,7 +180,7 @@ class World:
         """Returns whether this process should show `error`.
 
         Only the process that fails first shows its error. All other processes end because of the first failure, or with
-        an equal error. If a process is killed, the launcher reports it, because the launcher knows the signal.
+        the same error. If a process is killed, the launcher reports the death, because the launcher knows the signal.
         """
         if self._store is None:
             return True
@@ -199,7 +199,7 @@ class World:
     def leave(self, waits: bool = True) -> None:
         """Ends the use of the store of torch.distributed by this process.
 
-        Rank 0 hosts the store, and waits for a short time until no other rank uses it. Otherwise, Torch would print a
+        Rank 0 hosts the store, and briefly waits until no other rank uses the store. Otherwise, Torch would print a
         stack trace for each unanswered call. With `waits=False`, rank 0 does not wait.
         """
         if self._heartbeat is not None:
@@ -233,29 +233,30 @@ class Waiting:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """A context manager that joins the processes of a run, which the environment variables of torchrun describe, and
-    yields the world. If the block fails, one rank shows the error.
+    """A context manager that joins the processes of a run, and yields the world.
 
-    A process that completes the block exits with 0.
+    The environment variables of torchrun describe the processes. If the block fails, one rank shows the error. A
+    process that completes the block exits with 0.
 
     Raises:
         EnvironmentFailure: if a variable of torchrun is missing, or is not an integer.
-        SystemExit: the block failed, and this rank does not show the error. The exit code is that of the error.
+        SystemExit: if the block failed, and this rank does not show the error. The exit code is the exit code of the
+        error.
     """
     world = _join()
     codes: list[int] = []
     atexit.register(lambda: _leave(codes[0]) if codes else None)
     try:
         yield world
-    # Destroying the process group could wait for ranks that have ended
+    # No process group is destroyed here, because this could wait for ranks that have ended
     except BaseException as error:
         shows = world.reports(error)
         world.leave(waits=not isinstance(error, PeerLost))
         if not shows:
             codes.append(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70))
             if dist.is_torchelastic_launched():
-                # torchrun ends all ranks as soon as one has ended: the rank that shows the error needs time to show it
-                with suppress(BaseException):  # a signal ends the delay
+                # torchrun ends all ranks as soon as one rank ends. The rank that shows the error needs time to do so.
+                with suppress(BaseException):  # a signal ends the delay early
                     time.sleep(_HEAD_START)
             raise SystemExit(codes[0]) from None
         if world.rank:
@@ -281,7 +282,7 @@ def _join() -> World:
     rank, size, local_rank, local_size = place()
     end_with_launcher()
     if local_rank < torch.cuda.device_count():
-        # Before any other CUDA call, which would otherwise allocate memory on the first GPU
+        # Must precede any other CUDA call, which would allocate memory on the first GPU
         torch.cuda.set_device(local_rank)
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
@@ -304,13 +305,13 @@ def _join() -> World:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """A context manager for calls that need the other processes of the run. Raises PeerLost if another process does not
+    """A context manager for calls that need the other processes of the run. Raises PeerLost if a process does not
     answer.
     """
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # the call only reports an earlier error of this process
+        raise  # the call only repeats an earlier error of this process
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"
