@@ -57,8 +57,7 @@ class Product:
 
 class Capture(fx.Interpreter):
     """An interpreter of the traced method `score` of a model. The interpreter passes the inputs and outputs of linear
-    layers
-    and embedding lookups to callbacks.
+    layers and embedding lookups to callbacks.
 
     Args:
         model: the model, generated without fusions.

@@ -13,8 +13,7 @@ CHUNK_ROWS = 8192
 
 class Hessians:
     """Accumulates sums of X^T X, each [features, features]. The key of a sum is the name of the weight that multiplies
-    the
-    inputs X.
+    the inputs X.
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
@@ -32,8 +31,7 @@ class Hessians:
         """Adds the rows of `x` [..., features], of any float dtype, to the sum `name`. Records no gradient.
 
         If `ends` i32 [experts] is given, each expert has a separate sum, and the sums have the shape [experts,
-        features,
-        features]. The rows must be sorted by expert. `ends` has the cumulative number of rows per expert.
+        features, features]. The rows must be sorted by expert. `ends` has the cumulative number of rows per expert.
 
         Raises QuantizeError if an earlier call with the same `name` had another number of features.
         """

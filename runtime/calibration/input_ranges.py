@@ -140,8 +140,8 @@ def input_scales(
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
     """Returns the input scales in the optimizer state `optimizer` of a checkpoint.
 
-    A key of the result is the name of the first weight that reads the input. The result is empty if the run did not
-    yet quantize inputs when it wrote the checkpoint.
+    A key of the result is the name of the first weight that reads the input. The result is empty if the run did not yet
+    quantize inputs when it wrote the checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

@@ -8,9 +8,9 @@ uses of W. Every use adds matrices l r^T of rank one to g, where l [N] has one e
 - a product y = W x adds one matrix with l = dL/dy, r = x for each row of the input x;
 - a lookup y = W[v] adds one matrix with l = one-hot(v), r = dL/dy.
 
-Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015),
-the terms are assumed to be uncorrelated, so that F = sum_u F_u. Each F_u is approximated by the Kronecker product of
-its partial traces, A_u B_u^T / tr F_u:
+Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind of use, u. As in K-FAC (Martens and Grosse 2015), the
+terms are assumed to be uncorrelated, so that F = sum_u F_u. Each F_u is approximated by the Kronecker product of its
+partial traces, A_u B_u^T / tr F_u:
 
     A_u = diag(sum |r|^2 l_i^2) [N],  B_u = sum |l|^2 r r^T [K, K],  sum_i A_ui = tr B_u = tr F_u
 
@@ -122,8 +122,7 @@ class _Terms:
         """Adds the lookups of the rows `ids` [...] in the parameter `name`, a table with `rows` rows.
 
         `gradient` [..., K] has the gradients of the looked-up rows. The sums for each row are computed on the CPU,
-        because
-        `index_add_` on a GPU adds in a varying order, and the results would not be reproducible.
+        because `index_add_` on a GPU adds in a varying order, and the results would not be reproducible.
         """
         places, right = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).double()
         self._columns.add(name, right)

@@ -49,8 +49,7 @@ def _logit(key):
 @triton.jit
 def _ranked(logits, at):
     """Packs each logit and its index `at` into an i64. The largest i64 belongs to the first NaN. Without a NaN, it
-    belongs
-    to the first of the largest logits.
+    belongs to the first of the largest logits.
     """
     key = tl.where(logits == logits, _key(logits), NAN)
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - at).to(tl.int64)

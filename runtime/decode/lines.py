@@ -121,8 +121,7 @@ class Translator:
 @dataclass(frozen=True)
 class _Search:
     """The state of a search. It has the `beam` most probable partial target lines of each of `rows` sources, in
-    descending
-    order of probability.
+    descending order of probability.
 
     Attributes:
         index: the row of each source in the batch, i64 [rows].
@@ -143,8 +142,7 @@ class _Search:
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
         """Returns a search with empty lines. All lines of a source are equal at first. Therefore, only the first line
-        has a
-        finite score.
+        has a finite score.
         """
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)

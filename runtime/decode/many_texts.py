@@ -27,8 +27,7 @@ class _Writing:
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
         """Returns the random numbers for the next `steps` tokens of the text. `count` is the maximum number of tokens
-        of the
-        text.
+        of the text.
 
         The first `count` numbers are the numbers that `sample_tokens` uses for the same seed. All later numbers are 0,
         because the tokens after `count` are discarded.

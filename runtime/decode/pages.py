@@ -54,8 +54,7 @@ class _Text:
     """A text whose keys and values are in pages of the cache.
 
     `pages` has the indices of the pages of the text. `pieces` are i64 tensors on the device. Their concatenation has
-    all
-    tokens of the text that the model still attends to. The pages have the keys of all these tokens except the last
+    all tokens of the text that the model still attends to. The pages have the keys of all these tokens except the last
     token. `length` is the number of tokens in the pages.
     """
 
@@ -66,8 +65,7 @@ class _Text:
 
 class PagedDecoder:
     """Samples tokens for growing texts of different lengths. Texts can join and leave between steps. The host does not
-    wait
-    for the device.
+    wait for the device.
 
     A new text receives pages for its maximum number of tokens, so that no text ever waits for a page. When a text has
     `window` tokens, the decoder prefills its last `window // 2` tokens again, as the start of a text.
@@ -137,8 +135,7 @@ class PagedDecoder:
 
     def begins(self, key: int) -> bool:
         """Returns whether `begin` must sample the next token of a text, instead of `write`. This is the case if the
-        text was
-        just added, or has `window` tokens.
+        text was just added, or has `window` tokens.
         """
         return self._texts[key].length in (0, self._window)
 
@@ -179,8 +176,7 @@ class PagedDecoder:
         """Samples n tokens for each text.
 
         The method appends n tokens to the cache: the token that the previous call sampled last, and all new tokens
-        except
-        the last.
+        except the last.
 
         Args:
             keys: the keys of the texts. `begins` must return False for each key.

@@ -29,10 +29,8 @@ class Sampling:
         top_k: only the `top_k` most probable tokens can be sampled. None allows all tokens.
         top_p: the total probability for nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text
             Degeneration", arXiv 1904.09751). The probabilities of the tokens that `top_k` allows are first normalized
-            to
-            the sum 1. Nucleus sampling then keeps the smallest set of the most probable tokens whose total probability
-            is
-            at least `top_p`.
+            to the sum 1. Nucleus sampling then keeps the smallest set of the most probable tokens whose total
+            probability is at least `top_p`.
     """
 
     temperature: float = 1.0

@@ -19,14 +19,12 @@ class Steps(Protocol):
 
     def begin(self, state: State, beam: int = 1) -> State:
         """Returns a copy of a state for `extend`. In the copy, every row is repeated `beam` times. The copy is valid
-        until the
-        next call of `begin`.
+        until the next call of `begin`.
         """
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         """Appends `ids`, i64 [B, 1], at position `start` of the target. Returns the logits of the next token, f32 [B,
-        V]. The
-        logits are valid until the next call.
+        V]. The logits are valid until the next call.
         """
 
     def rows(self, unfinished: int, now: int) -> int:
@@ -59,8 +57,7 @@ class Graphed:
     """Runs the steps by replaying CUDA graphs.
 
     Each number of rows has its own graph of `extend`. The possible numbers of rows are the powers of two, and the size
-    of
-    the whole batch. Each source shape that occurs at least twice has its own graph of `encode`. The graphs read the
+    of the whole batch. Each source shape that occurs at least twice has its own graph of `encode`. The graphs read the
     weights at fixed addresses, so they remain valid while the model trains.
     """
 
@@ -99,8 +96,7 @@ class Graphed:
 
     def rows(self, unfinished: int, now: int) -> int:
         """Returns the smallest power of two that is at least `unfinished` and at least `SMALLEST`. If this power
-        exceeds `now`,
-        the method returns `now`.
+        exceeds `now`, the method returns `now`.
         """
         return min(max(1 << (unfinished - 1).bit_length(), SMALLEST), now)
 

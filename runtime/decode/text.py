@@ -29,7 +29,9 @@ class CachedModel(Protocol):
     """The programs of a text model with a contiguous cache that a `Decoder` calls."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids`, i64 [B, T], to a cache that has `start` tokens, i64 []. Returns the logits after the last id."""
+        """Appends `ids`, i64 [B, T], to a cache that has `start` tokens, i64 []. Returns the logits after the last
+        id.
+        """
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
         """Appends one id per row, i64 [B, 1], to a cache that has `start` tokens, i64 []. Returns the logits after the
@@ -42,14 +44,12 @@ class CachedModel(Protocol):
 
 class Decoder:
     """Computes the logits of the next tokens for a batch of growing texts of equal length. The KV cache has the dtype
-    of the
-    model.
+    of the model.
 
     A step reads only the first positions of the cache. The number of these positions is the length of the texts,
     rounded up to one of a few fixed lengths. On a GPU, each fixed length has its own CUDA graph. When the cache is
-    full,
-    the decoder prefills the last `window // 2` tokens again, as the start of a text. From then on, the model attends to
-    between `window // 2` and `window` tokens.
+    full, the decoder prefills the last `window // 2` tokens again, as the start of a text. From then on, the model
+    attends to between `window // 2` and `window` tokens.
 
     The method `write` runs entirely on the device: a step reads the token that the previous step sampled from device
     memory.
@@ -181,8 +181,7 @@ class Decoder:
 
 class Replayed:
     """Runs a function that returns nothing. On a CPU, each call runs the function directly. On a GPU, the function is
-    captured
-    as a CUDA graph, and each call replays the graph.
+    captured as a CUDA graph, and each call replays the graph.
 
     Args:
         work: the function. It must read and write the same addresses in every call, except for its arguments.
@@ -216,8 +215,7 @@ class Replayed:
 
 class Step:
     """Runs a decoding step with a cache of a fixed shape. On a CPU, each call runs the step directly. On a GPU, each
-    call
-    replays a CUDA graph.
+    call replays a CUDA graph.
 
     Args:
         call: the function that computes the logits from tensors and the cache, and updates the cache in place.
@@ -238,7 +236,9 @@ class Step:
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Returns the logits, which are valid until the next call. The shapes of `tensors` must be equal in all calls."""
+        """Returns the logits, which are valid until the next call. The shapes of `tensors` must be equal in all
+        calls.
+        """
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
         if self._replayed is None:

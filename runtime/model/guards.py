@@ -1,8 +1,7 @@
 """Checks the inputs of a loaded model against its vocabulary and context.
 
 Without these checks, an invalid id could make a program read outside the embedding table, or end the process with a
-CUDA
-error.
+CUDA error.
 """
 
 import weakref

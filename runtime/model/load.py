@@ -40,8 +40,7 @@ class Loaded:
     """A generated module, with its spec, target and programs.
 
     `directory` contains the generated code. `stored` contains the quantized arrays of each parameter, by parameter name
-    and
-    array name. If the model is not quantized, `stored` is None.
+    and array name. If the model is not quantized, `stored` is None.
     """
 
     spec: Spec

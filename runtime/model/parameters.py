@@ -10,8 +10,7 @@ from torch import Generator, Tensor, nn
 from specc.runtime.errors import IntegrityError
 
 # In-place initializers, by the name of the distribution in a spec. The float is a parameter of the distribution, such
-# as
-# the standard deviation.
+# as the standard deviation.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),

@@ -1,8 +1,7 @@
 """Types of generated models.
 
 The methods of a generated module depend on its spec, so mypy does not know them. The functions in this file therefore
-cast
-a module to one of these types.
+cast a module to one of these types.
 """
 
 from typing import Any, Protocol, cast
@@ -17,8 +16,7 @@ class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T]. Logits are f32 [B, vocabulary].
 
     The method `score` is the composition of the methods `features` and `nats`. A module has these two methods only if
-    its
-    spec has the field `eval.adapt`.
+    its spec has the field `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ from specc.runtime.model.code_cache import GENERATED, PROGRAMS
 from specc.runtime.support.native import cache_folder
 
 # Guards that compare global variables by value are stored. Guards that compare modules, classes or functions by
-# identity
-# cannot be stored. Instead, the cache key contains the digest of the generated code, the version of Torch and the
-# checksums of traced functions.
+# identity cannot be stored. Instead, the cache key contains the digest of the generated code, the version of Torch and
+# the checksums of traced functions.
 BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
 BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION"})
 # A loaded program adds a global variable of this name. Torch would choose the same name for the next program that it
@@ -99,8 +98,7 @@ class StoredProgram:
         self._shapes.add(shapes)
         codes = self._guarded_codes()
         # The first option records compiled graphs. Without the second option, Torch would compile the backward pass
-        # later, in
-        # a thread in which the first option may not apply. The backward pass would then not be recorded.
+        # later, in a thread in which the first option may not apply. The backward pass would then not be recorded.
         with config.patch(caching_precompile=True), functorch_config.patch(force_non_lazy_backward_lowering=True):
             result = self._compiled(*arguments)
         if self._guarded_codes() > codes:

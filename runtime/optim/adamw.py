@@ -19,8 +19,7 @@ class AdamW(UpdateRule[AdamWSpec]):
         super().__init__(spec, parameters, world)
         fused = self.tensors[0].is_cuda
         # Torch's kernel fixes the weight decay at its launch, and a CUDA graph cannot change a launch. If the weight
-        # decay
-        # changes during the run, it is therefore applied separately.
+        # decay changes during the run, it is therefore applied separately.
         decay = spec.weight_decay if isinstance(spec.weight_decay, float | int) and not spec.cautious_decay else None
         self._decays = decay is None
         self._torch = torch.optim.AdamW(

@@ -14,8 +14,7 @@ class Average:
 
     The kind `ema` is an exponential moving average with the factor `decay` (Polyak and Juditsky, 1992). The kind `swa`
     is an arithmetic mean of samples of the weights (Izmailov et al., 2018). It takes a sample every `every` steps,
-    while
-    `Moment.warm_down` is less than `below`.
+    while `Moment.warm_down` is less than `below`.
     """
 
     def __init__(self, spec: AverageSpec, weights: Callable[[], Mapping[str, Tensor]]) -> None:

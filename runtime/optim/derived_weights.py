@@ -14,8 +14,7 @@ class DerivedWeights:
 
     Backward passes accumulate gradients in the leaves. Once per step, `add_gradients` applies the chain rule to the
     accumulated gradients, and thus computes the gradients of the parameters. Accumulation before the chain rule is
-    exact,
-    because the chain rule is linear in the gradient.
+    exact, because the chain rule is linear in the gradient.
 
     Args:
         model: the model, on its final device.

@@ -126,8 +126,7 @@ class Masters:
 
         From now on, `refresh` quantizes the masters. This quantization needs no calibration data. The optimizer applies
         the gradients of the quantized weights to the masters (the straight-through estimator, Bengio et al. 2013). A
-        call
-        with the current schemes does nothing.
+        call with the current schemes does nothing.
 
         Args:
             schemes: the scheme of each parameter, by name. With None, the model computes with unquantized weights.
@@ -310,8 +309,7 @@ class Masters:
 
         If all values are finite, returns the name of the first parameter whose gradient contains NaN or infinity.
         Returns None if all gradients are finite, too. The method checks values first, because one value that is not
-        finite
-        makes all gradients of the next step non-finite.
+        finite makes all gradients of the next step non-finite.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
         pairs = (*self.weights().items(), *gradients)
@@ -333,8 +331,7 @@ class _Group:
         self._params, self._flat = params, flat
         self.totals = _views(flat, params)
         # Multi-tensor kernels do not mix dtypes. The gradients are therefore copied to a buffer of their own dtype,
-        # which a
-        # single kernel adds to the f32 buffer.
+        # which a single kernel adds to the f32 buffer.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
@@ -367,8 +364,7 @@ def _round_stochastically(values: Tensor) -> None:
 
     The bf16 format has the upper 16 bits of f32. The function adds a uniform random 16-bit integer to the bits of each
     value, and then clears the lower 16 bits. The addition may carry into the upper bits, which rounds the value away
-    from
-    zero. The probability of a carry is proportional to the lower 16 bits of the value.
+    from zero. The probability of a carry is proportional to the lower 16 bits of the value.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

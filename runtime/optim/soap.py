@@ -62,8 +62,7 @@ class _Side:
         """Updates `basis` by one step of orthogonal iteration.
 
         The step first sorts the eigenvectors by descending eigenvalue. `square` is the second moment of the gradients
-        in
-        the basis. The method sorts the rows or columns of `square` in the same order, in place.
+        in the basis. The method sorts the rows or columns of `square` in the same order, in place.
         """
         gram = self.gram.nan_to_num()
         values = (self.basis * (gram @ self.basis)).sum(-2)

@@ -29,10 +29,8 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     """Chooses one option per item, so that the total cost is minimal within `budget` bytes.
 
     An option is a pair of a size in bytes and a cost. The function rounds sizes up to multiples of budget / 65536
-    bytes.
-    The result is optimal up to this rounding. Among options of equal cost, the function prefers the smallest option.
-    Among
-    options of equal cost and size, the function prefers the option with the lowest index.
+    bytes. The result is optimal up to this rounding. Among options of equal cost, the function prefers the smallest
+    option. Among options of equal cost and size, the function prefers the option with the lowest index.
 
     Returns:
         The index of the chosen option of each item. None if even the smallest options together exceed the budget.

@@ -332,8 +332,7 @@ def _clear(staging: Path) -> None:
 
 def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
     """Returns the text of report.json: sizes, the loss before and after quantization, and one row for each parameter
-    and
-    each int8 input.
+    and each int8 input.
 
     For a parameter without a Hessian, the fields `output_error` and `trace` are null. The field `output_error` is also
     null if the output of the trained parameter is zero.

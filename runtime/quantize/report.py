@@ -29,8 +29,7 @@ class Row:
         mse: the mean squared error of the weights.
         output_error: the relative error of the output, ||dW X|| / ||W X||. W is the trained matrix, dW is the
             quantization error, and X are the calibration inputs. The value is computed from the Hessian H of the
-            inputs, as
-            sqrt(tr(dW H dW^T) / tr(W H W^T)). None without a Hessian.
+            inputs, as sqrt(tr(dW H dW^T) / tr(W H W^T)). None without a Hessian.
         bytes: the number of stored bytes before compression.
         compressed: the estimated number of bytes after compression.
         added_nats: the increase of the loss, in nats per token, that bit allocation estimated; None without bit

@@ -18,8 +18,7 @@ def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigest
     """Returns the contents of the artifact of a quantized model.
 
     The digests of the interface and the code are zeros, because only a build determines them. `write_quantized` fills
-    in
-    these digests.
+    in these digests.
 
     Args:
         spec: the spec of the trained run.

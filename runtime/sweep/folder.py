@@ -157,11 +157,11 @@ class SweepFolder:
 
         Args:
             directory: the path of the folder.
-                    sweep: the checked sweep file.
-                    threads: the number of CPU threads of each run, for a new sweep.
-                    extend: whether to accept a sweep file with more runs than the folder has.
+            sweep: the checked sweep file.
+            threads: the number of CPU threads of each run, for a new sweep.
+            extend: whether to accept a sweep file with more runs than the folder has.
 
-                Returns:
+        Returns:
             The folder.
 
         Raises:

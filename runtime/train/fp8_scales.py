@@ -19,9 +19,9 @@ X, WEIGHT, DY = range(len(FACTORS))
 class Fp8Scales:
     """Computes the scales of matrix products from the largest magnitudes of their operands in earlier steps.
 
-    A matrix product reads its scales from a buffer of the model, and records the magnitudes of its operands in the
-    same buffer; see `specc.compiler.ops.fp8`. The first step has no recorded magnitudes. Its scales depend on the
-    weights, and on estimates for the inputs and the gradients.
+    A matrix product reads its scales from a buffer of the model, and records the magnitudes of its operands in the same
+    buffer; see `specc.compiler.ops.fp8`. The first step has no recorded magnitudes. Its scales depend on the weights,
+    and on estimates for the inputs and the gradients.
 
     Args:
         model: the model in training, on its device.
@@ -41,8 +41,8 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales of the first step. `loss_scale` is the factor by which the loss is multiplied in this
-        step.
+        """Sets the scales of the first step. `loss_scale` is the factor by which the loss is multiplied in
+        this step.
         """
         for name, buffer in self._buffers.items():
             begin_scales(buffer)

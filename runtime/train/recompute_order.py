@@ -75,8 +75,7 @@ class _Backward:
         self._graph, self._regions = graph, dict[fx.Node, int]()
         self.starts: dict[int, fx.Node | None] = {}
         # Maps each gradient to the last node, possibly the gradient itself, that it depends on and that is in memory in
-        # any
-        # case: the result of a product or a custom op, or an input of the graph
+        # any case: the result of a product or a custom op, or an input of the graph
         self._computed: dict[fx.Node, fx.Node] = {}
         places: dict[fx.Node, int] = {}
         for place, node in enumerate(graph.nodes):
@@ -94,8 +93,7 @@ class _Backward:
 
     def _region(self, node: fx.Node) -> int | None:
         """Returns the region of a node. Torch 2.11 does not mark operations inside autograd functions, so that their
-        region
-        is the region of their inputs.
+        region is the region of their inputs.
         """
         if "recompute" in node.meta and node.meta.get("ac_graph_id") is not None:
             region: int = node.meta["ac_graph_id"]

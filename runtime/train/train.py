@@ -110,8 +110,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
     With several processes, each process calls this function with the same options. Rank 0 prints the messages and
     writes the run directory, which must be on shared storage. Results with different numbers of processes differ only
-    by
-    rounding.
+    by rounding.
 
     Args:
         options: the spec, the data and the run directory.

@@ -161,8 +161,7 @@ class Trainer:
         self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled, compile_training)
         # CUDA graphs that run one at a time share memory. The graph of the f32 update of bf16 masters therefore reuses
-        # the
-        # memory of activations.
+        # the memory of activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
         pool = torch.cuda.graph_pool_handle() if shared else None
         self._update_pool = pool if in_bf16 else None
@@ -280,8 +279,7 @@ class Trainer:
             vocabulary: the number of token ids.
             mark: a function that is called at the end of each part of the work, with the name of the part. The part
                 `trace` is the first computation of gradients in a segment, which compiles the program. The part
-                `warm_up`
-                is all other work, including the capture of CUDA graphs.
+                `warm_up` is all other work, including the capture of CUDA graphs.
         """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)

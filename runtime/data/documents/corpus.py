@@ -57,7 +57,6 @@ class Corpus:
 
         Raises DataError if a file cannot be read, or if the split has no documents. Raises DataIntegrityError if a
         compressed file is damaged.
-        compressed file is damaged.
         """
         empty = True
         for _, path in self.files:
@@ -93,8 +92,7 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
             of the path within the library selects about 1 file in 10 for val.
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document in
             its string "text"), .md or .py (one document). These files may be compressed as .xz, .gz or .zst. A .parquet
-            or
-            .arrow file has one document per row, in the column "text".
+            or .arrow file has one document per row, in the column "text".
         a folder: all files of the formats above in the folder and its subfolders, in the order of their relative paths.
             In a folder that Hugging Face `datasets` saved, only the files that state.json lists are read.
 

@@ -25,8 +25,7 @@ SUPPORTED = (
 
 def kind_of(path: Path) -> str:
     """Returns the format of a file as a suffix, such as `.txt` for `a.txt` and `a.txt.xz`. Returns an empty string if
-    the
-    format is not supported.
+    the format is not supported.
     """
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
     return suffix if suffix in KINDS and (suffix not in TABLES or suffix == path.suffix) else ""

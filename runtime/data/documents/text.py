@@ -9,9 +9,8 @@ from specc.runtime.data.documents.files import bounded, open_file
 
 SEPARATOR = b"<|endoftext|>"
 # A .txt file of more than RUNNING_BYTES without any separator is running text. Running text is divided at line ends
-# into
-# documents of BLOCK_BYTES to 2 * BLOCK_BYTES. A large file can then be divided into splits, and needs little memory. If
-# the user specifies the boundaries between documents, no file is running text.
+# into documents of BLOCK_BYTES to 2 * BLOCK_BYTES. A large file can then be divided into splits, and needs little
+# memory. If the user specifies the boundaries between documents, no file is running text.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024

@@ -39,8 +39,7 @@ class LineFile:
         """Reads the file of line pairs that the option `--data` names, and encodes its lines.
 
         Raises the errors that `read_lines` raises. Raises LineError if one side of a line has `width` or more
-        characters, or
-        a character that is not in the vocabulary.
+        characters, or a character that is not in the vocabulary.
         """
         path = Path(data).expanduser()
         sources, targets = read_lines(path, settings)

@@ -1,13 +1,11 @@
 """Loads batches of line pairs.
 
-After a resume, a run receives the batches that an uninterrupted run would receive. The order of samples does not
-depend on the number of ranks.
+After a resume, a run receives the batches that an uninterrupted run would receive. The order of samples does not depend
+on the number of ranks.
 
 All ranks derive the same global order of samples. A training step takes the next samples of this order, and divides
-them
-into passes (micro-batches). Rank r receives the samples of a pass whose index k in the pass satisfies k % world == r.
-If
-the number of samples per step is fixed, every step trains on the same samples for any number of ranks.
+them into passes (micro-batches). Rank r receives the samples of a pass whose index k in the pass satisfies k % world ==
+r. If the number of samples per step is fixed, every step trains on the same samples for any number of ranks.
 """
 
 import hashlib
@@ -54,12 +52,10 @@ class Samples(Protocol):
 
 class FixedSet:
     """A sequence of samples that repeats a set of N pairs endlessly. Each epoch has a new order. Position k is the
-    sample
-    with the index k % N in the order of epoch k // N.
+    sample with the index k % N in the order of epoch k // N.
 
     All tokens are stored on `device`. The order of an epoch is the argsort of N little-endian u64. The u64 are the
-    output
-    of SHAKE-256("specc pairs {seed} {epoch}"). Raises DataError if there are no pairs.
+    output of SHAKE-256("specc pairs {seed} {epoch}"). Raises DataError if there are no pairs.
     """
 
     def __init__(self, pairs: Pairs, seed: int, device: torch.device) -> None:
@@ -144,14 +140,11 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the data of the next pass: the sources and the targets, i64 [batch, width] each, and the weight of
-        the
-        pass, f32 [].
+        the pass, f32 [].
 
         The loss of a step is the mean over all target tokens of the step, without padding. To compute this loss,
-        multiply
-        the mean loss of each pass by the weight of the pass. Then average the products over all passes of all ranks.
-        The
-        attributes `samples` and `tokens` count the samples and tokens that all ranks have received.
+        multiply the mean loss of each pass by the weight of the pass. Then average the products over all passes of all
+        ranks. The attributes `samples` and `tokens` count the samples and tokens that all ranks have received.
         """
         if self._taken == self._passes:
             self._begin()

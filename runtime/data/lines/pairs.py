@@ -26,8 +26,7 @@ class TextPairs(Protocol):
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """N line pairs as tokens. `source` and `target` are u8 [N, width]. Each row has one token per character, then a
-    stop token,
-    then padding.
+    stop token, then padding.
     """
 
     source: Tokens

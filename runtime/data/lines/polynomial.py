@@ -5,8 +5,7 @@ sine, cosine or tangent of a variable. The lines have the distribution and the f
 format is the output of sympy without spaces.
 
 Line k of a stream depends only on word k (64 bits) of a SHAKE-256 output; see `draw`. A stream therefore has equal
-lines
-on every machine, and any line can be computed without the previous lines.
+lines on every machine, and any line can be computed without the previous lines.
 """
 
 import hashlib
@@ -42,9 +41,8 @@ class Lines:
     """N lines, each stored in a canonical form as the coefficients of the product outer * forms[0] * forms[1].
 
     A form (a, b) is a*V + b. If b != 0, the form is a binomial. If b == 0, the form is a monomial; it is stored as V,
-    with
-    the coefficients (1, 0). A line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in their
-    stored order.
+    with the coefficients (1, 0). A line with n binomials is printed as `outer * V ** (2 - n)` times the binomials, in
+    their stored order.
 
     Attributes:
         variable: the variable of each line, as an index into VARIABLES, i64 [N].
@@ -140,9 +138,8 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
     Each word, modulo the product of the radices below, is a mixed-radix number. Its digits determine line k. The
-    radices
-    reproduce the distribution of 400,000 lines of the Scale AI data set. From the lowest digit on, the radices and the
-    meanings of the digits are:
+    radices reproduce the distribution of 400,000 lines of the Scale AI data set. From the lowest digit on, the radices
+    and the meanings of the digits are:
 
         16:      the letter, an index into "sincostanxyzhijk"; some letters occur more than once
         100:     0, 1, 2: V is the sin, cos or tan of the letter; other digits: V is the letter

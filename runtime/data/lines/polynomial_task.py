@@ -98,9 +98,8 @@ class Fresh:
     """The endless stream of training lines, without the lines that are reserved for the held-out splits.
 
     The reserved lines are of two kinds: the first MOST_HELD_OUT lines of the split duplicate-free, and all lines that
-    have
-    the coefficients of one of the first MOST_HELD_OUT lines of the split structure-disjoint. The training set is the
-    first `count` lines of the stream. Both splits exclude the training set, so that no line of the training set is
+    have the coefficients of one of the first MOST_HELD_OUT lines of the split structure-disjoint. The training set is
+    the first `count` lines of the stream. Both splits exclude the training set, so that no line of the training set is
     reserved. About 1 in 10 of the later lines is reserved.
     """
 
@@ -134,8 +133,7 @@ class Fresh:
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
     """Returns two fractions of `lines`: the lines that equal a line of `training`, and the lines that have the
-    coefficients
-    of a line of `training`.
+    coefficients of a line of `training`.
     """
     sides = ((lines.keys, training.keys), (lines.structures, training.structures))
     lines_in, structures_in = (float(_in(ours, np.unique(theirs)).mean()) for ours, theirs in sides)

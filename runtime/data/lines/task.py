@@ -2,8 +2,7 @@
 set.
 
 A task is a subclass of `Task` in a module of this package. A spec selects a task by its name in `train.data.kind`. If
-no
-task has the name, the data are read from files.
+no task has the name, the data are read from files.
 """
 
 from abc import ABC, abstractmethod

@@ -26,8 +26,7 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A problem in a folder of shards. `where` is the file or the split, and `what` describes the problem. `damage` is
-    True
-    if a file is missing, damaged, or different from the record in shards.json.
+    True if a file is missing, damaged, or different from the record in shards.json.
     """
 
     where: str
@@ -113,8 +112,8 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     """Checks a folder of shards by reading every shard once.
 
     The check reports shards that are invalid, missing, changed, wrongly named, or equal to another shard. It also
-    reports
-    tokens outside the vocabulary, empty splits, a val split that does not start with BOS, and duplicate documents.
+    reports tokens outside the vocabulary, empty splits, a val split that does not start with BOS, and duplicate
+    documents.
 
     Args:
         folder: the folder of shards.
@@ -273,8 +272,7 @@ class _Check:
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
     """Divides a stream of tokens, given in pieces, into documents. For each piece, yields the pairs (length, digest) of
-    the
-    documents that end in the piece.
+    the documents that end in the piece.
 
     Tokens before the first BOS are treated as a document.
     """

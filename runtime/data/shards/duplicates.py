@@ -13,10 +13,8 @@ class Hashes:
     """The set of the hashes of all documents in a split.
 
     If there are more than MOST hashes, the set stores only a sample of the hashes. The sample consists of the hashes
-    whose
-    first `level` bits are 0, which are about `2**-level` of all hashes. The sample has either all copies of a document
-    or
-    no copy. Counts over the sample can therefore be scaled up.
+    whose first `level` bits are 0, which are about `2**-level` of all hashes. The sample has either all copies of a
+    document or no copy. Counts over the sample can therefore be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -47,8 +45,7 @@ class Hashes:
 
 def shared(some: Hashes, others: Hashes) -> tuple[int, bool]:
     """Returns the number of documents of `some` that are also in `others`, and whether this number is exact. A number
-    that
-    is not exact is an estimate.
+    that is not exact is an estimate.
     """
     level = max(some.level, others.level)
     return int(np.isin(some.at(level), others.at(level)).sum()) << level, level == 0

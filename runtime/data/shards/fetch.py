@@ -29,8 +29,7 @@ from specc.runtime.storage.atomic import sync_folder
 @dataclass(frozen=True, slots=True)
 class HubSet:
     """A data set on the Hugging Face hub. Its fields are the repository, the folder of the shards in the repository,
-    and the
-    path of the tokenizer.
+    and the path of the tokenizer.
     """
 
     repository: str
@@ -55,11 +54,9 @@ def fetch(
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a data set into the folder `out`.
 
     The function checks that each file has the size and the digest that the hub states. If a file in `out` already
-    passes
-    this check, it is not downloaded again. A second call therefore resumes an interrupted download, or adds shards.
-    During the second call, the shards of an earlier complete download can be used. The record of the folder,
-    shards.json,
-    is written last.
+    passes this check, it is not downloaded again. A second call therefore resumes an interrupted download, or adds
+    shards. During the second call, the shards of an earlier complete download can be used. The record of the folder,
+    shards.json, is written last.
 
     Args:
         name: a key of SETS.

@@ -33,8 +33,7 @@ class RemoteFile:
     """A file in a repository on the hub.
 
     `size` is in bytes. `sha256` is None if the hub stores the file in git instead of LFS. `blob` is the git object id
-    of the
-    file.
+    of the file.
     """
 
     path: str
@@ -76,8 +75,7 @@ def client() -> Any:
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
     """A context manager for requests to a repository. It converts every exception to EnvironmentFailure, because the
-    client
-    library of the hub raises exceptions of many libraries.
+    client library of the hub raises exceptions of many libraries.
     """
     try:
         yield

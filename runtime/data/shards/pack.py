@@ -64,8 +64,7 @@ def pack(
     """Creates a folder of token shards. The same input gives the same bytes.
 
     If the tokenizer is not lossless, a byte-count file is written for each val shard. It has the number of bytes of
-    each
-    token, which the computation of bits per byte needs.
+    each token, which the computation of bits per byte needs.
 
     An interrupted call leaves a folder `.NAME.packing` next to the folder NAME. The next call for NAME empties and uses
     this folder.

@@ -34,8 +34,7 @@ class ShardEntry(StrictModel):
 
 class SplitEntry(StrictModel):
     """The shards of a split. `documents` is the number of documents, and `document_bytes` is their total size. Both are
-    None if
-    the documents were not counted.
+    None if the documents were not counted.
     """
 
     documents: Count | None

@@ -48,8 +48,7 @@ class ShardFormat:
 
     def file_bytes(self, tokens: int) -> int:
         """Returns the size in bytes of a file with `tokens` tokens. This size is also the offset of the token with the
-        index
-        `tokens`.
+        index `tokens`.
         """
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
@@ -79,8 +78,7 @@ class ShardWriter:
     """Writes a shard. Use the writer as a context manager.
 
     If the `with` block ends without an error, the writer writes the header and syncs the file. Until then, the header
-    is
-    invalid. The writer does not rename the file, so write into a temporary folder.
+    is invalid. The writer does not rename the file, so write into a temporary folder.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:

@@ -57,8 +57,7 @@ def open_cached(
     source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
     """Opens the cached tokens of one split of a text source. If the cache has no entry for the split, the function
-    tokenizes
-    the text and adds an entry.
+    tokenizes the text and adds an entry.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`).

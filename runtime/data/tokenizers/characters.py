@@ -69,8 +69,7 @@ class CharTokenizer:
         """Returns tokens, u8 [N, width]. A row has the tokens of the characters, then a stop token, then padding.
 
         `codes` are code points [N, W], with zeros after the last character of a row. Raises LineError if a row has
-        `width`
-        or more characters, or a character that is not in the vocabulary.
+        `width` or more characters, or a character that is not in the vocabulary.
         """
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
@@ -94,8 +93,7 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
         """Returns the text before the first stop token, without padding and start tokens. Raises DataError if an id is
-        out of
-        range.
+        out of range.
         """
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 

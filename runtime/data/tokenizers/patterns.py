@@ -16,8 +16,7 @@ class Pattern:
     r"""A pre-tokenizer, and the white-space characters that it treats specially.
 
     The pattern `\s+(?!\S)` backtracks by recursion. A run of a million white-space characters overflows the stack of
-    the
-    regex engine. `segments` therefore first cuts the text at long runs, at positions where the pattern also cuts.
+    the regex engine. `segments` therefore first cuts the text at long runs, at positions where the pattern also cuts.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.

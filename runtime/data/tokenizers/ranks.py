@@ -41,8 +41,7 @@ def rank_file(ranks: Ranks) -> bytes:
 
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
     """Returns the text of a `tokenizer.json` for ranks. With this file, the library `tokenizers` returns the same ids
-    as
-    tiktoken.
+    as tiktoken.
 
     tiktoken merges two tokens if their concatenation has a rank. The file therefore lists every such pair as a merge.
     tiktoken does not split a piece that is a token. The file therefore sets `ignore_merges`.

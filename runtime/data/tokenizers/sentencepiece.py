@@ -18,10 +18,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model` file.
 
     The tokenizer is not lossless: it normalizes text, and it decodes the character U+2581 to a space. The BOS token of
-    the
-    model precedes each document. If the model has no BOS token, its EOS token precedes each document. Text must be
-    valid
-    UTF-8.
+    the model precedes each document. If the model has no BOS token, its EOS token precedes each document. Text must be
+    valid UTF-8.
 
     Raises DataError if the file is not a valid model. Raises EnvironmentFailure if sentencepiece is not installed.
     """

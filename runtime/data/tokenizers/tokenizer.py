@@ -18,9 +18,8 @@ class PieceBytes:
     """The number of bytes that each token represents, as in OpenAI's parameter-golf challenge.
 
     A token y after a token x represents `base[y]` bytes. The token represents one more byte if y starts with a space
-    mark
-    and x is not a boundary. The space mark that a SentencePiece model inserts before a document therefore represents no
-    byte.
+    mark and x is not a boundary. The space mark that a SentencePiece model inserts before a document therefore
+    represents no byte.
 
     Attributes:
         base: the number of bytes of each token without a leading space mark, i64 [vocab]; 0 for control, unknown and

@@ -36,8 +36,7 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
 
     The tokenizer is lossless if it is byte-level, does not normalize text and drops no text. Special tokens in a
-    document
-    are treated as ordinary text. Text must be valid UTF-8.
+    document are treated as ordinary text. Text must be valid UTF-8.
 
     Args:
         path: the `tokenizer.json` file.
@@ -138,8 +137,7 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
     """Returns the bytes of each id of a tokenizer; empty bytes for special and unused ids. Returns None if the text of
-    a
-    sequence of ids is not the concatenation of their bytes.
+    a sequence of ids is not the concatenation of their bytes.
 
     `content` is the parsed `tokenizer.json`. `words` maps the tokens of its vocabulary to ids.
     """

@@ -27,8 +27,7 @@ class WindowPlan:
         batch: the number of windows per batch.
         stride: the distance between the starts of adjacent windows, 1 to `length` tokens. None selects `length`, and
             windows do not overlap. With a smaller stride, each target after the first window has at least `length -
-            stride`
-            tokens of context.
+            stride` tokens of context.
         unscored: the number of targets at the start of each window that are not scored.
     """
 
@@ -49,8 +48,7 @@ class WindowPlan:
 @dataclass(frozen=True, slots=True)
 class Window:
     """A window of a token stream. The inputs are the `length` tokens from position `start` on. The target of each input
-    is
-    the next token.
+    is the next token.
 
     Only the last `new` targets of the window are scored.
     """
@@ -87,8 +85,7 @@ class Windows:
 
     def chunks(self, tokens: int | None) -> list[range]:
         """Divides the windows into consecutive ranges. Each range scores about `tokens` targets. If `tokens` is None,
-        there is
-        a single range.
+        there is a single range.
 
         A range ends with the window at which the total number of scored targets reaches a multiple of `tokens`.
         """

@@ -6,10 +6,9 @@ The stream is divided into blocks of `length` tokens. A window is a block and th
 the inputs shifted by one token. Every token of the stream except the first is therefore a target.
 
 All ranks derive the same order of windows for each epoch. A step takes the next `batch * world` windows. Rank r
-receives
-the windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is fixed, every step
-trains on the same windows for any number of ranks. Windows of the next epoch complete the last batch of an epoch. With
-the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
+receives the windows of the step whose index k in the step satisfies k % world == r. If `batch * world` is fixed, every
+step trains on the same windows for any number of ranks. Windows of the next epoch complete the last batch of an epoch.
+With the order `best_fit`, a batch has rows of packed documents (see packing.py) instead of windows.
 
 A background thread reads batches ahead. The thread makes no CUDA calls, because they could invalidate the capture of a
 CUDA graph. For a GPU, each call of `Loader.next` also starts to copy the following batch, on a separate CUDA stream.
@@ -36,16 +35,14 @@ from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 Order = Literal["sequential", "coprime_stride", "best_fit"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
 # The version of a saved state, which determines the order of windows. Version 1 accepted every stride that is coprime
-# to
-# the number of blocks. A run resumes with the version of its saved state.
+# to the number of blocks. A run resumes with the version of its saved state.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
 # Pairs (multiples, part) for rejecting strides. Let d be the distance between two windows of an epoch, in blocks,
-# modulo
-# the number of blocks. A stride is rejected if d is less than 1/part of the stream for two windows that are at most
-# `multiples` positions apart in the order. With 19,775 blocks, the limits of d are 38 and 3 blocks. Without the first
-# pair, the windows of some steps would cover only a part of the stream. Without the second pair, steps of 384 windows
-# would contain runs of adjacent windows.
+# modulo the number of blocks. A stride is rejected if d is less than 1/part of the stream for two windows that are at
+# most `multiples` positions apart in the order. With 19,775 blocks, the limits of d are 38 and 3 blocks. Without the
+# first pair, the windows of some steps would cover only a part of the stream. Without the second pair, steps of 384
+# windows would contain runs of adjacent windows.
 _TOO_NEAR = ((16, 512), (192, 6000))
 
 
@@ -54,8 +51,7 @@ class EpochOrder:
     """The order of the windows in one epoch: a permutation of the blocks of the stream.
 
     Window k starts at token `phase + length * ((start + k * stride) mod blocks)`. `stride` and `blocks` are coprime.
-    The
-    windows k = 0 .. blocks - 1 therefore visit every block exactly once.
+    The windows k = 0 .. blocks - 1 therefore visit every block exactly once.
     """
 
     length: int
@@ -72,8 +68,7 @@ def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
     """Returns the order of the windows in one epoch. The order depends only on the arguments, and not on the machine or
-    the
-    versions of libraries.
+    the versions of libraries.
 
     The order `coprime_stride` is from parameter-golf PR 726. Each epoch has a random phase, a random start, and a
     random stride coprime to the number of blocks. The phase shifts the boundaries of all windows. Version 2 rejects
@@ -122,8 +117,7 @@ def _comes_back(stride: int, blocks: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class Crop:
     """Counts of document tokens in packing. `cropped` is the number of tokens that the rows leave out, and `tokens` is
-    the
-    number of all tokens that were read.
+    the number of all tokens that were read.
     """
 
     cropped: int
@@ -137,8 +131,7 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The windows of a step on one rank. It also has the epoch and the position in the epoch after the step, and the
-    token
-    counts since the first step.
+    token counts since the first step.
     """
 
     windows: Windows
@@ -257,8 +250,7 @@ class Loader(BackgroundReader[_Step]):
         """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
 
         For a GPU, use the batch on the CUDA stream that is current during this call. The call waits only if the
-        background
-        thread has no batch ready.
+        background thread has no batch ready.
 
         Raises:
             DataError, OSError: if the background thread failed to read the batch. The next call tries to read the batch
@@ -310,8 +302,7 @@ class Loader(BackgroundReader[_Step]):
 
     def cropped_share(self) -> float | None:
         """Returns the fraction of document tokens that packed rows have left out so far. None if the rows are not
-        packed
-        documents.
+        packed documents.
         """
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 

@@ -1,8 +1,7 @@
 """Packs documents into rows by the best-fit method of nanochat (July 2026).
 
 A document is BOS followed by its tokens. Rows are filled from a buffer of documents. The largest document that fits
-into
-the free space of the row is added to the row. This step repeats as long as a document fits. The beginning of the
+into the free space of the row is added to the row. This step repeats as long as a document fits. The beginning of the
 shortest document of the buffer then completes the row, and the rest of this document is dropped. Rows have no padding,
 and every row begins with BOS.
 """

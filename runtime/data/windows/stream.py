@@ -97,8 +97,7 @@ class TokenStream:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
         The first token of a stream is never scored, because it has no context. BOS represents no bytes. If the first
-        token
-        is BOS, the scores of all later tokens therefore cover all bytes of the text.
+        token is BOS, the scores of all later tokens therefore cover all bytes of the text.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")

@@ -41,8 +41,7 @@ class Lines(Source):
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
         """Generates the lines if `data` is the name of the task in the spec. Otherwise, the method reads the file
-        `data`,
-        and holds out a part of its lines for validation.
+        `data`, and holds out a part of its lines for validation.
         """
         spec, tokenizer, width = self._spec, self._tokenizer, self._spec.model.window
         task = task_of(spec.train.data)

@@ -92,8 +92,7 @@ class Source(ABC):
         """Opens `data`, the value of the option `--data`.
 
         The folder `cache` stores results that are slow to compute. Raises DataError if the data cannot be read or do
-        not
-        match the spec.
+        not match the spec.
         """
 
     @staticmethod
