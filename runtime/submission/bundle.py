@@ -2,7 +2,7 @@
 
 The code is extracted from the sources of specc without docstrings and annotations (see shake.py), and compressed. When
 train_gpt.py starts, it unpacks the code into a temporary folder, because Triton and nvcc read sources from files. The
-file has the encoding Latin-1, in which one character of a string stores one compressed byte.
+file has the encoding Latin-1, in which each character of a string literal stores one compressed byte.
 """
 
 import bz2
@@ -66,7 +66,7 @@ class _Facts:
             of these products separately.
         experts: whether the model has experts.
         gpu: whether a target is a GPU.
-        rounds: whether training rounds weights as quantization will.
+        rounds: whether training fake-quantizes weights.
     """
 
     spec: Spec
@@ -91,7 +91,7 @@ class _Facts:
         return self.quant.correct is not None or any(ranks)
 
 
-# Functions and classes that only some submissions need, with the condition for each.
+# Functions and classes that only some submissions need, each with the condition under which it is needed.
 _WHEN_USED: Mapping[Symbol, Callable[[_Facts], bool]] = {
     ("specc.runtime.quantize.written_text", "write_text"): lambda facts: facts.writes_text,
     ("specc.runtime.quantize.promotion", "promote"): lambda facts: facts.quant.allocate is None,
@@ -121,8 +121,8 @@ _BUFFERS: Mapping[str, Symbol] = {
     dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
 }  # the classes that set buffers of a model, by the storage format of the buffers
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
-MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len to try; which is best depends on the data
-# Matches C++ string and character literals, which are preserved. Also matches comments, which are removed.
+MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len to try; the best value depends on the data
+# Matches C++ string and character literals, which are kept, and comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
 # coding: latin-1
@@ -145,7 +145,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     """Returns the content of train_gpt.py: a Python source in Latin-1.
 
     Args:
-        spec: the spec of the run, as it is before quantization chooses bits.
+        spec: the spec of the run before quantization has chosen the bits.
         lock: the kernels that `specc tune` measured as the fastest.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.
@@ -155,13 +155,13 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
         The content of the file.
 
     Raises:
-        ShakeError: the sources of specc contain a construct that shake.py does not support.
+        ShakeError: if the sources of specc contain a construct that shake.py does not support.
     """
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
     choices = [("lzma", lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain])) for chain in filters]
-    if codec == Codec.BROTLI:  # the program needs brotli anyway, to write the weights
+    if codec == Codec.BROTLI:  # the program needs brotli anyway, to compress the weights
         choices.append(("brotli", compress(data, 11)))
     module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
     return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=JOINED).encode("latin-1")
@@ -182,17 +182,17 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     """Returns the files of the package that train_gpt.py unpacks.
 
     Args:
-        spec: the spec of the run, as it is before quantization chooses bits.
+        spec: the spec of the run before quantization has chosen the bits.
         lock: the kernels that `specc tune` measured as the fastest.
         targets: the targets to generate code for.
         tokenizer: the tokenizer. Its byte table is included.
         codec: the compression of the weights that the program writes.
 
     Returns:
-        The source texts by path, in the order in which they compress best.
+        The source texts by path, in the order that compresses best.
 
     Raises:
-        ShakeError: the sources of specc contain a construct that shake.py does not support.
+        ShakeError: if the sources of specc contain a construct that shake.py does not support.
     """
     facts = _facts(spec, targets)
     plan, generated, storages = _plan(facts, lock, targets, tokenizer, codec)
@@ -310,7 +310,7 @@ def _piece_table(pieces: PieceBytes) -> str:
     """Returns a text with one character per token id, which states the size of the token.
 
     The character has the code point `32 + 2 * n + s`. `n` is the number of bytes of the token without a leading space.
-    `s` is 1 if the token has a leading space, else 0.
+    `s` is 1 if the token has a leading space, and 0 otherwise.
     """
     marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
     return "".join(chr(32 + 2 * size + space) for size, space in marks)
@@ -321,7 +321,7 @@ def spelled(value: Any, classes: set[type]) -> str:
 
     `value` may be an instance of a settings class, a number, a text, or a tuple, list or mapping of such values. The
     function adds the classes that occur in the expression to `classes`. The expression omits fields with default
-    values. Raises TypeError for values of other types.
+    values. Raises TypeError if `value` has another type.
     """
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Counts the bytes of a submission by the rules of parameter-golf: code file plus weights file."""
+"""Counts the bytes of a submission by the rules of parameter-golf: the code file plus the weights file."""
 
 import stat
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class SubmissionSize:
         path: the folder of the submission.
         code: the size of the code file.
         weights: the size of the weights file.
-        budget: the limit of code and weights together.
-        others: the names of other files in the folder. These files are not counted.
+        budget: the limit of the size of code and weights together.
+        others: the names of other files in the folder. The bytes of these files do not count.
     """
 
     path: Path
@@ -66,9 +66,9 @@ def is_submission(path: Path) -> bool:
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
     """Returns the size of the submission in a folder, with its budget in bytes.
 
-    The default budget is `quant.budget_bytes` of the spec in the weights file. If the spec has none, the default is the
-    limit of parameter-golf, 16,000,000 bytes. Raises IntegrityError if a file is missing or is not a regular file, or
-    if the budget must be read from a weights file that is not valid.
+    The default budget is `quant.budget_bytes` of the spec in the weights file, or 16,000,000 bytes, the limit of
+    parameter-golf, if the spec has no budget. Raises IntegrityError if a file is missing or is not a regular file. Also
+    raises IntegrityError if the budget must be read from a weights file that is not valid.
     """
     sizes = []
     for name in (CODE, WEIGHTS):

@@ -1,9 +1,9 @@
-"""The program of a submission: trains, quantizes, writes the weights and scores them.
+"""The program of a submission: trains and quantizes a model, writes the weights, and scores them.
 
 `python train_gpt.py [train]` runs all stages. `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts the
 program on several GPUs. The program saves the trained weights until they are quantized. If quantization fails, `python
-train_gpt.py quantize WEIGHTS` continues with the saved weights. The data are token shards in a folder that the option
-`--data` or the environment variable DATA_PATH names.
+train_gpt.py quantize WEIGHTS` continues from the saved weights. The data are token shards. The option `--data` or the
+environment variable DATA_PATH names their folder.
 """
 
 import argparse
@@ -64,7 +64,9 @@ DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program with command-line `arguments`. Returns its exit code, which has the same meaning as in specc."""
+    """Runs the program with command-line `arguments`. Returns its exit code. Exit codes have the same meanings as in
+    specc.
+    """
     options = _options(arguments)
     try:
         with joined() if is_launched() else nullcontext(World.alone()) as world:
@@ -108,7 +110,7 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights, which a submission has instead of checkpoints. It is removed after quantization."""
+    """The file of trained weights, which replaces the checkpoints in a submission. It is removed after quantization."""
 
     weights: Path  # the path of the quantized weights, in the same folder
     target: str
@@ -170,15 +172,15 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     The quantized weights are written to the file `options.weights`.
     """
     out = Path(options.weights)
-    if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
+    if out.is_dir() or not out.parent.is_dir():  # checked before training, so that the work of training is not lost
         raise RunFailure(f"{out} is not the path of a file", "name a file in a folder that exists")
-    compress(b"", 0, CODEC)  # raises before training if brotli is not installed
+    compress(b"", 0, CODEC)  # raises an error before training if brotli is not installed
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""
     trained = TrainedFile(out, target, "python {} quantize {} --data {}".format(*places) + f"{chosen} [--budget BYTES]")
     streams = [open_stream(options.data, split, TOKENIZER, Path()) for split in ("train", "val")]
     if options.command == "quantize":
-        trained.load(world.device)  # raises before earlier weights are renamed
+        trained.load(world.device)  # raises an error before earlier weights are renamed
     before = out.with_name(f"{out.name}.before")
     if not world.rank and out.exists():  # renamed, so that it is not mistaken for the result if this run fails
         try:
@@ -217,7 +219,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
         trained: the file to which the weights are saved.
 
     Raises:
-        RunFailure: training ends before the last phase of the run.
+        RunFailure: if training ends before the last phase of the run.
     """
     spec, window, compiled = plan.TRAIN, plan.WINDOW, world.device.type == "cuda"
     last = (steps - 1) / spec.steps if steps is not None and spec.steps is not None else 1.0
@@ -250,12 +252,12 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
         model: the trained model.
         out: the weights file.
         trained_on: digests of the training data.
-        budget: the limit of code and weights together, in bytes; None for the budget of the spec.
+        budget: the limit of the size of code and weights together, in bytes; None for the budget of the spec.
 
     Raises:
-        QuantizeError: a scheme cannot store its parameter, or the budget is too small.
-        RunFailure: GPU memory is full.
-        DataError: the training data cannot be read.
+        QuantizeError: if a scheme cannot store its parameter, or the budget is too small.
+        RunFailure: if GPU memory is full.
+        DataError: if the training data cannot be read.
     """
     quant = plan.QUANT
     if budget is not None:
@@ -275,7 +277,7 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
 def score(world: World, target: str, options: Any) -> BitsPerByte:
     """Returns the bits per byte of a weights file on the validation text. Several ranks share the work.
 
-    Raises RunFailure if the loss is not finite, and IntegrityError if the weights file is not valid.
+    Raises RunFailure if the loss is not finite. Raises IntegrityError if the weights file is not valid.
     """
     stored, known = read_weights(Path(options.weights))
     model = realized(target, dequantized(stored), world.device)

@@ -42,9 +42,9 @@ def export_submission(
 ) -> SubmissionSize:
     """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`.
 
-    The weights come from the artifact of the run. The code in train_gpt.py trains, quantizes and scores the model. It
-    needs torch, numpy, the package of `codec`, and nvcc and CUTLASS if a kernel is in CUDA C++. The code is written
-    last, so a folder with code is complete.
+    The weights come from the artifact of the run. The code in train_gpt.py trains, quantizes and scores the model. The
+    code needs torch, numpy, and the package of `codec`. If a kernel is in CUDA C++, the code also needs nvcc and
+    CUTLASS. The code file is written last. If a folder has a code file, the submission is therefore complete.
 
     Args:
         path: the run directory.
@@ -60,14 +60,14 @@ def export_submission(
         The sizes of the code and the weights in bytes.
 
     Raises:
-        ExportError (exit code 2): a file exists and `force` is False, `out` is not a folder, or the run cannot be a
-            submission.
-        TargetError (2): a target is not valid for the spec.
-        DataError: the tokenizer is missing.
-        RunDirectoryError: `path` is not a run.
-        RunFailure: the run is not quantized, it ended before its last phase, or its spec changed after quantization.
-        IntegrityError: the run or its artifact is damaged.
-        EnvironmentFailure: a file cannot be written.
+        ExportError (exit code 2): if a file exists and `force` is False, `out` is not a folder, or the run cannot be
+            exported as a submission.
+        TargetError (2): if a target is not valid for the spec.
+        DataError: if the tokenizer is missing.
+        RunDirectoryError: if `path` is not a run.
+        RunFailure: if the run is not quantized, it ended before its last phase, or its spec changed after quantization.
+        IntegrityError: if the run or its artifact is damaged.
+        EnvironmentFailure: if a file cannot be written.
     """
     run = _of_text(Run.open(path))
     say = say or (lambda _: None)
@@ -138,8 +138,8 @@ def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
     """Returns the size in bytes of the train_gpt.py that `export_submission` would write for the run at `path`.
 
-    Assumes all targets of the spec, and compression with brotli. Raises ExportError if the run cannot be a submission,
-    and DataError if the tokenizer is missing.
+    The size is for all targets of the spec, with brotli compression. Raises ExportError if the run cannot be exported
+    as a submission. Raises DataError if the tokenizer is missing.
     """
     return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI))
 
@@ -163,7 +163,7 @@ def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec
 
 
 def requirements(spec: Spec, lock: Lock, targets: Sequence[str], codec: Codec) -> list[str]:
-    """Returns what train_gpt.py needs: Python, then nvcc if a kernel is in CUDA C++, then Python packages."""
+    """Returns the requirements of train_gpt.py: Python, nvcc if a kernel is in CUDA C++, and the Python packages."""
     # ast.unparse may write syntax that older versions of Python cannot parse
     python = f"Python {'.'.join(map(str, sys.version_info[:2]))} or later"
     plans = [pipeline.plan(spec, target, "", lock) for target in targets]

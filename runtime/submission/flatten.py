@@ -6,14 +6,14 @@ from typing import Protocol
 
 from specc.runtime.submission.scopes import global_names, local_names
 
-Symbol = tuple[str, str | None]  # a module, and a name in it; None stands for the module itself
+Symbol = tuple[str, str | None]  # a pair (module, name in the module); the name None stands for the module itself
 
 
 class Part(Protocol):
     """A module to join with other modules.
 
-    `imports` maps each imported name to its symbol, which is a pair (module, name). `bound` contains all other names
-    that the module defines. `statements` contains the statements that the joined module needs.
+    `imports` maps each imported name to its symbol. `bound` contains all other names that the module defines.
+    `statements` returns the statements that the joined module needs.
     """
 
     @property
@@ -33,10 +33,10 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
     Args:
         parts: the modules, by name.
-        resolved: maps a symbol to the module that defines it, and its name in that module.
+        resolved: a function that maps a symbol to the pair (module that defines the symbol, name in this module).
 
     Returns:
-        The joined module, and the name of each symbol in it.
+        The joined module, and the name of each symbol in the joined module.
     """
     joiner = _Joiner(parts, resolved)
     body = [joiner.joined(name, statement) for name in sorted(parts) for statement in parts[name].statements()]
@@ -44,9 +44,9 @@ def flattened(parts: Mapping[str, Part], resolved: Callable[[Symbol], Symbol]) -
 
 
 def _ordered(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Sorts statements so that each follows the definitions of the names that it evaluates.
+    """Sorts statements. Each statement follows the definitions of the names that it evaluates.
 
-    If possible, a statement also follows the definitions that its functions need, because it may call these functions.
+    A statement may call functions. If possible, it therefore also follows the definitions that these functions need.
     """
     binders: dict[str, list[int]] = {}
     for place, statement in enumerate(body):
@@ -92,17 +92,17 @@ class _Joiner:
         self._parts, self._resolved = parts, resolved
         self.names: dict[Symbol, str] = {}
         self._local = {name for part in parts.values() for each in part.statements() for name in local_names(each)}
-        self._dotted: set[str] = set()  # submodules outside of the package, which `import a.b` loads
+        self._dotted: set[str] = set()  # submodules outside the package, which statements `import a.b` load
 
     def joined(self, owner: str, statement: ast.stmt) -> ast.stmt:
-        """Returns a statement of the module `owner` with the names that the joined module uses."""
+        """Returns a statement of the module `owner`, with all names replaced by the names in the joined module."""
         late = {
             alias.asname or alias.name: (str(node.module), alias.name)
             for node in ast.walk(statement)
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
             if self._is_inside((str(node.module), alias.name))
-        }  # imports of functions, which are not necessary in one module
+        }  # imports inside functions, which a single module does not need
         imports = {**self._parts[owner].imports, **late}
         modules: dict[int, str] = {}
         for node in list(global_names(statement, late)):

@@ -1,6 +1,4 @@
-"""Functions that replace functions of specc in a submission, where the compiler, a text tokenizer and Pydantic are
-missing.
-"""
+"""Replacements for functions of specc in a submission, which lacks the compiler, the text tokenizers and Pydantic."""
 
 import json
 import math
@@ -35,33 +33,35 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
 
 
 def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
-    """Returns, for each parameter, the index of its optimizer, which the compiler determined at export."""
+    """Returns the index of the optimizer of each parameter. The compiler determined these indices at export."""
     assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
     index = {name: i for name, i in assigned if i is not None}
     return {name: index[name] for name in shapes}
 
 
 def formula(most: float = 1.0) -> None:
-    """Returns None instead of a validator. The spec was validated at export."""
+    """Replaces the validator of formulas. The spec was validated at export."""
 
 
 def formula_at(text: str, t: float) -> float:
     """Returns the value of a formula of the spec at `t`. Raises NameError for functions that `math` does not have."""
     names = {"t": t, "min": min, "max": max, "abs": abs, **vars(math)}
-    return float(eval(text, {"__builtins__": {}}, names))  # the text is trusted, because it is part of this file
+    return float(eval(text, {"__builtins__": {}}, names))  # the text is trusted, because it is a part of this file
 
 
 def unused(*arguments: object) -> NoReturn:
-    """Replaces functions that are never called for this spec."""
+    """Replaces a function that is never called for this spec."""
     raise NotImplementedError("the spec of this submission does not call this function")
 
 
 def nothing(*arguments: object) -> None:
-    """Replaces `compile_ahead` if the model has no CUDA C++ sources, and `in_order` if the model recomputes nothing."""
+    """Replaces `compile_ahead` if the model has no CUDA C++ sources. Replaces `in_order` if the model recomputes
+    nothing.
+    """
 
 
 class NoBuffers:
-    """Replaces a class that writes to buffers of the model, if the model has no such buffers. Does nothing."""
+    """Replaces a class that writes to buffers of the model, for a model without such buffers. Does nothing."""
 
     def __init__(self, *arguments: object) -> None: ...
 
@@ -92,7 +92,7 @@ def parsed(text: bytes) -> "ShardRecord":
         ShardEntry,
         ShardRecord,
         SplitEntry,
-    )  # imported here, because that module imports this module
+    )  # imported here, because the imported module imports this module
 
     try:
         data = json.loads(text)

@@ -58,7 +58,7 @@ TOKENIZER: Any = TokenTable()
 def module(target: str, plain: bool = False) -> nn.Module:
     """Returns the generated model in f32, with uninitialized parameters.
 
-    If `plain` is True, the code of the model has no fused kernels.
+    With `plain`, the code of the model has no fused kernels.
     """
     package = __name__.rpartition(".")[0]
     model: nn.Module = importlib.import_module(f"{package}.{target}{'_plain' if plain else ''}.model").Model()
@@ -84,7 +84,7 @@ def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, p
         target: the name of the target.
         weights: the parameters, f32, by name.
         device: the device of the model.
-        plain: whether to use the code without fusions.
+        plain: whether to use the code without fused kernels.
 
     Returns:
         The model in its compute dtypes, in eval mode, on `device`.
@@ -113,9 +113,7 @@ class CarriedModel:
 
 
 def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
-    """Returns the model in the form that `quantize_weights` accepts. The model is calibrated on the training text
-    `stream`.
-    """
+    """Returns the model in the form that `quantize_weights` accepts. Calibration reads the training text `stream`."""
     seed, window = plan.TRAIN.seed, plan.WINDOW
     return TrainedModel(
         model,
@@ -132,7 +130,7 @@ def artifact_contents(stored: QuantizedModel, trained_on: DataDigests) -> Artifa
     """Returns the contents of the weights file for `stored`."""
     data = json.loads(plan.SPEC)
     data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the canonical form of the compiler
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the canonical form, as the compiler writes it
     interface = _interface(stored.schemes)
     return ArtifactContents(text.encode(), stored.layout(), stored.tensors, interface, plan.CODE, b"", trained_on)
 

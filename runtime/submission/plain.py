@@ -15,8 +15,8 @@ from specc.runtime.submission.names import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class PlainSize:
-    """The sizes of the same arrays in two formats, in bytes: in the artifact (`artifact`), and in the simpler format
-    (`plain`).
+    """The sizes of the same arrays in two formats, in bytes. `artifact` is the size in the artifact, and `plain` is the
+    size in the simpler format.
     """
 
     path: Path
@@ -32,10 +32,10 @@ class PlainSize:
 def plain_size(path: Path) -> PlainSize:
     """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
 
-    In this format, `torch.save` writes a dict of int8 codes (one byte per code), f16 scales and all other arrays, and
-    brotli compresses the result. The measurement of 30 million codes takes minutes.
+    In this format, `torch.save` writes a dict of int8 codes (one byte per code), f16 scales and all other arrays.
+    Brotli compresses the result. For 30 million codes, the measurement takes minutes.
 
-    Raises IntegrityError if the artifact is damaged, and RunDirectoryError or RunFailure if `path` has no artifact.
+    Raises IntegrityError if the artifact is damaged. Raises RunDirectoryError or RunFailure if `path` has no artifact.
     """
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors

@@ -21,16 +21,16 @@ QUANT: QuantSpec  # the settings of `quant`, without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # the parameters of each target
 DERIVED: Mapping[str, Sequence[DerivedWeight]]  # the derived weights of each target
 INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
-REUSED: Sequence[str]  # the parameters whose uses calibration measures
-BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
+REUSED: Sequence[str]  # the parameters for which calibration measures `Statistics.uses`
+BASE: Mapping[str, Scheme]  # the scheme of each parameter before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
 RULES: Mapping[str, type[UpdateRule[Any]]]  # the update rules, by kind of optimizer
 SPEC: str  # the spec as JSON, without the rules of `quant`
 SPEC_DIGEST: str
 CODE: bytes
-# TOKENIZER: name, number of ids, id that separates documents, lossless, digest.
-# PIECES: one character per id, as `_piece_table` of bundle.py computes it.
-# BOUNDARIES: the ids that are boundaries (see `PieceBytes`).
+# TOKENIZER: the name, the number of ids, the id that separates documents, whether it is lossless, and the digest.
+# PIECES: one character per id, as the function `_piece_table` of bundle.py computes it. BOUNDARIES: the ids that are
+# boundaries (see `PieceBytes`).
 TOKENIZER: tuple[str, int, int | None, bool, str]
 PIECES: str
 BOUNDARIES: Sequence[int]

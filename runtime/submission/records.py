@@ -1,6 +1,6 @@
 """A minimal replacement for Pydantic in a submission.
 
-The settings of a submission were validated at export. The only external input are the quantization rules in a weights
+The settings of a submission were validated at export. The only external input is the quantization rules in a weights
 file. The fields of a rule are checked against the ranges in the annotations of its class.
 """
 

@@ -1,6 +1,6 @@
 """Variables in a Python syntax tree: finds variables of a module, and shortens names.
 
-Names of attributes and modules do not change. Parameters that any call passes by keyword do not change either.
+Names of attributes and modules do not change. A parameter that any call passes by keyword does not change either.
 """
 
 import ast
@@ -33,7 +33,7 @@ def _global_names(
         if node.id not in local and node.id not in body:
             yield node
         return
-    outside: list[ast.AST] = []  # evaluated in the scope of `node`
+    outside: list[ast.AST] = []  # parts of the node that are evaluated in the scope outside `node`
     inside: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, _Function | ast.Lambda):
         decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
@@ -82,7 +82,7 @@ def _locals(body: Iterable[ast.AST], aliases: Collection[str]) -> frozenset[str]
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names} - {*aliases}
         inner = ast.iter_child_nodes(node)
-        if isinstance(node, _Comprehension):  # binds nothing outside, except by `:=`
+        if isinstance(node, _Comprehension):  # does not bind names outside, except by `:=`
             inner = (each for each in ast.walk(node) if isinstance(each, ast.NamedExpr))
         names |= _locals(inner, aliases)
     return frozenset(names)
@@ -101,13 +101,13 @@ def shorten(
 ) -> dict[str, str]:
     """Renames variables of a module, and variables and parameters of its functions, in place.
 
-    A function and the functions inside it share one mapping of names. Names of the module begin with capitals, so that
-    they differ from the names inside functions.
+    A function and the functions inside it share one mapping of names. New names of module variables begin with
+    capitals, so that they differ from new names inside functions.
 
     Args:
         tree: the module.
         keywords: the names of the keyword arguments of all calls.
-        opaque: the classes with methods that other packages may call, with any keyword.
+        opaque: the classes whose methods other packages may call with any keyword.
         public: the variables that must not be renamed.
 
     Returns:
@@ -146,7 +146,7 @@ def shorten(
 
 def _shorten_function(function: _Function, fixed: Collection[str], parameters: bool) -> None:
     nodes = list(ast.walk(function))
-    # These statements define names by special rules
+    # These statements define names by special rules.
     if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):
         return
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))

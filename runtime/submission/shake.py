@@ -1,10 +1,10 @@
 """Tree shaking: extracts the statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. The search starts at the entry function. The search follows each name to the
-statements that define the name, and each import to statements of other modules. All visited statements are included. A
-method of an included class is included if its name occurs in included code, as an attribute or a string. Special
-methods are always included. Docstrings and annotations are removed. Local variables and parameters get short names (see
-scopes.py).
+Modules are parsed, never executed. The search starts at the entry function. From each name, it continues with the
+statements that define the name. From each import, it continues with the statements of the imported module. All visited
+statements are included. A method of an included class is included if its name occurs in included code, as an attribute
+or a string. Special methods are always included. Docstrings and annotations are removed. Local variables and parameters
+get short names (see scopes.py).
 """
 
 import ast
@@ -26,8 +26,8 @@ class _Module:
     """A parsed module without docstrings and annotations.
 
     `imports` maps imported names to their symbols. `bound` maps each other name to the indices of the statements that
-    define it. `needed` contains the indices of the statements to include. `used` contains the imported names that occur
-    in the included statements.
+    define the name. `needed` contains the indices of the statements to include. `used` contains the imported names that
+    occur in the included statements.
     """
 
     body: list[ast.stmt]
@@ -60,7 +60,7 @@ class Shaker:
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
         self._named: set[str] = set()  # the attributes and strings in the included code
-        # The methods whose names do not occur in included code so far, by name
+        # The methods whose names have not occurred in included code yet, by name
         self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}
         self._keywords: set[str] = set()  # the names of keyword arguments in calls of the included code
 
@@ -112,7 +112,7 @@ class Shaker:
     def resolved(self, module: str, name: str) -> Symbol:
         """Returns the symbol that `from module import name` imports.
 
-        A symbol is a pair of the module that defines it and its name in this module.
+        A symbol is a pair: the module that defines the symbol, and its name in this module.
         """
         return self._resolved((module, name))
 
@@ -133,7 +133,7 @@ class Shaker:
             return self._resolved(origin.imports[name])
         if name in origin.bound:
             return symbol
-        if submodule in self._sources:  # the name is a submodule, unless the package binds it
+        if submodule in self._sources:  # the name is a submodule, unless the package itself binds the name
             return submodule, None
         raise ShakeError(f"{module} has no {name}")
 
@@ -196,8 +196,8 @@ class Shaker:
             self._queue += self._methods.pop(name, [])
 
     def _is_called_from_outside(self, owner: str, statement: ast.ClassDef) -> bool:
-        """Returns whether a base class is outside the package, such as `torch.nn.Module`. The base class may call any
-        method.
+        """Returns whether a base class is outside the package, such as `torch.nn.Module`. Such a base class may call
+        any method.
         """
         module = self._module(owner)
         for base in statement.bases:
@@ -308,8 +308,8 @@ class _Imports(ast.NodeTransformer):
 class _Strip(ast.NodeTransformer):
     """Removes docstrings. With `annotations`, also removes annotations, casts and assertions.
 
-    Annotations in a class body become `int`, because dataclasses find their fields by annotations. Ranges in
-    `Field(...)` and the marker of keyword-only fields remain.
+    Annotations in a class body become `int`, because dataclasses find their fields by annotations. The ranges in
+    `Field(...)` and the marker of keyword-only fields are kept.
     """
 
     def __init__(self, annotations: bool) -> None:
