@@ -1,9 +1,9 @@
 """Reads and writes artifacts (`.specc`). An artifact is one file that stores a spec and the arrays of every parameter.
 
 The file stores no code. The reader derives the names and shapes of all arrays from the spec. The file of a model with
-int8 products also stores these names and shapes (table.py), and the reader compares the stored names and shapes with
-the derived ones. The reader verifies the digest of a section before it decompresses the section. Decompression fails if
-a section is larger than the raw size that the header declares.
+int8 products also stores these names and shapes (table.py). The reader then compares the stored names and shapes with
+the derived names and shapes. The reader verifies the digest of a section before it decompresses the section.
+Decompression fails if a section is larger than the raw size that the header declares.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change bet
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """The total compressed and raw size in bytes of all sections of one kind. `pieces` is the number of sections of
-    this kind.
+    """The total compressed and raw sizes in bytes of all sections of one kind. `pieces` is the number of these
+    sections.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class SectionSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSize:
-    """The size of an artifact in bytes. `total` is the size of the file, and `header` is the part of `total` before the
+    """The size of an artifact in bytes. `total` is the size of the file. `header` is the part of `total` before the
     first section.
     """
 
@@ -65,7 +65,7 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactContents:
-    """The uncompressed contents of an artifact. They have been read from a file and verified, or are ready to be
+    """The uncompressed contents of an artifact. The contents were either read from a file and verified, or are to be
     written.
 
     Attributes:
@@ -104,9 +104,9 @@ def write_artifact(
         The size of the file in bytes, by kind of section.
 
     Raises:
-        RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
-        IntegrityError: the contents of the written file differ when they are read back.
-        EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
+        RunFailure: if `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
+        IntegrityError: if the written file, when it is read back, has other contents.
+        EnvironmentFailure: if the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
 
@@ -148,17 +148,17 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: a function that maps the bytes of the spec to the interface digest and the layout that the file must
-            have.
+        layout_of: a function that maps the bytes of the spec to the expected interface digest and the expected layout.
         limit: the maximum total size of all arrays in bytes. The size is checked before any array is decompressed.
-        judge: is called with the text of the table of arrays before any array is decompressed. The text is empty if
-            there is no table. May raise IntegrityError to reject the file.
+        judge: called with the text of the table of arrays before any array is decompressed. The text is empty if the
+        file
+            has no table. The function may raise IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.
 
     Raises:
-        IntegrityError: the file is damaged, does not match `layout_of`, exceeds `limit`, or is rejected by `judge`.
+        IntegrityError: if the file is damaged, does not match `layout_of`, exceeds `limit`, or `judge` rejects it.
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
@@ -215,14 +215,14 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """Yields the open file and its size in bytes. If the `with` block raises an IntegrityError, adds the path to its
-    message.
+    """Yields the open file and its size in bytes. If the `with` block raises an IntegrityError, its message receives
+    the path of the file.
 
-    The file is not memory-mapped. If a mapped file were truncated, reading it would kill the process instead of raising
+    The file is not memory-mapped. If a mapped file is truncated, reading from it kills the process instead of raising
     an error.
     """
     try:
-        # With O_NONBLOCK, opening a named pipe does not block.
+        # O_NONBLOCK prevents that opening a named pipe blocks.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -312,8 +312,8 @@ def _check(layout: Layout, tensors: Tensors) -> None:
 def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:
     """Reads the array sections and returns the arrays of `layout`, by parameter name and suffix.
 
-    In version 1 of the format, a stream of arrays was transformed before it was cut into sections. For a file of
-    version 1, the function therefore joins the sections before it inverts the transform.
+    In version 1 of the format, a stream of arrays is transformed before it is divided into sections. For version 1, the
+    function therefore joins the sections before it inverts the transform.
     """
     pieces: dict[Stream, list[bytes]] = {}
     for i, ((stream, rows), section) in enumerate(zip(_plan(header, layout), header.data, strict=True), header.texts):

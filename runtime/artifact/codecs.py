@@ -9,13 +9,13 @@ from specc.runtime.errors import EnvironmentFailure, IntegrityError
 
 SLACK_BYTES = 64 * 2**10  # decompression stops if the output exceeds the declared size by more than this
 WINDOW_BITS = 24
-# A raw LZMA stream does not state its dictionary size, so this constant limits the decoder's memory. lc, lp and pb are
-# 0 because neither the previous byte nor the position predicts the next quantization code.
+# A raw LZMA stream does not state its dictionary size. This fixed size limits the memory of the decoder. lc, lp and pb
+# are 0, because neither the previous byte nor the position predicts the next quantization code.
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**20, "lc": 0, "lp": 0, "pb": 0}]
 
 
 class Codec(IntEnum):
-    """The compression method of all sections of a file. LZMA is in Python's standard library, and brotli is a separate
+    """The compression method of all sections of a file. LZMA is in Python's standard library. Brotli is a separate
     package.
     """
 
@@ -24,9 +24,10 @@ class Codec(IntEnum):
 
 
 def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
-    """Returns `raw` compressed as brotli of `quality` 0 to 11 with a 16 MiB window, or as LZMA2.
+    """Returns `raw` compressed with brotli or LZMA2.
 
-    `quality` has no effect on LZMA2. Raises EnvironmentFailure if `codec` is brotli and brotli is not installed.
+    `quality`, 0 to 11, applies only to brotli, which uses a 16 MiB window. Raises EnvironmentFailure if `codec` is
+    brotli and brotli is not installed.
     """
     if codec == Codec.LZMA:
         return lzma.compress(raw, lzma.FORMAT_RAW, filters=_LZMA)
@@ -36,7 +37,7 @@ def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
 def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Codec.BROTLI) -> Iterator[bytes]:
     """Yields pieces of the decompressed bytes, at most `declared` + `SLACK_BYTES` in total.
 
-    This function checks the total, because the decoders of the libraries may exceed the limit that they are given.
+    The function checks the total itself, because the decoders of the libraries may exceed a limit that they are given.
 
     Args:
         compressed: the compressed section.
@@ -48,8 +49,9 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
         An iterator over the pieces. Errors are raised during iteration.
 
     Raises:
-        IntegrityError: `compressed` is not valid for `codec`, or expands to more than `declared` + `SLACK_BYTES` bytes.
-        EnvironmentFailure: `codec` is brotli, and brotli is not installed.
+        IntegrityError: if `compressed` is not valid for `codec`, or expands to more than `declared` + `SLACK_BYTES`
+        bytes.
+        EnvironmentFailure: if `codec` is brotli, and brotli is not installed.
     """
     if codec == Codec.LZMA:
         decoder: Any = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_LZMA)
@@ -65,8 +67,8 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
     produced = position = 0
     try:
         while not finished():
-            # When its output buffer is full, the decoder accepts no input until the output is read. After the last
-            # input it may still have output pending.
+            # While its output buffer is full, the decoder accepts no input. After the last input, output may still be
+            # pending.
             hungry = decoder.needs_input if codec == Codec.LZMA else decoder.can_accept_more_data()
             step = compressed[position : position + SLACK_BYTES] if hungry else b""
             position += len(step)

@@ -30,8 +30,7 @@ def require_products(
         layout: the stored arrays of the artifact.
         text: the table of arrays; empty if the file has none.
 
-    Raises:
-        IntegrityError: the table or an array is missing, or an array has a wrong dtype, shape or memory order.
+    IntegrityError: if the table or an array is missing, or an array has a wrong dtype, shape or memory order.
     """
     if not text:
         raise IntegrityError("the artifact has int8 products but no table of arrays", AGAIN)
@@ -91,15 +90,15 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
     - `WEIGHT_codes`, i8 [N, K], padded with zeros.
     - `WEIGHT_offset`, i32 [N]: the bias, or zeros if the product has no bias.
     - `WEIGHT_scale`, f32 [N], padded with ones: the factors by which the i32 sums are multiplied.
-    - `WEIGHT_zeros`, i32 [N]: zeros. This tensor exists only for products with 16-bit inputs. A 16-bit input is two
-      int8 codes, and the weight is multiplied by each. `WEIGHT_offset` is added to the product of the first code, and
-      `WEIGHT_zeros` to the product of the second code.
+    - `WEIGHT_zeros`, i32 [N]: zeros. This tensor exists only for products with 16-bit inputs. A 16-bit input consists
+      of two int8 codes. The weight is multiplied by each code. `WEIGHT_offset` is added to the product of the first
+      code, and `WEIGHT_zeros` is added to the product of the second code.
 
     The result also has a tensor `LEADER_inverse` for each input, f32 [K] without padding: the inverse of the input
     scale. LEADER stands for the name of the first weight that reads the input.
 
-    Raises IntegrityError, with the name of the product, if stored arrays do not match the product, or do not match one
-    another.
+    Raises IntegrityError if stored arrays do not match the product, or do not match one another. The message names the
+    product.
     """
     tensors: dict[str, Tensor] = {}
     table = entries(stored.tensors)
@@ -141,8 +140,8 @@ def _first_difference(scale: Array, leader: Array) -> str:
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-    """Copies each tensor into the buffer of the module that has the name of the tensor. Raises IntegrityError if the
-    names, shapes or dtypes of the tensors and the buffers differ.
+    """Copies each tensor into the buffer of the module with the same name. Raises IntegrityError if the tensors and the
+    buffers differ in names, shapes or dtypes.
     """
     buffers = dict(loaded.model.named_buffers())
     if unpaired := sorted(buffers.keys() ^ tensors.keys()):

@@ -13,7 +13,7 @@ from specc.runtime.errors import IntegrityError, QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The stored arrays of a quantized model, by parameter name and suffix of the array, with the scheme and the shape
+    """The stored arrays of a quantized model, by parameter name and suffix of the array. Also the scheme and the shape
     of each parameter.
     """
 
@@ -38,14 +38,13 @@ def quantize_tensors(
         schemes: the quantization scheme of each parameter, by name.
         hessians: for each parameter whose scheme needs a Hessian, the matrix X^T X [columns, columns] of the
             calibration inputs X of the parameter.
-        seen: calibration statistics, by parameter name. If a parameter has an entry, its statistics are used instead of
-            its Hessian.
+        seen: calibration statistics, by parameter name. They replace the Hessian of a parameter that has an entry.
 
     Returns:
         The stored arrays, with their schemes and shapes.
 
     Raises:
-        QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme cannot store its
+        QuantizeError: if the names of `params` and `schemes` differ, a Hessian is missing, or a scheme cannot store its
             parameter.
     """
     if unpaired := sorted(params.keys() ^ schemes.keys()):
@@ -79,10 +78,10 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
 def entropy_bytes(model: QuantizedModel) -> int:
     """Estimates the compressed size of all arrays in bytes. The search over bit allocations uses this estimate.
 
-    The estimate is the order-0 entropy of the codes of each parameter, plus 0.5 %, plus all other arrays uncompressed.
-    The estimate takes milliseconds, but compression by brotli at quality 11 takes a minute. In measurements on
-    heavy-tailed matrices, the output of brotli was 0.2 % above the entropy at quality 11, and 4 to 12 % above the
-    entropy at faster qualities.
+    The estimate is the order-0 entropy of the codes of each parameter, plus 0.5 %, plus the uncompressed size of all
+    other arrays. The estimate takes milliseconds, but brotli compression of quality 11 takes a minute. On heavy-tailed
+    matrices, the output of brotli was 0.2 % larger than the entropy at quality 11, and 4 to 12 % larger at faster
+    qualities.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

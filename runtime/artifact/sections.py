@@ -19,15 +19,15 @@ The sections are, in this order:
 - the spec;
 - the table of arrays (table.py), if there are int8 products;
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
-- the streams (streams.py), each cut between rows into sections of at most 512 KiB.
+- the streams (streams.py). Each stream is divided between rows into sections of at most 512 KiB.
 
 The writer measures the compressed size of each stream section under several transforms, and selects the transform with
-the smallest size. Only the table of arrays stores names, dtypes and shapes. Streams are cut into sections so that all
-cores can compress in parallel, and so that no section is large.
+the smallest size. Only the table of arrays stores names, dtypes and shapes. Streams are divided into sections so that
+all cores can compress in parallel, and so that every section is small.
 
-The reader still accepts version 1, but the writer always writes version 2. Version 1 has no codec and no transforms. In
-version 1, the arrays of each kind are joined in layout order and cut every 512 KiB. Items of several bytes are stored
-as byte planes: first the low bytes of all items, then the next bytes of all items, and so on.
+The writer always writes version 2. The reader also accepts version 1, which has no codec and no transforms. In version
+1, the arrays of each kind are joined in layout order and divided every 512 KiB. Items of several bytes are stored as
+byte planes: first the low bytes of all items, then the next bytes of all items, and so on.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ from specc.runtime.errors import IntegrityError
 
 MAGIC = b"\x93SPECC\r\n"
 VERSION = 2
-MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
+MAX_SECTIONS = 2**16  # this number of sections has 32 GiB of raw data and a header of 2.9 MB
 MAX_SPEC_BYTES = 16 * 2**20
 ORDER_BYTES = 2 * 2**16  # the maximum size of the row indices that precede the data of an ORDERED section
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
-_ENTRY = struct.Struct("<BBHII32s")  # in version 1 the kind has four bytes, of which the last three are 0
+_ENTRY = struct.Struct("<BBHII32s")  # in version 1, the kind has four bytes, of which the last three are 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an artifact. It has been read from a file and verified, or is ready to be written."""
+    """The header of an artifact. It was either read from a file and verified, or is to be written."""
 
     interface: bytes
     code: bytes
@@ -108,10 +108,10 @@ class Header:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Reads and verifies the header of an artifact. `size` is the size of the file in bytes. After the call, `file` is
-    positioned at the first section.
+    """Reads and verifies the header of an artifact. After the call, `file` is positioned at the first section.
 
-    Raises IntegrityError if the header is damaged or not supported, or if the sections do not exactly fill the file.
+    `size` is the size of the file in bytes. Raises IntegrityError if the header is damaged or not supported, or if the
+    sections do not exactly fill the file.
     """
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC:
@@ -124,7 +124,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if codec not in ((0,) if version == 1 else tuple(Codec)):
         raise IntegrityError(f"the codec is {codec}, which version {version} does not have")
     rest = _ENTRY.size * count + DIGEST_BYTES
-    # The count is checked before the read. A wrong count could otherwise cause a large allocation.
+    # Check the count before reading. A wrong count could otherwise cause a large allocation.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
         raise IntegrityError(f"the header declares {count:,} sections, too many for {size:,} bytes")
     table = file.read(rest)
@@ -157,10 +157,10 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
-    """Returns the compressed bytes of a section, read at the current position of `file`. `label` is the name of the
-    section in error messages.
+    """Reads the compressed bytes of a section at the current position of `file`.
 
-    Raises IntegrityError if the bytes do not match the digest of the section.
+    `label` is the name of the section in error messages. Raises IntegrityError if the bytes do not match the digest of
+    the section.
     """
     compressed = file.read(section.compressed)
     if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:
@@ -181,8 +181,8 @@ def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> 
         The raw bytes of the section.
 
     Raises:
-        IntegrityError: the section is damaged, is not a valid stream, or does not have the declared raw size.
-        EnvironmentFailure: `codec` is brotli, and brotli is not installed.
+        IntegrityError: if the section is damaged, is not a valid stream, or does not have the declared raw size.
+        EnvironmentFailure: if `codec` is brotli, and brotli is not installed.
     """
     compressed = read_verified_bytes(file, section, label)
     raw = b"".join(decompressed(compressed, section.raw, label, codec))

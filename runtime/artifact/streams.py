@@ -1,7 +1,7 @@
 """Reversible transforms of the rows of a section, which reduce its compressed size.
 
-A stream is the concatenation of arrays with equal item size and row length. The file stores the transform of each
-section, but not where the streams are cut into sections: `specc.compiler.quant.artifact_sections` derives the cuts from
+A stream is the concatenation of arrays with equal item size and equal row length. The file stores the transform of each
+section. It does not store the boundaries between sections, which `specc.compiler.quant.artifact_sections` derives from
 the layout.
 """
 
@@ -18,18 +18,18 @@ from specc.runtime.errors import IntegrityError
 Matrix = npt.NDArray[Any]
 
 SAMPLE_BYTES = 128 * 2**10
-# This quality is twice as fast as 11, and ranks transforms in the same order. Qualities up to 9 do not.
+# Compression with this quality takes half the time of quality 11, and ranks transforms in the same order. Qualities up
+# to 9 rank transforms differently.
 MEASURE_QUALITY = 10
 MAX_ORDERED = 2**16  # the maximum number of rows, because row indices are u16
-_STRIDE = 2  # the stride of SHUFFLED for codes of one byte
+_STRIDE = 2  # the stride of SHUFFLED for one-byte codes
 
 
 class Transform(IntFlag):
-    """Transforms of the rows of a section. If several flags are set, they apply in the order ORDERED, TRANSPOSED,
-    SHUFFLED.
+    """Transforms of the rows of a section. Several flags apply in the order ORDERED, TRANSPOSED, SHUFFLED.
 
     - PLAIN: the rows in their original order.
-    - ORDERED: the original index of every row (u16), followed by the rows in the order of their mean magnitude.
+    - ORDERED: the original index of every row (u16), followed by the rows in order of mean magnitude.
     - TRANSPOSED: the items column by column.
     - SHUFFLED: the first bytes of all items, then the second bytes of all items, and so on. For items of one byte: all
       bytes with an even index, then all bytes with an odd index.
@@ -64,7 +64,8 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
     """Applies `transform` to `data`, the bytes of whole rows of `stream`. Returns the bytes of the section before
-    compression."""
+    compression.
+    """
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -88,7 +89,7 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
         The rows in their original order, as bytes.
 
     Raises:
-        IntegrityError: the stored row order is not a permutation.
+        IntegrityError: if the stored row order is not a permutation.
     """
     split = 2 * rows if transform & T.ORDERED else 0
     front, body = raw[:split], raw[split:]
@@ -108,15 +109,15 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 
 
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
-    """Selects the transform of a section: compresses a sample under each allowed transform, and returns the transform
-    with the smallest compressed size.
+    """Selects the transform of a section. The function compresses a sample with each allowed transform, and returns the
+    transform with the smallest compressed size.
 
-    The sample is a submatrix of the rows. The larger dimension is halved until the sample has at most `SAMPLE_BYTES`.
+    The sample is a submatrix of the rows. Its larger dimension is halved until the sample has at most `SAMPLE_BYTES`.
 
     Args:
         data: whole rows of `stream`.
         stream: the stream of the section.
-        quality: the brotli quality of the artifact, 0 to 11. The measurement uses at most `MEASURE_QUALITY`.
+        quality: the brotli quality of the artifact, 0 to 11. The samples are compressed with at most `MEASURE_QUALITY`.
         codec: the compression method of the artifact.
 
     Returns:

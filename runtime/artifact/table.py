@@ -2,7 +2,7 @@
 
 The spec determines the shapes of all arrays. However, kernels of int8 products read the stored codes directly, and
 would not detect a wrong shape. The file of a model with int8 products therefore stores the table as an additional
-section, with one JSON line per array.
+section. The table has one JSON line per array.
 """
 
 import json
@@ -20,7 +20,7 @@ from specc.runtime.errors import IntegrityError
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Mapping[str, Array]]
 Layout = Sequence[tuple[str, Stored]]  # the arrays of all parameters, in file order
-AGAIN = "quantize the run again"  # the hint of errors about arrays that do not match
+AGAIN = "quantize the run again"  # the hint of errors about arrays that do not match the model
 ROWS, COLUMNS = "rows", "columns"  # the memory orders: either the last dim is contiguous, or the first
 
 
@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         name: the name of the parameter.
         suffix: the suffix of the array, such as `codes`.
-        dtype: the dtype: `i8`, `i32`, `f16`, `bf16` or `f32`. For any other dtype, numpy's name, such as `float64`.
+        dtype: `i8`, `i32`, `f16`, `bf16` or `f32`; for any other dtype, the name in numpy, such as `float64`.
         shape: the shape of the array.
         order: the memory order of the array, ROWS for row-major or COLUMNS for column-major.
         checksum: the CRC-32 of the items in row-major order.
@@ -55,8 +55,8 @@ class Entry:
 
 
 def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Returns the layout of an artifact: a pair (parameter name, description of a stored array) for each array that the
-    schemes store, in the order of `schemes`. `shapes` has the shape of each parameter.
+    """Returns the layout of an artifact: a pair (parameter name, description of the array) for each stored array. The
+    pairs are in the order of `schemes`. `shapes` has the shape of each parameter.
     """
     return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))
 
@@ -107,8 +107,8 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
 def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> None:
     """Checks that a table has exactly the arrays of a layout.
 
-    Raises IntegrityError, with the name of the array, if an array is missing from the table or from the layout, has a
-    wrong dtype or shape, or is not stored in row-major order.
+    Raises IntegrityError if an array is missing from the table or from the layout, has a wrong dtype or shape, or is
+    not stored in row-major order. The message names the array.
     """
     expected = {(name, stored.suffix): stored for name, stored in layout}
     for key in [*expected, *table]:
@@ -128,7 +128,7 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> No
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:
     """Checks that arrays have the checksums of their table entries.
 
-    Raises IntegrityError, with the name of the array, if a checksum differs.
+    Raises IntegrityError if a checksum differs. The message names the array.
     """
     for key, entry in entries(tensors).items():
         if entry.checksum != table[key].checksum:
