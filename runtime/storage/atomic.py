@@ -17,14 +17,15 @@ from specc.runtime.errors import cannot_write
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
     """Writes a file, or replaces an existing file.
 
-    After an error, no temporary file remains, and `path` is unchanged. The only exception is an error while the folder
-    is synced. In this case, `path` has the new content, but a power failure may undo the write.
+    After an error, no temporary file remains, and `path` is unchanged. There is one exception: if syncing the folder
+    fails, `path` has the new content, but a power failure may undo the write.
 
     Args:
         path: the file to write.
         parts: the content, in parts.
-        check: a function that is called with the path of the finished temporary file before the rename. It may raise
-            an exception to reject the file.
+        check: a function that is called before the rename, with the path of the finished temporary file. The function
+        may
+            raise an exception to reject the file.
 
     Raises:
         EnvironmentFailure: if the file cannot be written.
@@ -72,7 +73,8 @@ def sync_folder(folder: Path) -> None:
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
     """A context manager that creates a temporary file next to `path`, and locks it. Yields its path and descriptor.
 
-    The lock ends with this process, so `_sweep` can recognize files of processes that have ended.
+    The operating system releases the lock when this process ends. `_sweep` can therefore recognize files of processes
+    that have ended.
     """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
@@ -80,11 +82,11 @@ def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # another writer removed the file before it was locked
+        os.close(descriptor)  # another writer removed the file before this process locked it
     try:
         yield temporary, descriptor
     finally:
-        # After the rename, the file no longer exists at this path.
+        # After the rename, this path no longer exists
         temporary.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -98,7 +100,7 @@ def _sweep(path: Path) -> None:
         try:
             descriptor = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # the file was removed by another process, or cannot be opened
+            continue  # another process has removed the file, or the file cannot be opened
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,7 +2,7 @@
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
 rng.safetensors, state.json and COMMIT (see committed.py). If the run averages its weights, the directory also contains
-ema.safetensors. Tensors are stored by parameter name. If a run starts from existing weights,
+ema.safetensors. Tensors are stored by parameter name. If a run starts from existing weights, the directory
 `checkpoints/step_00000000/` contains only model.safetensors, state.json and COMMIT.
 """
 
@@ -43,12 +43,12 @@ class Snapshot:
         seconds: the training time so far, in seconds.
         weights: the f32 master weights, by parameter name.
         average: the averaged weights, f32, by parameter name. None if the run does not average its weights.
-        optimizer: the optimizer state. A key names the kind of the optimizer, the kind of state and the parameter, such
-            as `adamw.exp_avg/blocks.0.mlp.up`.
+        optimizer: the optimizer state. A key contains the kind of the optimizer, the kind of state, and the name of the
+            parameter, such as `adamw.exp_avg/blocks.0.mlp.up`.
         rng: the states of the random number generators as u8 tensors, by the name of the generator.
         loader: the position of the data loader.
         spec_digest: the SHA-256 (hex) of the spec.
-        done: the share of the run, from 0 to 1, that was complete before the last update.
+        done: the completed fraction of the run before the last update, from 0 to 1.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Snapshot:
     def copied(self) -> "Snapshot":
         """Returns a copy of the snapshot with all tensors in host memory.
 
-        To save memory, a tensor of zeros, such as unused optimizer state, becomes a view of a single zero.
+        To save memory, a tensor of zeros becomes a view of a single zero. Unused optimizer state is an example.
         """
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -87,8 +87,8 @@ class Snapshot:
 class State(StrictModel):
     """The content of state.json.
 
-    `weights` names the file that contains the final weights if the run ends at the step of the checkpoint. `threads` is
-    the number of CPU threads, on which the order of sums depends.
+    `weights` names the file with the weights that become the final weights if the run ends at this checkpoint.
+    `threads` is the number of CPU threads, because the order of sums depends on this number.
     """
 
     step: int
@@ -104,9 +104,9 @@ class State(StrictModel):
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """Writes `snapshot` as the checkpoint `folder/step_NNNNNNNN`, and returns the path.
 
-    If a checkpoint of the same step exists, it is replaced only if it is damaged. Then the function removes all
-    checkpoints except the `keep` newest. Raises EnvironmentFailure if the checkpoint cannot be written, and ValueError
-    if `keep` is below 2.
+    If a checkpoint of the same step exists, it is replaced only if it is damaged. The function then removes all
+    checkpoints except the `keep` newest checkpoints. Raises EnvironmentFailure if the checkpoint cannot be written.
+    Raises ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
@@ -157,8 +157,8 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Returns the newest valid checkpoint in `folder`, or None. For each newer damaged checkpoint, calls `warn` with
-    the reason.
+    """Returns the newest valid checkpoint in `folder`, or None. For each damaged checkpoint that is newer, the function
+    calls `warn` with the reason.
     """
     for path in reversed(all_in(folder)):
         reason = fault(path)
@@ -178,8 +178,8 @@ def fault(path: Path) -> str | None:
 
 
 def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint. Raises IntegrityError if the checkpoint is incomplete or was changed after
-    writing.
+    """Reads and verifies a checkpoint. Raises IntegrityError if the checkpoint is incomplete, or was changed after it
+    was written.
     """
     files = Committed.open(path)
     state = read_state(path)
@@ -195,7 +195,9 @@ def load(path: Path) -> Snapshot:
 
 
 def read_state(path: Path) -> State:
-    """Reads the state.json of a checkpoint. Raises IntegrityError if the file is missing, or changed after writing."""
+    """Reads the state.json of a checkpoint. Raises IntegrityError if the file is missing, or was changed after it was
+    written.
+    """
     try:
         state = State.model_validate_json(Committed.open(path).read(STATE))
     except ValidationError as error:
@@ -208,10 +210,10 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the f32 weights that are the final weights if the run ends at this checkpoint, by parameter name.
+    """Returns the weights that become the final weights if the run ends at this checkpoint, f32, by parameter name.
 
-    The function returns the averaged weights if the run averages its weights, and the master weights otherwise. Raises
-    IntegrityError if the checkpoint is incomplete or was changed after writing.
+    If the run averages its weights, the result is the averaged weights. Otherwise, the result is the master weights.
+    Raises IntegrityError if the checkpoint is incomplete, or was changed after it was written.
     """
     return _tensors(Committed.open(path), read_state(path).weights)
 
@@ -219,7 +221,7 @@ def weights(path: Path) -> dict[str, Tensor]:
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raises IntegrityError if `tensors` and `expected` differ in names, shapes or dtypes.
 
-    The message lists the differences. `what` is its subject.
+    The message lists the differences, and begins with `what`.
     """
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]

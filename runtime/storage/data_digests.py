@@ -26,5 +26,7 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Returns True if `digest` is the digest of the validation split, False for the training split, else None."""
+        """Returns True if `digest` is the digest of the validation split, and False if it is the digest of the training
+        split. Returns None otherwise.
+        """
         return digest == self.val if digest in (self.train, self.val) else None

@@ -14,8 +14,9 @@ FOLDER = "evaluations"
 def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
     """Writes the result of an evaluation into a run directory, and returns the path of the file.
 
-    The file replaces an earlier result for the same task file and model. `facts` contains the results of the task, and
-    the keys `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file cannot be written.
+    The file replaces an earlier result for the same task file and the same model. `facts` contains the results of the
+    task, and the keys `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file cannot be
+    written.
     """
     folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"

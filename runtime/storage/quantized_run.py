@@ -1,4 +1,4 @@
-"""Finds the quantized artifact of a run, and warns if the run has newer weights."""
+"""Finds the quantized artifact of a run. Warns if the run has newer weights than the artifact."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
         return path
     from specc.runtime.storage import (
         checkpoint,
-    )  # imported here, because it imports torch, which other readers of an artifact do not need
+    )  # imported here, because the imported module imports torch, which other readers of an artifact do not need
 
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is not None and checkpoint.read_state(newest).step > step:
@@ -46,8 +46,8 @@ def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
     """Returns `path` if it is an artifact. If `path` is a run directory, returns the artifact of the run.
 
     The function calls `say` with a warning if the run has newer weights than the artifact. Raises RunDirectoryError if
-    `path` does not exist, is a spec, or is a folder but not a run. Raises RunFailure if the run is not quantized, and
-    IntegrityError if the run is damaged.
+    `path` does not exist, is a spec, or is a folder but not a run. Raises RunFailure if the run is not quantized.
+    Raises IntegrityError if the run is damaged.
     """
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)

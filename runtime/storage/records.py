@@ -14,12 +14,12 @@ Record = Mapping[str, Any]
 class Records:
     """The records of the log of a run, in order.
 
-    A resumed run may repeat steps. A `start` record at step n therefore replaces all records before it whose steps are
-    greater than n.
+    A resumed run may repeat steps. A `start` record at step n therefore deletes all earlier records with steps greater
+    than n.
 
     Attributes:
         all: the records.
-        unreadable: the number of lines that are not records, such as the last line of a killed process.
+        unreadable: the number of lines that are not records, such as the incomplete last line of a killed process.
     """
 
     all: tuple[Record, ...] = ()
@@ -49,7 +49,9 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event, such as `validation`, in which all `fields` have the given values."""
+        """Returns the records of an event, such as `validation`. In these records, all `fields` have the given
+        values.
+        """
         return [
             record
             for record in self.all

@@ -87,7 +87,8 @@ class Run:
         overrides: the values of `--set`, which `spec` already contains.
         lock: the kernels that `specc tune` measured as the fastest.
         data_digests: the digests of the training data at the start of the run. None for runs of old versions of specc.
-        trained_digest: the digest of the spec in the checkpoints; None if it equals the digest of `spec`. The digests
+        trained_digest: the digest of the spec in the checkpoints. None if it equals the digest of `spec`. The two
+        digests
             differ if the run is from an old version of specc, or if the section `quant` has changed since training.
         start: the weights from which the run started; None for random weights.
     """
@@ -126,13 +127,15 @@ class Run:
     def staged(self) -> Path:
         """The folder in which `specc quantize` prepares the next folder `quantized`.
 
-        The parent of this folder has a separate lock, so that a run can be quantized while it trains.
+        A separate lock protects the parent of this folder, so that a run can be quantized while it trains.
         """
         return self.directory / ".quantizing" / "quantized"
 
     @property
     def resume_command(self) -> str:
-        """The shell command that continues the run. Options of the first command, such as time limits, are missing."""
+        """The shell command that continues the run. The command omits options of the first command, such as time
+        limits.
+        """
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
@@ -150,7 +153,7 @@ class Run:
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the run directory with copies of `files`, and returns the run.
 
-        Raises RunDirectoryError if the directory is not empty, and EnvironmentFailure if the directory cannot be
+        Raises RunDirectoryError if the directory is not empty. Raises EnvironmentFailure if the directory cannot be
         written.
         """
         require_free(self.directory)
@@ -166,13 +169,13 @@ class Run:
         self.record()
         _write_text(
             self.directory / SPEC, readable(self.spec)
-        )  # written last, because spec.json marks the directory as a run
+        )  # written last, because a directory counts as a run once it has spec.json
         return self
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
-        """Reads a run directory. Raises RunDirectoryError if the directory is not a run, and IntegrityError if the run
-        is damaged.
+        """Reads a run directory. Raises RunDirectoryError if the directory is not a run. Raises IntegrityError if the
+        run is damaged.
         """
         if not is_run(directory):
             if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
@@ -241,10 +244,10 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with its training data at the location `data`, which is a result of `lasting`.
+        """Returns the run with its training data at the location `data`, which is a result of the function `lasting`.
 
         The method does not check that the data are unchanged. Raises RunDirectoryError if `data` is the recorded
-        location and does not exist.
+        location, but does not exist.
         """
         built_in = data in ("stdlib", *generated_data())
         if data == lasting(self.data) and not built_in and not Path(data).expanduser().exists():
@@ -254,7 +257,7 @@ class Run:
 
 
 def lasting(data: str) -> str:
-    """Returns the absolute path of `data` if it is an existing path, otherwise `data` itself."""
+    """Returns the absolute path of `data` if `data` is an existing path. Otherwise, returns `data` unchanged."""
     path = Path(data).expanduser()
     return data if data in ("stdlib", *generated_data()) or not path.exists() else str(path.absolute())
 
@@ -268,9 +271,9 @@ def is_run(directory: Path) -> bool:
 
 
 def require_free(directory: Path) -> None:
-    """Raises RunDirectoryError if a new run cannot use the directory because it contains files.
+    """Raises RunDirectoryError if the directory contains files, so that a new run cannot use it.
 
-    Files of a run that was interrupted while it started are allowed.
+    Files that a run left when it was interrupted during its start are allowed.
     """
     left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
@@ -285,7 +288,8 @@ def require_free(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """A context manager that creates a directory, and locks it against other processes.
 
-    Raises RunDirectoryError if another process has the lock, and EnvironmentFailure if the directory cannot be created.
+    Raises RunDirectoryError if another process has the lock. Raises EnvironmentFailure if the directory cannot be
+    created.
     """
     try:
         create_folder(directory)

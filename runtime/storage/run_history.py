@@ -49,7 +49,7 @@ class RunHistory:
     Attributes:
         steps, validations: the records in order of steps.
         end: the fields of the last `end` record; None if the log has no such record.
-        message: the reason why the last process stopped early or failed; empty if it did neither.
+        message: the reason why the last process stopped early or failed. Empty if the process ended normally.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
@@ -97,7 +97,7 @@ class RunHistory:
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
-                # logs of old versions contain only the rate
+                # the logs of old versions contain only the rate
                 tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
                 self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
             case "validation":

@@ -33,7 +33,7 @@ def stream(
 
     Args:
         entries: the tensors, in the order of the file.
-        read: returns the tensor with a given name. This function is called once for each entry, in order.
+        read: a function that returns the tensor with a given name. It is called once for each entry, in order.
         metadata: texts for the header, by name.
 
     Raises:

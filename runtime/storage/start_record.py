@@ -13,7 +13,7 @@ class StartRecord(StrictModel):
         path: the absolute path of the source.
         kind: the kind of the source.
         step: the step of the checkpoint if the source is a run; None for other sources.
-        tensors: for each loaded parameter, the SHA-256 (hex) of its f32 bytes.
+        tensors: the SHA-256 (hex) of the f32 bytes of each loaded parameter, by name.
     """
 
     path: str
