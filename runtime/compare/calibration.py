@@ -1,11 +1,12 @@
 """Measures the calibration of a model: whether its probabilities agree with the frequencies of correct predictions.
 
 The measure is the expected calibration error of the most probable token (ECE; Guo et al., 2017, "On Calibration of
-Modern Neural Networks"). A prediction is correct if the most probable token equals the target, the token that follows
-in the validation text. Let p be the probability of the most probable token. The predictions are divided into 15 bins of
-equal width by p. In each bin, the mean of p is compared with the share of correct predictions:
+Modern Neural Networks"). The target of a prediction is the token that follows in the validation text. A prediction is
+correct if its most probable token equals the target. Let p be the probability of the most probable token. The
+predictions are divided by p into 15 bins of equal width. In each bin, the mean of p is compared with the fraction of
+correct predictions:
 
-    ECE = sum over bins of (targets in the bin / all targets) * |share of correct predictions - mean p|
+    ECE = sum over bins of (targets in the bin / all targets) * |fraction of correct predictions - mean p|
 """
 
 from collections.abc import Callable
@@ -29,13 +30,13 @@ BINS = 15
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The predictions of a model whose most probable token has a probability greater than `low` and at most `high`.
+    """The predictions for which the probability of the most probable token is greater than `low` and at most `high`.
 
     Attributes:
         low, high: the limits of the probability.
         count: the number of predictions in the bin.
         confidence: the mean of the probability of the most probable token; 0 in an empty bin.
-        accuracy: the share of predictions whose most probable token equals the target; 0 in an empty bin.
+        accuracy: the fraction of predictions whose most probable token equals the target; 0 in an empty bin.
     """
 
     low: float
@@ -50,11 +51,11 @@ class Calibration:
     """The calibration of a model on a text.
 
     Attributes:
-        tokens: the number of target tokens, each of which the model predicts once.
+        tokens: the number of target tokens. The model predicts each target once.
         ece: the expected calibration error, 0 to 1.
-        accuracy: the share of targets that equal the most probable token of their prediction.
+        accuracy: the fraction of targets that equal the most probable token of their prediction.
         confidence: the mean of the probability of the most probable token.
-        nats: the mean loss in nats per token, computed from the probabilities that are also used for `bins`.
+        nats: the mean loss in nats per token, computed from the same probabilities as `bins`.
         bins: the statistics of each bin, from low to high probability.
     """
 
@@ -70,7 +71,9 @@ class Calibration:
 
 
 class Tally:
-    """Counts predictions, and correct predictions, in bins by the probability of the most probable token."""
+    """Counts predictions and correct predictions in bins. The probability of the most probable token selects
+    the bin.
+    """
 
     def __init__(self) -> None:
         # For each bin: the number of targets, the sum of probabilities, and the number of correct predictions
@@ -109,13 +112,13 @@ def calibration_of(
 ) -> Calibration:
     """Measures the calibration of a text model on the validation split of its data.
 
-    The logits are computed by decoding with a cache. The split is divided into windows that have the length of the
-    model's context and do not overlap.
+    Decoding with a cache computes the logits. The split is divided into windows that do not overlap. A window has the
+    length of the context of the model.
 
     Args:
         opened: the text model.
         max_tokens: the number of tokens to predict, from the start of the split. None predicts all tokens.
-        progress: is called with the number of tokens predicted so far, and the total number of tokens to predict.
+        progress: called with the number of tokens predicted so far, and the total number of tokens to predict.
 
     Returns:
         The calibration of the model.

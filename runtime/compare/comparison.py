@@ -15,13 +15,11 @@ from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
 from specc.runtime.storage.run_directory import differences
 
-THRESHOLD = 0.005  # in nats per token: the improvement that a record of openai/parameter-golf requires
-LEVEL = 0.01  # the p-value that is required for this improvement
-PAIRS_OF_ALL = (
-    6  # the most groups for which all pairs are compared; if there are more, each is compared only with the first
-)
+THRESHOLD = 0.005  # in nats per token: the improvement that openai/parameter-golf requires for a record
+LEVEL = 0.01  # the p-value that openai/parameter-golf requires for the improvement
+PAIRS_OF_ALL = 6  # with more groups than this number, each group is compared only with the first group
 UNFINISHED = "finish a run with `specc train --run RUN --resume auto`"
-SHOWN = 12  # the most differences between specs that are listed per pair
+SHOWN = 12  # the maximum number of differences between specs that are listed per pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,11 @@ class GroupResult:
         seeds: the seed of each run.
         values: the final value of the metric for each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the number, mean and sample standard deviation of the final losses in nats per token; None if the losses
-            of the compared runs are not comparable.
+        nats: the number, mean and sample standard deviation of the final losses in nats per token. None if the losses
+        of the
+            compared runs are not comparable.
         seconds: the mean training time of the runs.
-        tokens_per_second: the mean throughput of the runs; None if no log has a throughput.
+        tokens_per_second: the mean throughput of the runs; None if no log contains a throughput.
     """
 
     name: str
@@ -56,14 +55,16 @@ class PairResult:
 
     Attributes:
         first, second: the names of the groups.
-        test: Welch's t-test of the metric; None if a group has a single run, or if the runs of each group have equal
-            values.
+        test: Welch's t-test of the metric. None if a group has a single run, or if all runs of each group have the same
+            value.
         reason: why `test` is None.
-        nats: Welch's t-test of the final loss in nats per token; None if there is no test.
+        nats: Welch's t-test of the final loss in nats per token; None without a test.
         improves_by_threshold: the one-sided p-value for the null hypothesis that the loss of the second group is lower
-            by at most THRESHOLD nats. None if `nats` is None.
-        spec: the differences between the specs of the groups, except the seed. Maps the path of a field to its values
-            in the first and the second spec.
+        by at
+            most THRESHOLD nats. None if `nats` is None.
+        spec: the differences between the specs of the groups, except the seed. The mapping is from the path of a field
+        to
+            the value in the first spec and the value in the second spec.
     """
 
     first: str
@@ -77,7 +78,7 @@ class PairResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups of runs. `notes` has sentences about results that are omitted or not comparable."""
+    """The comparison of groups of runs. `notes` has one sentence for each result that is omitted or not comparable."""
 
     metric: Metric
     groups: tuple[GroupResult, ...]

@@ -16,8 +16,8 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the root mean square, over the runs, of the standard error over examples; None if a result has no
-            standard error.
+        error: the root mean square over the runs of the standard error over examples. None if a result has no standard
+            error.
     """
 
     summary: Summary
@@ -25,8 +25,8 @@ class MeasureResult:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over the runs. For a single run, this is the standard error over the examples, or None
-        if the standard error is unknown.
+        """The standard deviation over the runs. For a single run, the result is the standard error over the examples.
+        The result is None if this standard error is unknown.
         """
         return self.summary.std if self.summary.n > 1 else self.error
 
@@ -39,7 +39,7 @@ class EvaluationResult:
         file: the name of the file or of the data on which the models were evaluated.
         task: the kind of the task, with its settings.
         sha256: the digest of the examples, or of the data and settings.
-        model: `run` if the trained weights were evaluated, `quantized` if the quantized weights were evaluated.
+        model: `run` for the trained weights, `quantized` for the quantized weights.
         groups: the measures of each group that has a result, by group name and measure name.
     """
 
@@ -65,12 +65,12 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     """Collects the recorded evaluations of groups of runs.
 
     Two results belong to the same evaluation if they have the same file, task, digest and model. A result is omitted if
-    the evaluated weights are not from the last step of the run.
+    the evaluated weights are not the weights of the last step of the run.
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: the function appends messages about omitted results, and about evaluations for which some runs have no
-            result.
+        notes: the function appends a message for each omitted result, and for each evaluation without a result for some
+            runs.
 
     Returns:
         The evaluations, sorted by file, task and model.

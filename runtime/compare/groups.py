@@ -19,7 +19,7 @@ from specc.runtime.sweep.folder import SweepRecord
 NAMED = re.compile(r"([^/=]+)=(.+)")
 NUMBER = re.compile(
     r"-(seed)?\d+$"
-)  # the suffix of a run directory's name that only distinguishes runs of the same spec
+)  # a suffix of the name of a run directory, which only distinguishes runs of the same spec
 
 
 class CompareError(RuntimeFailure):
@@ -53,8 +53,8 @@ class Member:
 
     @cached_property
     def kind(self) -> str:
-        """A digest of the target, of the data, and of the spec without its seed. Runs with equal digests differ at most
-        in the seed.
+        """A digest of the target, of the data, and of the spec without its seed. Runs with the same digest differ at
+        most in the seed.
         """
         spec = self.run.spec
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
@@ -82,8 +82,9 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
     """Groups the runs that the arguments `words` of `specc compare` name.
 
     An argument has the form LIST or NAME=LIST. LIST contains entries, separated by commas. An entry is a run directory,
-    the folder of a sweep, or a pattern such as `runs/a-*`. The runs of a NAME=LIST argument form one group with the
-    name NAME. Runs of arguments without a NAME are in the same group if they differ only in the seed.
+    the folder of a sweep, or a pattern such as `runs/a-*`. The runs of an argument NAME=LIST form one group with the
+    name NAME. The runs of all arguments without a NAME are grouped automatically: runs that differ only in the seed
+    form one group.
 
     Raises:
         CompareError: if an argument names no runs, a name is used twice, or a run is named twice.

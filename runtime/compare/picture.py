@@ -1,5 +1,6 @@
-"""Draws the picture of a comparison: plots of the loss over tokens and over seconds, of recorded evaluations, and of
-calibration.
+"""Draws the picture of a comparison.
+
+The picture has plots of the loss over tokens and over seconds, of recorded evaluations, and of calibration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
     from specc.runtime.compare.calibration import Calibration
 
-EVALUATIONS = 6  # the most recorded evaluations in the picture
+EVALUATIONS = 6  # the maximum number of recorded evaluations in the picture
 POINTS = 100  # the approximate number of points of a training curve; a point is the mean of several steps
 SKIPPED = (
-    # The share of steps at the start that may be cut off. Their large losses would hide differences.
+    # The fraction of steps at the start that may be omitted. Their large losses would hide differences.
     0.02
 )
 
@@ -34,11 +35,12 @@ def comparison_picture(
     Args:
         groups: the groups, without incomplete runs.
         calibrations: the calibration of each run, by group. If empty, the picture has no reliability diagram.
-        evaluations: the recorded evaluations of the groups. Only the first `EVALUATIONS` of them are drawn.
+        evaluations: the recorded evaluations of the groups. Only the first `EVALUATIONS` entries are drawn.
 
     Returns:
-        A PNG with plots of the loss over tokens and over seconds, of evaluations if there are any, and a reliability
-        diagram if there are calibrations.
+        A PNG with plots of the loss over tokens and over seconds. It also has plots of the evaluations, and a
+        reliability
+            diagram of the calibrations, if there are any.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
@@ -131,7 +133,7 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
     """Replaces the axes `place` by one plot per evaluation. A plot shows the first measure of the evaluation, with one
-    row per group in `groups`.
+    row for each entry of `groups`.
     """
     whole, figure = place.get_subplotspec(), place.figure
     assert whole is not None

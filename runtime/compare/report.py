@@ -11,8 +11,8 @@ from specc.runtime.tables import aligned
 
 
 def report(comparison: Comparison) -> list[str]:
-    """Returns a comparison as lines of text: tables of the groups, the pairs and the recorded evaluations, and the
-    notes.
+    """Returns a comparison as lines of text: tables of the groups, the pairs and the recorded evaluations, followed by
+    the notes.
     """
     metric = comparison.metric
     rows = [["group", "n", f"mean {metric.label}", "std", "nats/token", "seconds", "tokens/s", "seeds"]]
@@ -83,6 +83,6 @@ def probability(p: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value of a spec as one line of at most 60 characters. Longer text is cut."""
+    """Returns a value of a spec as one line of at most 60 characters. Longer values are truncated."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,7 +1,7 @@
 """Welch's t-test of whether the means of two groups of runs differ by more than chance.
 
-The tail probability of Student's t distribution is a value of the regularized incomplete beta function, which is
-computed by a continued fraction.
+The tail probability of Student's t distribution is a value of the regularized incomplete beta function. A continued
+fraction computes this function.
 """
 
 import math
@@ -33,7 +33,7 @@ class Welch:
     """The result of Welch's t-test (Welch, 1947).
 
     Attributes:
-        difference: the mean of the second group minus the mean of the first.
+        difference: the mean of the second group minus the mean of the first group.
         error: the standard error of the difference.
         t: the difference, divided by its standard error.
         df: the degrees of freedom, by the Welch-Satterthwaite equation.
@@ -50,7 +50,7 @@ class Welch:
     high: float
 
     def p_below(self, limit: float) -> float:
-        """Returns a one-sided p-value: the probability that two groups whose true difference is `limit` show a
+        """Returns a one-sided p-value. It is the probability that two groups with the true difference `limit` show a
         difference of at most the attribute `difference`.
         """
         t = (self.difference - limit) / self.error
@@ -59,7 +59,7 @@ class Welch:
 
 
 def welch(first: Summary, second: Summary) -> Welch | None:
-    """Tests by Welch's t-test whether two groups, given by their summaries, have different means.
+    """Tests whether two groups, given by their summaries, have different means (Welch's t-test).
 
     Returns:
         The result of the test. None if a group has fewer than two values, or if the standard error is zero.
@@ -70,7 +70,7 @@ def welch(first: Summary, second: Summary) -> Welch | None:
     error = math.sqrt(a + b)
     if error == 0:
         return None
-    share = a / (a + b)  # in this form, tiny variances do not underflow when squared
+    share = a / (a + b)  # with this ratio, tiny variances do not underflow when they are squared
     df = 1 / (share**2 / (first.n - 1) + (1 - share) ** 2 / (second.n - 1))
     difference = second.mean - first.mean
     t = difference / error
@@ -104,7 +104,7 @@ def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
 def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     """Returns the regularized incomplete beta function I_x(a, b), 0 <= x <= 1, where y = 1 - x.
 
-    The caller passes both x and y, because computing 1 - x would lose all precision for x close to 1.
+    The caller passes both x and y, because the subtraction 1 - x loses all precision if x is close to 1.
 
     Args:
         a, b: the parameters of the function, both positive.
@@ -120,7 +120,7 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
         return 0.0
     if y <= 0:
         return 1.0
-    if x > (a + 1) / (a + b + 2):  # the continued fraction of 1 - I_y(b, a) converges faster
+    if x > (a + 1) / (a + b + 2):  # for these x, the continued fraction of 1 - I_y(b, a) converges faster
         return 1 - incomplete_beta(b, a, y, x)
     front = math.exp(a * _log(x, y) + b * _log(y, x) - _log_beta(a, b))
     return front / a * _fraction(a, b, x)
@@ -129,7 +129,7 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
 def _log_beta(a: float, b: float) -> float:
     """Returns the logarithm of the beta function B(a, b).
 
-    For large arguments, Stirling's series replaces the difference of two large logarithms of the gamma function.
+    For large arguments, Stirling's series avoids the difference of two large logarithms of the gamma function.
     """
     small, large = sorted((a, b))
     if large < 10:
@@ -146,13 +146,13 @@ def _stirling(z: float) -> float:
 
 
 def _log(x: float, y: float) -> float:
-    """Returns log(x) with full precision, also for x near 1. y is 1 - x."""
+    """Returns log(x) with full precision, even if x is close to 1. y is 1 - x."""
     return math.log1p(-y) if y < 0.5 else math.log(x)
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Returns the value of the continued fraction of I_x(a, b), computed by the modified Lentz method (Thompson and
-    Barnett, 1986).
+    """Returns the value of the continued fraction of I_x(a, b). The modified Lentz method computes the value (Thompson
+    and Barnett, 1986).
     """
     c, d = 1.0, 1 / _away(1 - (a + b) * x / (a + 1))
     value = d
