@@ -10,7 +10,7 @@ from specc.runtime.errors import RuntimeFailure
 T = TypeVar("T")
 MOST = 2**31 - 1
 
-# Fields that do not change what a model computes, such as settings of training and generation.
+# Fields that do not change the function of a model, such as settings of training and generation.
 HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _num_labels _sliding_window_pattern
@@ -72,10 +72,11 @@ class Config:
         return default if value is None else value
 
     def absent(self, key: str, default: T | None) -> T | None:
-        """Returns `default` if the config has no field `key`, otherwise None. A field with the value null is present.
+        """Returns `default` if the config has no field `key`. Otherwise, returns None. A field with the value null is
+        present.
 
-        If the result is passed as the default of a method such as `whole`, this method does not replace null by
-        `default`.
+        Pass the result as the default of a method such as `whole`. That method then uses `default` only if the field is
+        missing, and does not accept the value null.
         """
         self.read.add(key)
         return None if key in self.fields else default
@@ -170,7 +171,7 @@ class Config:
 
 
 def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:
-    """Returns the names of the fields that a family did not read because they do not change what the model computes.
+    """Returns the names of the fields that a family did not read, because they do not change the function of the model.
 
     Args:
         config: the config, after the family has read its fields.
@@ -178,7 +179,7 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         ignored: the names of unknown fields that the user allows.
 
     Raises:
-        ConfigError: if an unknown field that is not in `ignored` has a value other than null, false or an empty value.
+        ConfigError: if an unknown field has a value other than null, false or an empty value, and is not in `ignored`.
     """
     for key in config.unread():
         value = config.fields[key]

@@ -15,7 +15,8 @@ class NotOfFamily(Exception):
     """Raised if a spec lacks a part that every model of a family has.
 
     Attributes:
-        distance: an estimate of the number of fields in which the model differs from the family. The error for the
+        distance: an estimate of the number of fields in which the model differs from the family. The error message for
+        the
             user names the family with the smallest distance.
     """
 
@@ -33,12 +34,12 @@ class Family:
         title: the name of the family in messages and in the documentation.
         architecture: the name of the model class in Transformers.
         model: converts a config to the section `model` of a spec. The section omits default values.
-        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the fields by
-            converting them back with `model`.
-        table: returns the mappings of all tensors that a model with a given config can have.
-        buffers: patterns of tensor names to ignore. Files from older versions of Transformers contain tensors with
-            these names.
-        prefix: a prefix of tensor names. Files without the output head omit this prefix.
+        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the fields: it
+        converts
+            them back with `model`.
+        table: a function that returns the mappings of all tensors that a model with a given config can have.
+        buffers: patterns of tensor names to ignore. Older versions of Transformers write tensors with these names.
+        prefix: a prefix of tensor names. Files of models without the output head omit this prefix.
     """
 
     name: str

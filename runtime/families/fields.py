@@ -15,7 +15,7 @@ L = TypeVar("L")
 
 
 def window_of(mask: Any) -> int | None:
-    """Returns the window length of a mask that `sections.window` wrote; None for any other mask."""
+    """Returns the window length of a mask that the function `sections.window` wrote; None for any other mask."""
     start = "j <= i and i - j < "
     digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
     return int(digits) if digits.isdecimal() else None

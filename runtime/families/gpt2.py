@@ -22,7 +22,7 @@ def model(config: Config) -> Data:
         raise config.error("n_head", f"it does not divide n_embd, {dim}", "use a divisor of it")
     config.fixed("scale_attn_weights", (True,), "specc does not import scores without a scale")
     config.fixed("add_cross_attention", (False,), "cross attention needs an encoder, which specc does not import")
-    config.value("reorder_and_upcast_attn")  # this field only changes the precision
+    config.value("reorder_and_upcast_attn")  # read and ignored, because this field changes only the precision
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     scale = {"scale": "1/sqrt(head_dim)/(layer + 1)"} if by_layer else {}
     act = activation(config, "activation_function", "gelu_new", False)
@@ -64,8 +64,8 @@ def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[TensorMapping, 
     """Returns the tensor mappings for the weights and biases of LayerNorms.
 
     Args:
-        block: the prefix of the names of the tensors of a block in the file.
-        names: pairs of the layer that reads the norm and the name of the norm in the file.
+        block: the prefix that the tensors of a block have in the file.
+        names: pairs: the layer that reads the norm, and the name of the norm in the file.
     """
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")

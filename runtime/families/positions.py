@@ -21,7 +21,7 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     Args:
         config: the config.
         base: the default base of the frequencies in the family.
-        key: the entry of `rope_parameters` for the kind of the layer. If the family has only one kind, `key` is empty.
+        key: the entry of `rope_parameters` for the kind of the layer. Empty if the family has only one kind.
         old: the name of the field that contains the base in older configs.
         more: other fields of the section.
     """
@@ -42,11 +42,11 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     parameters.value("type"), parameters.value("finetuned")
     kind = parameters.choice("rope_type", parameters.fields.get("type") or "default", KINDS, NEEDED)
     if "dims" in more:
-        parameters.value("partial_rotary_factor")  # GPT-NeoX computes `dims` from this share
+        parameters.value("partial_rotary_factor")  # GPT-NeoX computes `dims` from this fraction
     else:
         parameters.fixed("partial_rotary_factor", (1, 1.0, None), "only GPT-NeoX rotates a part of each head")
     if kind == "default":
-        for name in parameters.unread():  # these fields belong to other values of rope_type, and have no effect
+        for name in parameters.unread():  # fields of other values of rope_type, which have no effect
             parameters.value(name)
         return turned
     factor = parameters.number("factor", least=0.999)

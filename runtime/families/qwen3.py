@@ -47,7 +47,7 @@ def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str]
         kinds: the kinds of layers that the family supports.
 
     Raises:
-        ConfigError: the list in the config has another length than `count`, or a kind that is not in `kinds`.
+        ConfigError: if the list in the config does not have `count` entries, or has a kind that is not in `kinds`.
     """
     listed = config.value("layer_types")
     if listed is None:

@@ -8,7 +8,7 @@ from specc.runtime.families.activations import activation
 from specc.runtime.families.config import Config
 from specc.runtime.families.family import Data
 
-EPS = {"rms": 1e-6, "layer": 1e-5}  # these values are the defaults of a spec
+EPS = {"rms": 1e-6, "layer": 1e-5}  # the defaults of a spec
 
 
 def norm(kind: str, eps: float, **more: Any) -> Data:
@@ -27,9 +27,9 @@ def attention(
     Args:
         config: the config.
         rope: the section `rope` of the layer.
-        head_dim: the default number of channels per head. If it is None, the default is the number of features
-            divided by the number of heads.
-        kv_heads: the default number of key heads. If it is None, the default is the number of query heads.
+        head_dim: the default number of channels per head. None selects the number of features divided by the number of
+            heads.
+        kv_heads: the default number of key heads. None selects the number of query heads.
         more: other fields of the layer. They precede `rope` in the spec.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -46,7 +46,7 @@ def attention(
 def require_divisor(config: Config) -> None:
     """Raises ConfigError if the number of heads does not divide the number of features.
 
-    For some families, Transformers has this requirement even if the config contains `head_dim`.
+    Transformers has this requirement for some families, even if the config contains `head_dim`.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
@@ -104,7 +104,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 def window(config: Config, usual: int | None = None) -> Data:
     """Returns the field `mask` for sliding-window attention; an empty mapping if the config has no window.
 
-    `usual` is the window length if the config has no field `sliding_window`. If the field is null, the model has no
+    `usual` is the window length if the config has no field `sliding_window`. If the field is null, attention has no
     window.
     """
     size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)

@@ -36,7 +36,7 @@ def routed_experts(place: str, names: Sequence[str]) -> tuple[TensorMapping, ...
 
     Args:
         place: the prefix of the names of the tensors in the file.
-        names: the names in the file of the matrices `gate`, `up` and `down` of an expert.
+        names: the names of the matrices `gate`, `up` and `down` of an expert in the file.
     """
     ours = (f"{BLOCK}.mlp.{name}" for name in ("gate", "up", "down"))
     theirs = (f"{place}.experts.{{e}}.{name}.weight" for name in names)

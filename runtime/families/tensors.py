@@ -1,4 +1,4 @@
-"""Maps parameters of specc to tensors in a file: the names, and how tensors are split or joined."""
+"""Maps parameters of specc to tensors in a file: their names, and the ways in which tensors are split or joined."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +20,9 @@ class TensorMapping:
         tensors: the names of the tensors. `{i}` is the index of a block, and `{e}` is the index of an expert.
         split: computes the parameters from the tensors.
         join: computes the tensors from the parameters.
-        dims: the number of dimensions of the first parameter. The mapping does not apply to a parameter with another
-            number of dimensions. None for any number.
+        dims: the number of dimensions of the first parameter. The mapping applies only to parameters with this number
+        of
+            dimensions. None for any number.
     """
 
     parameters: tuple[str, ...]
@@ -62,7 +63,7 @@ def transposed(parameter: str, tensor: str) -> TensorMapping:
 def joint_columns(parameters: Sequence[str], tensor: str) -> TensorMapping:
     """Returns the mapping for matrices of equal shape that the file joins into one tensor [inputs, all outputs].
 
-    The mapping also applies to biases of equal length that the file joins into one tensor [all outputs].
+    The mapping also applies to biases of equal length. The file joins them into one tensor [all outputs].
     """
 
     def split(tensors: Tensors) -> Tensors:
@@ -91,9 +92,10 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
     Args:
         parameters: the names of the matrices or biases.
-        tensor: the name of the joint tensor. It contains the rows of the first head, then those of the second head,
-            and so on. The rows of a head begin with `sizes[0]` rows of the first matrix, then `sizes[1]` rows of the
-            second matrix.
+        tensor: the name of the joint tensor. The tensor contains the rows of the first head, then the rows of the
+        second
+            head, and so on. The rows of a head begin with `sizes[0]` rows of the first matrix, followed by `sizes[1]`
+            rows of the second matrix.
         heads: the number of heads.
         sizes: the number of rows per head, for each matrix.
     """
@@ -138,7 +140,7 @@ def with_biases(rows: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
 
 
 def expanded(table: Sequence[TensorMapping], shapes: Shapes, blocks: int) -> list[TensorMapping]:
-    """Returns the mappings of a model. In the names, indices replace `{i}` and `{e}`.
+    """Returns the mappings of a model. In all names, indices replace `{i}` and `{e}`.
 
     Args:
         table: the mappings of the family. The result omits mappings for parameters that the model lacks.
@@ -146,7 +148,7 @@ def expanded(table: Sequence[TensorMapping], shapes: Shapes, blocks: int) -> lis
         blocks: the number of blocks.
 
     Raises:
-        KeyError: if a parameter is in no mapping. The argument of the error is the name of the parameter.
+        KeyError: if no mapping contains a parameter. The argument of the error is the name of the parameter.
     """
     rows = [row for template in table for row in _rows_of(template, shapes, blocks)]
     named = {name for row in rows for name in row.parameters}
