@@ -32,7 +32,7 @@ from specc.runtime.storage.atomic import sync_folder, write_atomically
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
-SHARD = 5_000_000_000  # the most bytes of a weight file
+SHARD = 5_000_000_000  # the maximum number of bytes of a weight file
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -50,8 +50,9 @@ class ExportOptions:
 
     Attributes:
         out: the output folder; None for `NAME-hf` in the run directory.
-        dtype: the dtype of the written weights: `f32`, `bf16` or `f16`. None selects the original dtypes if the run
-            was imported, and f32 otherwise.
+        dtype: the dtype of the written weights: `f32`, `bf16` or `f16`. None selects the original dtypes of an imported
+        run,
+            and f32 for any other run.
         shard: the maximum size of a weight file in bytes. A tensor that exceeds this size gets a separate file.
         search: folders to search for the tokenizer.
         force: whether to replace an output folder that an earlier export wrote.
@@ -67,7 +68,7 @@ class ExportOptions:
 def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     """Writes the final weights of a run, with its config, tokenizer and model card, and returns the folder.
 
-    The folder is written under a temporary name, verified, and renamed.
+    The folder is written under a temporary name, verified, and then renamed.
 
     Args:
         path: the run directory.
@@ -75,12 +76,12 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
         say: the function that receives messages for the user.
 
     Raises:
-        NoFamily: no supported family of Transformers has this model (exit code 2).
-        ExportFolderError: the output folder exists and the export may not replace it (2).
-        RunDirectoryError: `path` is not a run (2).
-        EnvironmentFailure: the folder cannot be written (3).
-        RunFailure: the run has no checkpoint (4).
-        IntegrityError: the run is damaged, or the written files do not contain the weights of the run (5).
+        NoFamily: if no supported family of Transformers can represent this model (exit code 2).
+        ExportFolderError: if the output folder exists and the export may not replace it (2).
+        RunDirectoryError: if `path` is not a run (2).
+        EnvironmentFailure: if the folder cannot be written (3).
+        RunFailure: if the run has no checkpoint (4).
+        IntegrityError: if the run is damaged, or the written files do not contain the weights of the run (5).
     """
     run, weights, _ = as_trained(Run.open(path), say)
     out = options.out or run.directory / f"{run.spec.name}-hf"
@@ -134,7 +135,7 @@ def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor]
         dtype: the dtype of the written tensors: `f32`, `bf16` or `f16`.
 
     Raises:
-        NoFamily: no supported family of Transformers has this model (exit code 2).
+        NoFamily: if no supported family of Transformers can represent this model (exit code 2).
     """
     match = recognized(model)
     assert isinstance(model, Decoder)
@@ -191,8 +192,8 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
     """Returns the tokenizer files and the generation settings, by file name.
 
-    If the run was imported with tokenizer files, these files are returned unchanged. Otherwise, the tokenizer of the
-    spec is converted.
+    If the run was imported with tokenizer files, these files are returned unchanged. Otherwise, the function converts
+    the tokenizer of the spec.
     """
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
@@ -229,7 +230,7 @@ def _write_weights(
         placed |= {entry.name: file for entry in entries}
         ordered = sorted(
             entries, key=lambda entry: -entry.dtype.itemsize
-        )  # sorted so that each tensor starts at a multiple of its item size
+        )  # sorted by item size, so that each tensor starts at a multiple of its item size
         write_atomically(folder / file, stream(ordered, read, {"format": "pt"}))
     if several:
         total = sum(entry.size for entries in files for entry in entries)

@@ -1,6 +1,6 @@
 """Reads a folder of Transformers: config.json, and the tensors of safetensors files, one tensor at a time.
 
-The module executes no code of the folder. It checks the header of a safetensors file before it reads tensors.
+The module executes no code of the folder. Before it reads tensors, it checks the header of the safetensors file.
 """
 
 import json
@@ -20,10 +20,10 @@ from specc.runtime.families.config import ConfigError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LARGEST_JSON = 1 << 26  # bytes
-LARGEST_HEADER = 100_000_000  # in bytes; this is also the limit of the safetensors library
+LARGEST_HEADER = 100_000_000  # in bytes; the safetensors library has the same limit
 FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-# Small files of a model. An export copies them unchanged.
+# Small files of a model, which an export copies unchanged
 CARRIED = (
     CONFIG,
     "generation_config.json",
@@ -51,7 +51,7 @@ class Stored:
         file: the path of the file.
         dtype: the dtype in the spelling of safetensors, such as `BF16`.
         shape: the shape of the tensor.
-        start: the offset in the file of the first byte of the tensor.
+        start: the offset of the first byte of the tensor in the file.
         size: the number of bytes of the tensor.
     """
 
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parses JSON. Raises ValueError for duplicate keys and NaN, because JSON parsers disagree about their meaning."""
+    """Parses JSON. Raises ValueError for duplicate keys and for NaN, because JSON parsers treat them differently."""
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
 
 

@@ -33,7 +33,7 @@ from specc.runtime.storage.run_directory import Run, default_run, lasting, locke
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
 NOT_OF_CONFIG = "the weights do not belong to this config.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first of these files that the folder contains is used
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the import uses the first of these files that the folder contains
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class ImportOptions:
         spec: the path of the written spec; None for `specs/NAME.yaml`.
         run: the run directory; None for the next free `runs/NAME-NNN`.
         data: the data of the run, in the format of `specc train --data`; None for the default data.
-        overrides: texts `path=value`. Each text replaces a value in the spec of the run, but not in the written spec
-            file.
+        overrides: texts `path=value`. Each text replaces a value in the spec of the run. The written spec file does not
+            contain the overrides.
         ignored: the names of unknown fields of config.json that the user allows.
     """
 
@@ -67,8 +67,9 @@ class Imported:
         spec: the spec in the run.
         path: the path of the written spec file.
         run: the run directory.
-        ignored: the names of the fields of config.json that the import ignored, because they do not change what the
-            model computes.
+        ignored: the names of the fields of config.json that the import ignored, because they do not change the function
+        of
+            the model.
         parameters: the number of parameters.
     """
 
@@ -83,7 +84,7 @@ class Imported:
 def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     """Writes a spec, and a run whose checkpoint of step 0 contains the weights of the folder.
 
-    Tensors are read one at a time and written immediately, so the whole model is never in memory.
+    Tensors are read one at a time and written immediately, so that the whole model is never in memory.
 
     Args:
         path: a folder with config.json and safetensors files.
@@ -91,10 +92,10 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         say: the function that receives messages for the user.
 
     Raises:
-        ConfigError: the folder has no model, or specc lacks a feature of the model (exit code 2).
-        RunDirectoryError: the run directory is not empty (2).
-        EnvironmentFailure: a file cannot be written (3).
-        IntegrityError: a file of the folder is damaged, or does not fit config.json (5).
+        ConfigError: if the folder has no model, or specc lacks a feature of the model (exit code 2).
+        RunDirectoryError: if the run directory is not empty (2).
+        EnvironmentFailure: if a file cannot be written (3).
+        IntegrityError: if a file of the folder is damaged, or does not match config.json (5).
     """
     folder = open_folder(path)
     name = options.name or _slug(path)
@@ -121,7 +122,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         run = Run(directory, spec, choose_target(spec, None), data, options.overrides)
         create_folder(run.checkpoints)
         entries = [Entry(key, torch.float32, shapes[key]) for row in rows for key in row.parameters]
-        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # the remains of an interrupted import
+        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # an interrupted import has left this checkpoint
             committed.discard(left)
         checkpoint.save_weights(run.checkpoints, stream(entries, fitted.read), run.spec_digest)
         run.create(folder.carried)
@@ -166,9 +167,10 @@ def matched_rows(
         folder: the folder with the tensors.
 
     Raises:
-        IntegrityError: the folder lacks a tensor, has a tensor that belongs to no parameter, or has a tensor of a
-            wrong shape.
-        ConfigError: a tensor has a dtype that specc cannot read.
+        IntegrityError: if the folder lacks a tensor, has a tensor that belongs to no parameter, or has a tensor of a
+        wrong
+            shape.
+        ConfigError: if a tensor has a dtype that specc cannot read.
     """
     rows = expanded(family.table(config), shapes, blocks)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)
@@ -206,7 +208,7 @@ def _is_tied(folder: Folder, name: str, rows: Sequence[TensorMapping]) -> bool:
 class FittedWeights:
     """The weights of a folder, converted to the f32 parameters of a model.
 
-    A tensor is read from its file when `read` returns a parameter that the tensor contains.
+    The tensors are read on demand: `read` returns a parameter, and reads the tensors that contain this parameter.
 
     Attributes:
         family: the family of the model.
@@ -214,7 +216,7 @@ class FittedWeights:
         model: the model that `section` describes.
         shapes: the shapes of the parameters, by name.
         rows: the tensor mappings of the parameters.
-        ignored: the names of the fields of config.json that do not change what the model computes.
+        ignored: the names of the fields of config.json that do not change the function of the model.
     """
 
     kind: Literal["hugging_face"] = "hugging_face"
@@ -270,8 +272,8 @@ def fitted_weights(
         ignored: the names of unknown fields of config.json that the user allows.
 
     Raises:
-        ConfigError: specc lacks a feature of the model.
-        IntegrityError: the weights do not fit config.json.
+        ConfigError: if specc lacks a feature of the model.
+        IntegrityError: if the weights do not match config.json.
     """
     config = Config(folder.config, str(folder.path / CONFIG))
     family = family_of(config)

@@ -1,4 +1,4 @@
-"""Records the dtypes of the original tensors of an imported run, so that an export can write the same dtypes."""
+"""Records the dtypes of the original tensors of an imported run. An export can then write the same dtypes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ ORIGIN = "origin.json"
 class _Record(StrictModel):
     """The content of the file `origin.json` of an imported run.
 
-    `dtype` is the most frequent dtype. `others` contains the dtypes of the tensors with other dtypes, by tensor name.
+    `dtype` is the most frequent dtype. `others` maps the names of all tensors with other dtypes to their dtypes.
     """
 
     format: Literal[1]
@@ -32,7 +32,7 @@ class Origin:
     """The dtypes of the tensors from which a run was imported.
 
     Attributes:
-        dtype: the dtype of most tensors, in the spelling of safetensors.
+        dtype: the most frequent dtype of the tensors, in the spelling of safetensors.
         others: the dtypes of the other tensors, by name.
     """
 

@@ -1,4 +1,4 @@
-"""Formats a spec as readable YAML: short mappings on one line, long mappings on several lines."""
+"""Formats a spec as readable YAML. Short mappings are on one line, and long mappings on several lines."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 WIDTH = 110
-BROKEN = ("model", "blocks", "train", "quant")  # mappings that always take several lines
+BROKEN = ("model", "blocks", "train", "quant")  # mappings that are always on several lines
 _PLAIN = re.compile(r"[A-Za-z_0-9(][^,:\[\]{}#\"'&!|>@`]*(?<! )")
 _RESERVED = re.compile(r"(?i)true|false|null|yes|no|on|off|~|[-+.0-9_e]+|0x[0-9a-f]+")
 

@@ -1,6 +1,7 @@
-"""Finds a family of Transformers that can represent the model of a spec, and the config of the model in this family.
+"""Finds a family of Transformers that can represent the model of a spec.
 
-If no family can represent the model, the error states the first difference from the closest family.
+Also computes the config of the model in this family. If no family can represent the model, the error states the first
+difference from the closest family.
 """
 
 import json
@@ -21,7 +22,7 @@ from specc.runtime.errors import RuntimeFailure
 from specc.runtime.families.config import Config, ConfigError
 from specc.runtime.families.family import Data, Family, NotOfFamily, families
 
-OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change what the model computes
+OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change the function of the model
 
 
 class NoFamily(RuntimeFailure):
@@ -42,7 +43,7 @@ class Recognized:
 def recognized(model: Architecture, first: str = "") -> Recognized:
     """Returns a family that fits a model, and the config of the model in this family.
 
-    A family fits if `specc import` would convert the returned config to a model that computes the same functions as
+    A family fits if `specc import` would convert the returned config to a model that computes the same function as
     `model`.
 
     Args:

@@ -15,7 +15,7 @@ from specc.runtime.families.tensors import Shapes
 from specc.runtime.hugging_face.page import page
 
 Data = dict[str, Any]
-CONTEXT = 2048  # the most tokens of a training row, if the context of the model is longer
+CONTEXT = 2048  # the maximum number of tokens of a training row, if the context of the model is longer
 TARGETS = (("sm90", "cpu"), ("cpu",))
 
 
@@ -67,7 +67,7 @@ def _buildable(data: Data) -> Data:
             tried = data | {"targets": list(targets), "fuse": chosen}
             problems = _problems(tried)
             refused |= {every.index(chosen[i]) for i in _points_in(problems)}
-            # The error names invalid fusion points. The spec may build without them.
+            # The error names the invalid fusion points. The spec may build without these points.
             if problems and _points_in(problems):
                 tried["fuse"] = [point for point in chosen if every.index(point) not in refused]
                 problems = _problems(tried)
@@ -109,7 +109,7 @@ def fusion_points(model: Data) -> Iterator[Data]:
 def quantization(shapes: Shapes) -> Data:
     """Returns the section `quant` of a spec.
 
-    Matrices have 4 bits per value. Embedding tables, routers, norms and biases have more bits.
+    Matrices have 4 bits per value. Embedding tables, routers, norms and biases have more bits per value.
     """
     tables = [name for name in ("embed.token", "embed.positions") if name in shapes]
     rules: list[Data] = [{"match": name, "scheme": "round", "bits": 8} for name in tables]

@@ -30,7 +30,7 @@ def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
         search: folders to search for the tokenizer of the spec.
 
     Raises:
-        DataError: the file of the tokenizer is not found, or is not valid.
+        DataError: if the file of the tokenizer is not found, or is not valid.
     """
     data = spec.train.data
     assert isinstance(data, TextData)
@@ -78,7 +78,7 @@ def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[s
         "special_tokens": {bos: {"id": bos, "ids": [identity], "tokens": [bos]}},
     }
     before = content.get("post_processor")
-    if before is not None and before["type"] == "ByteLevel":  # this step trims offsets and inserts no tokens
+    if before is not None and before["type"] == "ByteLevel":  # this step only trims offsets, and inserts no tokens
         return {**content, "post_processor": {"type": "Sequence", "processors": [before, template]}}
     return {**content, "post_processor": template}
 
