@@ -16,10 +16,11 @@ class ExpertLoad:
     Attributes:
         layer: the path of the layer, such as `blocks.1.moe`.
         kind: the kind of the documents.
-        loads: the share of tokens that each expert receives. The shares sum to 1.
-        largest: the largest load divided by the mean load.
+        loads: the fraction of tokens that each expert receives. The fractions sum to 1.
+        largest: the ratio of the largest load to the mean load.
         differs: the total variation distance, from 0 to 1, between `loads` and the mean loads over all kinds of
-            documents. None if there is only one kind.
+        documents.
+            None if there is only one kind.
     """
 
     layer: str
@@ -33,8 +34,9 @@ def expert_loads_by_kind(measured: Mapping[str, Sequence[Mapping[str, Sequence[f
     """Yields the load of the experts for each layer and each kind of document.
 
     Args:
-        measured: for each kind of document, one mapping per batch from the path of a layer to the loads of its
-            experts. All batches have the same size.
+        measured: the loads by kind of document. Each kind has one mapping per batch, from the path of a layer to the
+        loads
+            of its experts. All batches have the same size.
     """
     layers = dict.fromkeys(layer for batches in measured.values() for loads in batches for layer in loads)
     for layer in layers:

@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # the minimum score of a head for the type `previous`, `first` or `induction`, and for `content`
+THRESHOLD = 0.4  # the minimum score for the types `previous`, `first` and `induction`, and the minimum of `content`
 FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
 
 
@@ -31,8 +31,9 @@ class Head:
             The input is a random sequence of tokens, followed by its repetition. The score is the mean attention from
             a token of the repetition to the token after the first occurrence of the query token. None if the score was
             not measured.
-        content: the mean total variation distance between the attention of equal positions in two texts. The distance
-            is 0 if the attention depends only on positions. None if only one text was measured.
+        content: the mean total variation distance between the attention in two texts, at equal positions. The distance
+        is 0
+            if the attention depends only on positions. None if only one text was measured.
     """
 
     layer: str
@@ -46,8 +47,9 @@ class Head:
     def type(self) -> str:
         """The pattern to which the head attends.
 
-        If the largest of the scores `previous`, `first` and `induction` is at least `THRESHOLD`, the result is its
-        pattern. Otherwise, the result is `CONTENT` if `content` is at least `THRESHOLD`, and `MIXED` if not.
+        The result is the pattern with the largest of the scores `previous`, `first` and `induction`, if this score is
+        at least `THRESHOLD`. Otherwise, the result is `CONTENT` if `content` is at least `THRESHOLD`, and `MIXED` if
+        not.
         """
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])
@@ -75,14 +77,13 @@ class _Sums:
 class HeadPatterns:
     """Accumulates the attention scores of all heads of a program.
 
-    `reference.run`, which runs the program node by node, calls the method `observe` or `observe_repeated` after each
-    node.
+    `reference.run` runs the program node by node. After each node, it calls the method `observe` or `observe_repeated`.
 
     Args:
         graph: the program, with all functions inlined.
 
     Attributes:
-        refused: for each attention node that cannot be classified, the reason.
+        refused: the reason for each attention node that cannot be classified, by node.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -144,7 +145,7 @@ class HeadPatterns:
 def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
     """Returns rows of random tokens i64 [rows, 2 * length]. The second half of each row equals the first half.
 
-    The tokens in the first half are distinct if the vocabulary is large enough. The last id of the vocabulary does not
+    If the vocabulary is large enough, the tokens in the first half are distinct. The last id of the vocabulary does not
     occur, because it often separates documents.
 
     Args:

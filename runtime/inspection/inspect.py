@@ -39,7 +39,7 @@ from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import source_of
 
 PARTS = ("ranks", "heads", "units", "norms", "experts", "sensitivity")
-VALIDATION = "validation split"  # the kind of the documents if none is given
+VALIDATION = "validation split"  # the kind of the documents if the user names no kind
 Progress = Callable[[str, int, int], None]
 
 
@@ -58,8 +58,9 @@ class InspectOptions:
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
         cache: the folder for tokenized text; None for the default folder.
-        kinds: the data of each kind of document on which the load of experts is measured, by the name of the kind. If
-            the mapping is empty, `data` is the only kind.
+        kinds: the data on which the load of experts is measured, by kind of document. If the mapping is empty, `data`
+        is the
+            only kind.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -77,14 +78,16 @@ class InspectOptions:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """The results of an inspection. The attribute of a part that was not measured is empty.
+    """The results of an inspection. If a part was not measured, its attribute is empty.
 
     Attributes:
         name: the name of the spec.
         step: the step of the checkpoint.
         rows: the number and the length in tokens of the rows of text on which heads, units and norms were measured.
-        scored: the tokens, the bytes and the bits per byte of the unquantized model on the text for the sensitivity.
-        notes: the reasons for missing results. A key is a part of the inspection, or a layer or parameter of the model.
+        scored: the number of tokens and bytes of the text for the sensitivity, and the bits per byte of the unquantized
+        model.
+        notes: the reason for each missing result. A key is a part of the inspection, a layer, or a parameter of the
+        model.
     """
 
     name: str
@@ -120,10 +123,10 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
         The results of the requested parts.
 
     Raises:
-        RunDirectoryError: `path` is not a run (exit code 2).
-        RunFailure: the run has no checkpoint, or this machine can run none of its targets (4).
-        IntegrityError: the run is damaged (5).
-        DataError: the data cannot be read.
+        RunDirectoryError: if `path` is not a run (exit code 2).
+        RunFailure: if the run has no checkpoint, or this machine can run none of its targets (4).
+        IntegrityError: if the run is damaged (5).
+        DataError: if the data cannot be read.
     """
     run, weights, step = as_trained(Run.open(path), say)
     with ExitStack() as stack:
@@ -180,7 +183,7 @@ class _Work:
     def activations(self, result: Inspection) -> Inspection:
         """Returns `result` with heads, units and norms added.
 
-        Runs the model on rows of text. For heads, the method also runs the model on repeated random tokens.
+        The method runs the model on rows of text. For heads, it also runs the model on repeated random tokens.
         """
         graph = flatten(self.programs, self.programs.program("score"))
         heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)

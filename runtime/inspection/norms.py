@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
 Nodes of the program whose names begin with the same index, such as `blocks.3`, form a block if one of these nodes is a
-matrix product with weights. The stream after a block is the last value of the block that has the width of the model
-and that a node outside of the block reads.
+matrix product with weights. The stream after a block is a value of the block. It is the last value that has the width
+of the model and that a node outside the block reads.
 """
 
 import re
@@ -23,10 +23,11 @@ class BlockNorm:
 
     Attributes:
         block: the name of the block.
-        before: the root mean square of the stream before the block. None if the block reads no stream of the shape
-            that it returns.
+        before: the root mean square of the stream before the block. None if the block does not read a stream of the
+        same
+            shape as its output.
         after: the root mean square of the stream after the block.
-        change: the norm of the difference between the streams after and before the block, divided by the norm of the
+        change: the norm of the difference between the streams after and before the block, relative to the norm of the
             stream before the block. None if `before` is None.
     """
 
@@ -44,21 +45,22 @@ class BlockNorm:
 class ResidualNorms:
     """Accumulates the size of the residual stream at each block of a program.
 
-    `reference.run`, which runs the program node by node, calls the method `observe` after each node.
+    `reference.run` runs the program node by node. After each node, it calls the method `observe`.
 
     Args:
         graph: the program, with all functions inlined.
 
     Attributes:
-        refused: for each block that cannot be measured, the reason.
+        refused: the reason for each block that cannot be measured, by block.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._stream: dict[str, str] = {}  # the block, by the node that computes the stream after the block
-        self._before: dict[str, str] = {}  # the name of the stream before each block
+        self._stream: dict[str, str] = {}  # maps the node that computes the stream after a block to the block
+        self._before: dict[str, str] = {}  # maps each block to the name of the stream before the block
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}
-        # For each block: sums of squares before the block, after the block, and of the change; then the count
+        # For each block, four numbers: the sums of squares of the stream before the block, of the stream after the
+        # block, and of the change; and the number of values
         self._sums: dict[str, list[float]] = {}
         width = _width(graph)
         blocks: dict[str, list[Node]] = {}

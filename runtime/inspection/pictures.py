@@ -1,6 +1,6 @@
 """Draws an inspection: one PNG per part. Needs matplotlib.
 
-All pictures can be read without color. Lines differ in dashes and markers. Heat maps show values as shades of one
+All pictures can be read without color. Lines differ in dashes and markers. Heat maps show values as shades of a single
 color.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COLORS = ("#0b5cad", "#b3440e", "#0f766e", "#7b2d8b", "#8a6100", "#4a5560", "#b01e4a", "#3f6f1d")
 DASHES = ("-", "--", ":", "-.")
 MARKS = ("o", "s", "^", "D", "v", "x", "P", "*")
-LETTERED = 24  # the most columns or rows of a map that has numbers in its cells
+LETTERED = 24  # a map with more columns or rows than this number has no numbers in its cells
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
@@ -63,9 +63,9 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
 
 
 def role_of(name: str) -> tuple[str, int | None]:
-    """Returns the name of a parameter with `*` in place of its block index, and the index.
+    """Returns two values: the name of a parameter with `*` in place of its block index, and this index.
 
-    For a parameter outside of blocks, the name is unchanged, and the index is None.
+    For a parameter outside blocks, the name is unchanged, and the index is None.
     """
     match = _INDEX.search(name)
     if match is None:
@@ -94,7 +94,7 @@ def _by_block(axes: "Axes", label: str, rows: Sequence[tuple[str, float]]) -> No
         roles.setdefault(role, []).append((-1 if block is None else block, value))
     for i, (role, points) in enumerate(roles.items()):
         means: dict[int, list[float]] = {}
-        for block, value in points:  # the experts of a block are drawn as one mark, at their mean
+        for block, value in points:  # one mark, at the mean, represents all experts of a block
             means.setdefault(block, []).append(value)
         xs = sorted(means)
         ys = [sum(means[x]) / len(means[x]) for x in xs]

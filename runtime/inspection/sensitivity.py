@@ -1,4 +1,4 @@
-"""The sensitivity of each matrix to quantization: the increase of the loss if only this matrix is quantized."""
+"""The sensitivity of each matrix to quantization. It is the increase of the loss if only this matrix is quantized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Sensitivity:
 
     @property
     def ratio(self) -> float | None:
-        """The estimate divided by the measured rise; None if the loss did not rise."""
+        """The ratio of the estimate to the measured increase; None if the loss did not increase."""
         return self.estimate / self.rise if self.rise > 0 else None
 
 
@@ -51,8 +51,9 @@ def schemes_at(
     Args:
         base: the scheme that the spec gives each parameter.
         names: the names of the parameters.
-        bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. A parameter that the
-            spec does not quantize is measured with GPTQ, by default in 4 bits.
+        bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. If the spec does not
+        quantize a
+            parameter, the parameter is measured with GPTQ, by default in 4 bits.
         weights: the values of the parameters, by name.
     """
     pairs, refused = [], {}
@@ -78,7 +79,7 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity for each pair. The parameters of `model` are restored before each result is yielded.
+    """Yields the sensitivity for each pair. Before each result, the parameters of `model` are restored.
 
     Args:
         model: the model that `measure` scores.

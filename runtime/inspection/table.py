@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from specc.runtime.inspection.inspect import Inspection
 from specc.runtime.tables import spaced
 
-SHOWN = 16  # the most experts of a layer in a table
+SHOWN = 16  # the maximum number of experts of a layer in a table
 
 
 def tables(result: Inspection) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Dead units: inner features that are zero, or nearly zero, at every token.
 
-The output features of a nonlinear pointwise node are units if the node reads the outputs of matrix products, and if a
-matrix product with weights reads its output. Examples are the activations of an MLP and of experts.
+Units are the output features of a nonlinear pointwise node that satisfies two conditions: it reads the outputs of
+matrix products, and a matrix product with weights reads its output. Examples are the activations of an MLP and of
+experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.runtime.calibration.hessian import rows_of_experts
 
-WEAK = 0.01  # a weak unit has at most this share of the median magnitude; see `Units.weak`
+WEAK = 0.01  # a unit is weak if its largest magnitude is at most this fraction of the median; see `Units.weak`
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,10 @@ class Units:
         units: the number of units.
         tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose largest magnitude over all tokens is at most 1 % of the median over all units.
-            The number includes the dead units.
-        active: the mean share of tokens at which a unit is not zero.
+        weak: the number of units whose largest magnitude over all tokens is at most 1 % of the median of these
+        magnitudes
+            over all units. The number includes the dead units.
+        active: the mean fraction of tokens at which a unit is not zero.
     """
 
     layer: str
@@ -45,14 +47,15 @@ class Units:
 class UnitActivity:
     """Accumulates the activity of the units of a program.
 
-    `reference.run`, which runs the program node by node, calls the method `observe` after each node.
+    `reference.run` runs the program node by node. After each node, it calls the method `observe`.
 
     Args:
         graph: the program, with all functions inlined.
     """
 
     def __init__(self, graph: Graph) -> None:
-        # The activation that a matrix product reads, by the name of the product. Only the first reader is included.
+        # Maps a matrix product to the activation that it reads. Only the first product that reads an activation is
+        # included.
         self._read_by: dict[str, str] = {}
         by_name = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
@@ -126,7 +129,7 @@ def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]
     nodes = [by_name.get(ref.partition(":")[0]) for ref in read]
-    # without the biases of experts
+    # Ignore the biases of experts
     nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]
     return bool(nodes) and all(
         other is not None and (is_product(other) or _of_products(other, by_name)) for other in nodes
