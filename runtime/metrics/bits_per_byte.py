@@ -2,7 +2,7 @@
 
 The measurement `bpb` divides the loss by the number of bytes of the documents, or by byte counts that are stored with
 the tokens. The measurement `bpb_pieces` divides the loss by the number of bytes that the scored tokens represent (see
-`PieceBytes`). For a lossless tokenizer, the two numbers of bytes are equal.
+`PieceBytes`). For a lossless tokenizer, these two numbers of bytes are equal.
 """
 
 import math
@@ -33,12 +33,13 @@ class BitsPerByte:
         tokens: the number of scored tokens, including document separators.
         document_bytes: the number of bytes of the documents; None if unknown.
         piece_bytes: the number of bytes that the scored tokens represent.
-        bpb: the loss in bits, divided by the bytes of the documents. None if the number of these bytes is unknown and
-            the tokenizer is lossy.
+        bpb: the loss in bits, divided by the number of bytes of the documents. None if this number is unknown and the
+            tokenizer is lossy.
         bpb_pieces: the loss in bits, divided by `piece_bytes`.
         lossless: whether the tokenizer is lossless.
-        held_out: True if the text is the validation split of the training data, False if it is the training split, None
-            if unknown.
+        held_out: True if the text is the validation split of the training data. False if the text is the training
+        split.
+            None if unknown.
     """
 
     nats: float
@@ -110,7 +111,7 @@ class ScoredText:
     def last_target(self) -> int:
         """Returns the position of the last target.
 
-        Raises DataError if the stream was created with another tokenizer, is too short, or does not start with BOS.
+        Raises DataError if another tokenizer created the stream, or the stream is too short or does not start with BOS.
         """
         stream, tokenizer = self.stream, self.tokenizer
         if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
@@ -129,7 +130,7 @@ class Account:
     """Accumulates the loss and the bytes of scored targets, batch by batch.
 
     Every token except the first is a target exactly once. BOS and document separators have no bytes. Sums are exact, so
-    the result does not depend on the number of processes.
+    that the result does not depend on the number of processes.
 
     Args:
         text: the text to score.
@@ -142,7 +143,7 @@ class Account:
         chunks: the chunks, as ranges of batch indices.
 
     Raises:
-        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
+        DataError: if another tokenizer created the stream, or the stream is too short or does not start with BOS.
     """
 
     def __init__(self, text: ScoredText, plan: WindowPlan, chunk: int | None = None) -> None:
@@ -183,13 +184,13 @@ class Account:
             scores: the loss of each target in nats, f32 or f64 [B, T].
 
         Raises:
-            ValueError: `scores` and the targets have different shapes.
+            ValueError: if `scores` and the targets have different shapes.
         """
         if tuple(scores.shape) != batch.ids.shape:
             raise ValueError(
                 f"the losses have the shape {tuple(scores.shape)}, but the targets have the shape {batch.ids.shape}"
             )
-        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # the same mask selects losses and bytes
+        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask selects both losses and bytes
         self._sums[batch.number] += math.fsum(losses[mask])
         counted = self._bytes_at(batch.at[mask]) if self._counted else 0
         pieces = self._pieces
@@ -206,10 +207,11 @@ class Account:
         """Returns the result over all processes. `share` is the part of the targets that this process has scored.
 
         Raises:
-            DataError: the scored tokens represent no bytes of text.
-            DataIntegrityError: the byte counts that are stored with the tokens do not sum to the number of bytes of the
-                documents. Also if the tokenizer is lossless, but the scored tokens represent a different number of
-                bytes than the documents have.
+            DataError: if the scored tokens represent no bytes of text.
+            DataIntegrityError: if the byte counts that are stored with the tokens do not sum to the number of bytes of
+            the
+                documents. Also if the tokenizer is lossless, but the scored tokens and the documents have different
+                numbers of bytes.
         """
         sums = share.total(self._sums)
         tokens, size, byte_count = (int(value) for value in sums[-3:])
@@ -254,15 +256,16 @@ def evaluate_bits(
         plan: the plan that divides the text into windows.
         device: the device of ids and targets.
         share: the part of the targets that this process scores.
-        progress: a function called as `progress(scored, total)` with numbers of targets of this process.
+        progress: a function called as `progress(scored, total)`. Both numbers count the targets of this process.
 
     Returns:
         The result over all processes.
 
     Raises:
-        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS. Also if the
-            scored tokens represent no bytes of text.
-        DataIntegrityError: a shard is damaged, or a number of bytes is wrong (see `Account.total`).
+        DataError: if another tokenizer created the stream, or the stream is too short or does not start with BOS. Also
+        if
+            the scored tokens represent no bytes of text.
+        DataIntegrityError: if a shard is damaged, or a number of bytes is wrong (see `Account.total`).
     """
     import torch
 

@@ -17,7 +17,7 @@ from specc.runtime.metrics.validation import Score, Scorer
 
 @dataclass(frozen=True, slots=True)
 class ExactMatch:
-    """The score of a set of pairs of a source line and a target line.
+    """The score of a set of pairs (source line, target line).
 
     Attributes:
         nats: the sum of the teacher-forced loss in nats over all target tokens except padding.
@@ -73,9 +73,8 @@ def exact_match(
         tokenizer: the tokenizer of the pairs, with one id per character.
         batch: the number of pairs per batch.
         device: the device of source and target.
-        progress: a function called as `progress(scored, total)` with numbers of pairs.
-        hopeless: scoring stops early if none of the first `hopeless` pairs is an exact match. If it is None, all pairs
-            are scored.
+        progress: a function called as `progress(scored, total)`. Both numbers count pairs.
+        hopeless: scoring stops early if none of the first `hopeless` pairs is an exact match. None scores all pairs.
 
     Returns:
         The score of the pairs that were decoded.
@@ -93,7 +92,7 @@ def exact_match(
         # Decoding may stop at the length of the target, because a longer line is wrong in any case.
         texts = translates.translate(tokenizer.decode_rows(part.source), mask.sum(axis=1).tolist())
         exact += sum(a == b for a, b in zip(texts, tokenizer.decode_rows(part.target), strict=True))
-        # A line without a stop token may be longer than every target.
+        # A line without a stop token may be longer than all targets.
         width = max(mask.shape[1], max(map(len, texts)) + 1)
         decoded = tokenizer.encode_rows(texts, width)[:, : mask.shape[1]]
         matching += int((decoded == part.target)[mask].sum())

@@ -1,4 +1,4 @@
-"""The load of experts: the share of the tokens that a layer routes to each expert."""
+"""The load of experts. It is the fraction of the tokens that a layer routes to each expert."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ PRODUCTS = "::grouped_products"  # the op of templates/torch/ops/grouped_linear.
 
 
 class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that counts the rows (tokens) that each expert receives in grouped matrix products.
+    """A context manager that counts the rows (tokens) of each expert in grouped matrix products.
 
     Attributes:
         rows: the number of rows of each expert, f64 [experts], by the name of the parameter with the expert matrices.
@@ -36,7 +36,7 @@ class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def expert_loads(
     model: nn.Module, score: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
 ) -> dict[str, list[float]]:
-    """Returns the share of rows that each expert of each layer receives. The shares of a layer sum to 1.
+    """Returns the fraction of rows that each expert of each layer receives. The fractions of a layer sum to 1.
 
     Args:
         model: the model.
@@ -45,8 +45,9 @@ def expert_loads(
         targets: the targets, i64 [B, T].
 
     Returns:
-        The shares of each layer, by the path of the layer, such as `blocks.1.moe`. The result is empty if the model
-            has no experts.
+        The fractions of each layer, by the path of the layer, such as `blocks.1.moe`. The result is empty if the model
+        has
+            no experts.
     """
     loads: dict[str, list[float]] = {}
     with torch.no_grad(), _Loads(model) as counted:
@@ -57,7 +58,7 @@ def expert_loads(
 
 
 def imbalance(loads: Mapping[str, Sequence[float]]) -> float:
-    """Returns the largest load of an expert in any layer, divided by the mean load.
+    """Returns the largest ratio, over all layers, of the load of an expert to the mean load of its layer.
 
     The result is 1 if all loads are equal. `loads` contains the loads of each layer, by the path of the layer.
     """

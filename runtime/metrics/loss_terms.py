@@ -13,9 +13,9 @@ def loss_terms(
 ) -> dict[str, float]:
     """Returns the mean of each loss term over a batch, by the title of the term. The means are not weighted.
 
-    To measure a term that has a value per token, the function runs the program with the weight 1 for this term and 0
-    for all other terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight
-    of this auxiliary loss.
+    If a term has a value per token, the function runs the program with the weight 1 for this term and 0 for all other
+    terms. The value of an auxiliary loss is the gradient of the training loss with respect to the weight of this
+    auxiliary loss.
 
     Args:
         model: the model. The function restores its buffers, and the state of the random number generator of Torch.
@@ -38,7 +38,7 @@ def loss_terms(
     values: dict[str, float] = {}
     try:
         with torch.no_grad():
-            rest = float(loss()[0])  # the sum of the terms without a weight
+            rest = float(loss()[0])  # the sum of all terms that have no weight
             for term in terms:
                 if not term.states:
                     values[term.title] = float(loss(term)[0]) - rest if term.input else rest

@@ -1,4 +1,6 @@
-"""The metrics of specs by name: how to read a metric from a log, how to show it, and whether lower is better."""
+"""The metrics of specs, by name. A metric states its log field, its display format, and whether lower values are
+better.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,8 @@ class Metric:
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
         """Returns the value of the metric from the fields of a score, as `specc eval` writes them.
 
-        The field `nats` of a text is a sum, so the method divides it by the number of tokens. For a model of lines,
-        `facts` has one entry per set of lines, and the method reads the first entry.
+        The field `nats` of a text is a sum, so that the method divides it by the number of tokens. For a model of
+        lines, `facts` has one entry per set of lines. The method reads the first entry.
         """
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])
@@ -47,7 +49,7 @@ _OF_SPECS: Mapping[str, Sequence[Metric]] = {"bits_per_byte": (BITS, PIECE_BITS)
 
 
 def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> Metric:
-    """Returns a metric that the validations of several runs have in common.
+    """Returns a metric that the validations of all given runs contain.
 
     Args:
         spec_metric: the value of `eval.metric` in the spec: `bits_per_byte` or `exact_match`.

@@ -45,7 +45,7 @@ class Scorer:
         device: the device of the model.
         share: the part of the data that this process scores.
         progress: a function that is called between batches as `progress(scored, total)`.
-        compiled: whether `score` is compiled. The measurement then compiles the other functions that it runs, too.
+        compiled: whether `score` is compiled. The measurement then also compiles all other functions that it runs.
     """
 
     model: nn.Module
@@ -72,9 +72,10 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Measures the loss on the first `max_tokens` targets of a text stream, or on all targets if `max_tokens` is None.
+    """Measures the loss on the first `max_tokens` targets of a text stream. If `max_tokens` is None, measures the loss
+    on all targets.
 
-    A batch has `batch` windows. In every window, the first `unscored` targets only serve as context.
+    A batch has `batch` windows. In every window, the first `unscored` targets serve only as context.
     """
 
     stream: TokenStream
