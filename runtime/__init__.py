@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYERS", "build_model", "load"]
 
-# Folders and modules, lowest layer first. Each may import only itself and the entries before it.
+# Folders and modules, lowest layer first. Each entry may import only itself and earlier entries.
 LAYERS = (
     "errors",
     "dtypes",
@@ -62,11 +62,11 @@ def build_model(
     """Builds the model of a spec with initial weights, in eval mode.
 
     The module runs the code that `specc build` generates. Its method `load_state_dict` replaces the weights. `specc ir`
-    prints the names of the parameters. The module has all methods of a module that `load` returns, except `translate`.
+    prints the names of the parameters. The module has the same methods as a module from `load`, except `translate`.
 
     Args:
         spec: the spec file.
-        overrides: texts such as `train.seed=2`. Each text names a field of the spec and the value that replaces it.
+        overrides: texts such as `train.seed=2`. Each text states the path of a field in the spec and a new value.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         seed: the seed of the initial weights. None selects `train.seed` of the spec.
@@ -75,10 +75,10 @@ def build_model(
         The module.
 
     Raises:
-        SpecError: the spec or its lock file is invalid.
-        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
-        RunFailure: no target of the spec runs on this machine.
-        EnvironmentFailure: the GPU does not exist.
+        SpecError: if the spec or its lock file is invalid.
+        TargetError: if the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        RunFailure: if no target of the spec runs on this machine.
+        EnvironmentFailure: if the GPU does not exist.
     """
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load as checked
@@ -104,13 +104,14 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     A model that maps lines to lines has `model(source, inputs, target)`, `model.score(source, target)`, `model.encode`,
     `model.extend` and `model.translate(lines)`. `model.translate(lines)` returns one target line per source line.
 
-    If an artifact has matrix products in int8, the module computes with the stored int8 weights, and cannot be called
-    as `model(...)`. On a GPU, these products require a CUDA toolkit, and the first load compiles kernels for about a
+    If an artifact has int8 matrix products, the module computes with the stored int8 weights. Such a module has no call
+    `model(...)`. On a GPU, these products require a CUDA toolkit, and the first load compiles kernels for about a
     minute.
 
-    Every method raises ValueError if an input is not an i64 tensor of valid token ids, is empty, is longer than the
-    context, or does not match the shape of another input. The call `model(...)` does not check its inputs. On a GPU,
-    `extend` and `decode` do not check the values of token ids, because a check would wait for the GPU.
+    Every method raises ValueError for an invalid input. An input is invalid if it is not an i64 tensor of token ids in
+    the vocabulary, is empty, is longer than the context, or does not match the shape of another input. The call
+    `model(...)` does not check its inputs. On a GPU, `extend` and `decode` do not check the values of token ids,
+    because a check would wait for the GPU.
 
     Args:
         path: the run directory or the artifact.
@@ -121,7 +122,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
         The module.
 
     Raises:
-        RuntimeFailure: the model cannot be loaded. `specc.runtime.open_model.open_model` lists the causes.
+        RuntimeFailure: if the model cannot be loaded. `specc.runtime.open_model.open_model` lists the causes.
     """
     from specc.runtime.decode.lines import translator_of
     from specc.runtime.model.guards import check_programs

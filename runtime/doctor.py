@@ -22,11 +22,11 @@ from specc.runtime.model.code_cache import CACHES, entries, size_limit
 from specc.runtime.support.native import cache_root, find_cutlass, find_nvcc, nvcc_release
 
 State = Literal["ok", "note", "failed"]
-LEAST_DISK = 2 * 10**9  # in bytes; enough for a compile cache and the checkpoints of a small model
+LEAST_DISK = 2 * 10**9  # in bytes; this size suffices for a compile cache and the checkpoints of a small model
 TORCH = ("2.11", "2.14")  # the first supported version, and the first later version that is not supported
 TRITON = ("3.6", "3.8")
 PYTHON = ("3.11", "3.13")
-# Optional packages: the purpose of each, and the extra that installs it.
+# Optional packages: for each package, its purpose and the extra that installs it.
 OPTIONAL = {
     "sentencepiece": ("tokenizers *.model", "train"),
     "tiktoken": ("tokenizers *.tiktoken", "train"),
@@ -44,7 +44,7 @@ class Check:
 
     Attributes:
         name: what was checked.
-        state: `ok`; `note` if something optional is missing; `failed` if commands of specc cannot run.
+        state: `ok`; `note` if something optional is missing; `failed` if some commands of specc cannot run.
         detail: a description of the result.
         fix: what the user can do; empty if the state is `ok`.
     """
@@ -58,9 +58,8 @@ class Check:
 def checks(import_torch: bool = False) -> Iterator[Check]:
     """Runs the checks of this machine in a fixed order, and yields the result of each check.
 
-    Args:
-        import_torch: whether to import torch, to add a check of the GPUs that torch can use. The other checks read
-            versions from package metadata, and the list of GPUs from the driver.
+    import_torch: whether to import torch, and to check which GPUs torch can use. The other checks need no torch. They
+        read versions from package metadata, and the list of GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")

@@ -51,17 +51,15 @@ class QuantizeError(RunFailure):
 
 
 class IntegrityError(RuntimeFailure):
-    """Raised if a file is damaged, truncated, or does not match its header. The function that raises this error returns
-    no part of the content of the file.
-    """
+    """Raised if a file is damaged, truncated, or does not match its header. No content of the file is returned."""
 
     code = "I001"
     exit_code = 5
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "name another path") -> EnvironmentFailure:
-    """Returns the error to raise if a write to `path` fails with `error`. If the disk is full, the hint also says to
-    free some space.
+    """Returns the error for a write to `path` that failed with `error`. If the disk is full, the hint also says to free
+    some space.
     """
     hint = f"free some space, or {hint}" if error.errno in FULL else hint
     return EnvironmentFailure(f"cannot write {path}: {error.strerror or error}", hint)

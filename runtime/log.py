@@ -29,14 +29,15 @@ class Step:
         loss: the mean loss over the tokens of the step, in nats per token.
         lr: the learning-rate multiplier of the schedule.
         grad_norm: the norm of the gradient before clipping.
-        tokens_per_second: the throughput in tokens per second, without padding. For line pairs, this number includes
-            the tokens of sources and of targets.
+        tokens_per_second: the throughput in tokens per second, without padding. For line pairs, the tokens of sources
+        and
+            of targets count.
         seconds: the training time so far.
         samples_per_second: the throughput in samples; None if the data have no samples.
-        tokens: the number of tokens that the step trained on, without padding. For line pairs, this number includes the
-            tokens of sources and of targets.
-        loss_scale: the factor by which the loss is multiplied for the backward pass; None if it does not change.
-        skipped: True if the step changed no weights because a gradient was infinite or NaN.
+        tokens: the number of tokens of the step, without padding. For line pairs, the tokens of sources and of targets
+            count.
+        loss_scale: the factor by which the loss is multiplied for the backward pass; None if the factor is constant.
+        skipped: True if the step did not change the weights, because a gradient was infinite or NaN.
     """
 
     step: int
@@ -51,12 +52,12 @@ class Step:
     skipped: bool | None = None
 
 
-# Shows a step. The float is the completed fraction of the run, 0 to 1.
+# Shows a step. The float is the completed fraction of the run, from 0 to 1.
 Progress = Callable[[Step, float], None]
 
 
 class Follower(Protocol):
-    """A receiver of log records, such as an experiment tracker. Its methods must not raise errors."""
+    """A receiver of log records, such as an experiment tracker. Its methods must not raise exceptions."""
 
     def write(self, event: str, values: Mapping[str, Value]) -> None: ...
 
@@ -71,7 +72,7 @@ class RunLog:
         path: the log file. If the file exists, records are appended.
         memory: a function that returns the peak memory of the process in bytes, for the records of steps. None omits
             the memory from these records.
-        followers: receivers of each record, after it is written to the file.
+        followers: the receivers of each record. They receive it after it is written to the file.
     """
 
     def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:
@@ -81,7 +82,7 @@ class RunLog:
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
         except OSError as error:
             raise cannot_write(self._path, error) from error
-        if torn:  # an interrupted run may leave an incomplete last line
+        if torn:  # an interrupted run may have left an incomplete last line
             self._append(b"\n")
 
     def write(self, event: str, **values: Value) -> None:
@@ -147,7 +148,7 @@ def open_progress(say: Say) -> Iterator[Progress]:
     """Shows a progress bar if standard error is a terminal. Otherwise, calls `say` with one line for every 5 % of the
     run.
 
-    Errors of the terminal are ignored, so a closed terminal does not stop the run.
+    Errors of the terminal are ignored, so that the run continues after the user closes the terminal.
     """
     if not sys.stderr.isatty():
         yield lines(say)
@@ -170,12 +171,12 @@ def open_progress(say: Say) -> Iterator[Progress]:
 
 
 def unfailing(say: Say) -> Say:
-    """Returns a function that calls `say`, and ignores a line that `say` cannot write. The run thus continues."""
+    """Returns a function that calls `say`, and ignores its write errors, so that the run continues."""
 
     def report(line: str) -> None:
         try:
             say(line)
-        except OSError:  # causes are a closed pipe, a closed terminal and a full disk
+        except OSError:  # for example a closed pipe, a closed terminal or a full disk
             _silence_broken_streams()
 
     return report
@@ -185,7 +186,7 @@ def _silence_broken_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # without a redirection, Python would flush the stream again at exit, and fail
+        except OSError:  # without a redirection, Python would flush the stream at exit, and fail again
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)

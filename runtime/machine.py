@@ -9,8 +9,8 @@ import torch
 
 
 def processor() -> str:
-    """Returns the name of the CPU. Reads the name from /proc/cpuinfo if this file exists, because Python rarely knows
-    the name.
+    """Returns the name of the CPU. The name comes from /proc/cpuinfo if this file exists, because Python often does not
+    know the name.
     """
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -25,8 +25,8 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes. For a GPU, this is the memory of all tensors on the GPU. For
-    the CPU, this is the memory of the whole process.
+    """Returns the peak memory of this process in bytes. For a GPU, the result is the memory of all tensors on the GPU.
+    For the CPU, the result is the memory of the whole process.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

@@ -1,7 +1,6 @@
 """Opens a run directory or a `.specc` artifact as a module that is ready to run.
 
-The code of the module always comes from the installed compiler, which generates it from the spec. No code from the run
-or the artifact is executed.
+The installed compiler generates the code of the module from the spec. No code from the run or the artifact is executed.
 """
 
 import shutil
@@ -46,8 +45,7 @@ Prepare = Callable[[Spec], Spec]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that is ready to run. The module is in eval mode, on `device`, and its parameters have their compute
-    dtypes.
+    """A model that is ready to run. The module is in eval mode, on `device`. Its parameters have their compute dtypes.
 
     Attributes:
         spec: the spec of the run or artifact.
@@ -55,10 +53,10 @@ class OpenedModel:
         source: `run` or `artifact`, the kind of `path`.
         path: the run or the artifact.
         device: the device of the parameters.
-        same_code: whether this compiler generates the same code as the compiler that wrote the artifact. If not,
-            results may differ in the last bits. None if the model was opened from a run.
-        data: the training data, as the option `--data` of `specc train` names them; None for an artifact that was
-            opened by its own path.
+        same_code: whether this compiler generates the same code as the compiler that wrote the artifact. If False,
+        results
+            may differ in the last bits. None if the model was opened from a run.
+        data: the training data, in the format of `specc train --data`. None if the user opened an artifact directly.
         search: the folders that are searched for the tokenizer.
         trained_on: the digests of the training data; None if unknown.
         step: the step of the checkpoint whose weights were opened; None for an artifact.
@@ -114,8 +112,8 @@ def open_model(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         quantized: whether to open the quantized model of a run.
         search: additional folders to search for the tokenizer.
-        say: is called with messages about damaged checkpoints, outdated artifacts, and artifacts that another version
-            of specc wrote.
+        say: called with messages about damaged checkpoints, outdated artifacts, and artifacts of other versions of
+        specc.
         prepared: a function that maps the stored spec to the spec from which code is generated. The function must not
             change the parameters of the model.
 
@@ -123,11 +121,11 @@ def open_model(
         The opened model.
 
     Raises:
-        RunDirectoryError: `path` is neither a run nor an artifact.
-        IntegrityError: a file is damaged or inconsistent.
-        RunFailure: the run has no checkpoint, or no target of the spec runs on this machine.
-        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
-        EnvironmentFailure: the GPU does not exist.
+        RunDirectoryError: if `path` is neither a run nor an artifact.
+        IntegrityError: if a file is damaged or inconsistent.
+        RunFailure: if the run has no checkpoint, or no target of the spec runs on this machine.
+        TargetError: if the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        EnvironmentFailure: if the GPU does not exist.
     """
     say = say or (lambda _: None)
     if path.is_dir():
@@ -139,7 +137,7 @@ def open_model(
         run = replace(run, spec=prepared(run.spec))
         return replace(opened_run(run, weights, target, device, search), step=step)
     require_path(path)
-    # The first path exists if the artifact is still in the directory of its run
+    # If the artifact is still in the directory of its run, the first of these folders exists
     places = (path.parent.parent / FILES, *search, path.parent)
     return _open_artifact(path, target, device, places, say, None, prepared)
 
@@ -178,8 +176,8 @@ def realize(
 ) -> Loaded:
     """Generates the module of a spec, fills its parameters, and moves it to the device, in eval mode.
 
-    The generated code is in a temporary folder that only this user can read. The folder is deleted together with the
-    module.
+    The generated code is in a temporary folder that only this user can read. The folder is deleted when the module is
+    freed.
 
     Args:
         spec: the spec.
@@ -187,17 +185,17 @@ def realize(
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         weights: f32 parameters by name, or the seed of initial weights.
         fuse: whether to fuse nodes at the fusion points of the spec.
-        lock: the content of the lock file: for each node, the kernel that was fastest in measurements.
+        lock: the kernels that `specc tune` measured as the fastest.
         constants: the constants of int8 programs, by name. None generates a module without int8 products.
 
     Returns:
         The module with its spec, target and programs.
 
     Raises:
-        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
-        RunFailure: no target of the spec runs on this machine.
-        EnvironmentFailure: the GPU does not exist.
-        IntegrityError: the names or shapes of the weights do not match the model.
+        TargetError: if the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        RunFailure: if no target of the spec runs on this machine.
+        EnvironmentFailure: if the GPU does not exist.
+        IntegrityError: if the names or shapes of the weights do not match the model.
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
@@ -211,7 +209,7 @@ def realize(
             fill(loaded, constants)
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            # Kernels are compiled in parallel. Compiling each at its first call would take minutes.
+            # Kernels are compiled in parallel. Compiling each kernel at its first call would take minutes.
             compile_ahead(loaded.directory)
         dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
         place(loaded.model, dtypes, where)
@@ -223,8 +221,8 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights that the model needs for scoring on `target`. Omits weights that only training uses, such as
-    the weights of an auxiliary loss.
+    """Returns the weights that the model needs for scoring on `target`. The result omits weights that only training
+    uses, such as the weights of an auxiliary loss.
     """
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
@@ -237,9 +235,9 @@ def realize_stored(
 ) -> Loaded:
     """Generates the module of a quantized model.
 
-    The module computes a matrix product in int8 if the storage scheme of its weight allows int8. All other parameters
-    are dequantized. If the model has no int8 product, the result also holds the stored arrays, because decoding steps
-    can read them.
+    The module computes a matrix product in int8 if the storage scheme of the weight allows int8. All other parameters
+    are dequantized. If the model has no int8 products, the result also contains the stored arrays, because decoding
+    steps can read them.
 
     Args:
         spec: the spec.
@@ -252,7 +250,7 @@ def realize_stored(
         The module with its spec, target and programs.
 
     Raises:
-        IntegrityError: the stored arrays are inconsistent.
+        IntegrityError: if the stored arrays are inconsistent.
         TargetError, RunFailure, EnvironmentFailure: as raised by `realize`.
     """
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
@@ -263,11 +261,11 @@ def realize_stored(
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """Returns the weights of the newest valid checkpoint of a run, f32, by parameter name, and the step of the
-    checkpoint. `say` is called with messages about damaged checkpoints.
+    """Returns the f32 weights of the newest valid checkpoint of a run, by parameter name, and the step of the
+    checkpoint.
 
-    Raises RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with another
-    spec.
+    `say` is called with messages about damaged checkpoints. Raises RunFailure if the run has no valid checkpoint.
+    Raises IntegrityError if the checkpoint was trained with another spec.
     """
     newest, state = _newest(run, say)
     return checkpoint.weights(newest), state.step
@@ -288,9 +286,10 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     """Returns three values: the run with the spec of its current phase, the f32 weights of this phase by parameter
     name, and the step of the checkpoint.
 
-    The current phase is the phase of the newest valid checkpoint. This phase may be earlier than the last phase of the
-    spec. `say` is called with messages about damaged checkpoints, and about a phase that is not the last. Raises
-    RunFailure if the run has no valid checkpoint, and IntegrityError if the checkpoint was trained with another spec.
+    The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
+    `say` is called with messages about damaged checkpoints, and with a message if the phase is not the last phase.
+    Raises RunFailure if the run has no valid checkpoint. Raises IntegrityError if the checkpoint was trained with
+    another spec.
     """
     newest, state = _newest(run, say)
     weights = checkpoint.weights(newest)
@@ -328,7 +327,7 @@ class DataChoice(Protocol):
 def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
     """Returns the data that a command reads, and the folder that caches tokenized text.
 
-    If an option is None, its default applies: the data of the run, or the cache folder of the user.
+    For an option that is None, the default is the data of the run, or the cache folder of the user.
     """
     return options.data or run.data, options.cache or token_cache()
 

@@ -25,8 +25,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 def style_of(index: int) -> Style:
-    """Returns the style of line `index` of a plot. Any two of the first 20 lines differ in dash pattern or marker, even
-    if they have the same color.
+    """Returns the style of line `index` of a plot. Among the first 20 lines, lines of the same color differ in dash
+    pattern or marker.
     """
     return Style(_COLORS[index % 7], _DASHES[index % 4], _MARKERS[index % 10])
 

@@ -1,7 +1,8 @@
-"""Reads facts about a run from its files: the spec, the log, the checkpoints, and the results of quantization and
-evaluation.
+"""Reads facts about a run from its files.
 
-Reports and model cards take all numbers from this module, which never estimates a missing number.
+The files are the spec, the log, the checkpoints, and the results of quantization and evaluation.
+
+Reports and model cards take all numbers from this module. The module never estimates a missing number.
 """
 
 import json
@@ -32,7 +33,7 @@ class Score:
     """One measurement of the quality of a model.
 
     Attributes:
-        model: which weights were scored: `final weights`, `averaged weights`, `quantized` or `before quantization`.
+        model: the weights that were scored: `final weights`, `averaged weights`, `quantized` or `before quantization`.
         step: the training step of the weights; None if the step is not recorded.
         data: the data on which the weights were scored.
         metric: the name of the metric.
@@ -76,8 +77,8 @@ class RunFacts:
     def read(cls, path: Path) -> "RunFacts":
         """Reads the files of a run.
 
-        Raises RunDirectoryError if the directory is not a run, and IntegrityError if its spec.json or run.json is
-        damaged.
+        Raises RunDirectoryError if the directory is not a run. Raises IntegrityError if spec.json or run.json of the
+        run is damaged.
         """
         run = Run.open(path)
         problems: list[str] = []
@@ -158,8 +159,8 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the name of the final weights, and the log record of their last validation. The record is empty if
-        the final weights were never validated.
+        """Returns the name of the final weights, and the log record of their last validation. If the final weights were
+        never validated, the record is empty.
         """
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
@@ -224,7 +225,7 @@ def _scores(model: str, step: int | None, data: str, record: Record) -> Iterator
             yield Score(model, step, data, metric, scale * record[key], None, ", ".join(over))
     nats = record.get("nats")
     if is_number(nats) and is_number(tokens) and "event" not in record and "name" not in record:
-        # A result of `quantize` has the sum over tokens, and a log record has the mean
+        # The field `nats` is a sum over tokens in a result of `quantize`, and a mean in a log record
         nats = nats / tokens
     if is_number(nats):
         yield Score(model, step, data, "nats per token", nats, None, ", ".join(counts))

@@ -36,7 +36,7 @@ class Deployment:
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
         for name, text in sorted(built.files.items()):
-            if "/" in name:  # code is in subfolders; PLAN.md and the manifest are at the top level
+            if "/" in name:  # code is in subfolders; PLAN.md and the manifest are not
                 code.update(f"{name}\n{len(text)}\n{text}".encode())
         return cls(
             allocation(spec.quant, programs.params),

@@ -21,7 +21,8 @@ Array = npt.NDArray[Any]
 Tensors = Mapping[str, Mapping[str, Array]]
 Layout = Sequence[tuple[str, Stored]]  # the arrays of all parameters, in file order
 AGAIN = "quantize the run again"  # the hint of errors about arrays that do not match the model
-ROWS, COLUMNS = "rows", "columns"  # the memory orders: either the last dim is contiguous, or the first
+# The memory orders. In ROWS, the last dimension is contiguous. In COLUMNS, the first dimension is contiguous.
+ROWS, COLUMNS = "rows", "columns"
 
 
 @dataclass(frozen=True, slots=True)

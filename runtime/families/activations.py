@@ -6,7 +6,7 @@ from specc.compiler.expr import ExprError, parse
 from specc.runtime.families.config import Config
 
 OPERANDS = ("x", "gate")
-# If an expression has several names, an export writes the first.
+# If an expression has several names, an export writes the first name.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu({})",
     "swish": "silu({})",
@@ -43,7 +43,7 @@ def activation(config: Config, key: str, default: str, gated: bool) -> str:
 
 
 def name_of(expression: str, gated: bool) -> str | None:
-    """Returns the name that config.json files use for an activation; None if they have no name for it.
+    """Returns the name of an activation in config.json files. None if these files have no name for the activation.
 
     `gated` states whether `expression` includes the product with the gate.
     """

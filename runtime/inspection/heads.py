@@ -15,7 +15,8 @@ from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
 THRESHOLD = 0.4  # the minimum score for the types `previous`, `first` and `induction`, and the minimum of `content`
-FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
+# The index of the first query that is measured. The previous token of query 1 is also the first token.
+FROM = 2
 
 
 @dataclass(frozen=True, slots=True)

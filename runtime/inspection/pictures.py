@@ -218,7 +218,7 @@ def _sensitivity(result: Inspection) -> "Figure":
     rises = [(f"{row.name}{f', {row.bits:g} bits' if several else ''}", row.rise) for row in result.sensitivity]
     _by_block(over, "measured rise, bits per byte", rises)
     middle = sorted(abs(rise) for _, rise in rises)[len(rises) // 2]
-    over.set_yscale("symlog", linthresh=max(middle, 1e-9))  # a few matrices often cause most of the rise
+    over.set_yscale("symlog", linthresh=max(middle, 1e-9))  # a few matrices often cause most of the increase
     over.axhline(0, color="#4a5560", linewidth=0.8)
     pairs = [(row.estimate, row.rise) for row in result.sensitivity if row.estimate and row.rise > 0]
     against.set_xlabel("estimated rise, bits per byte")

@@ -1,7 +1,7 @@
 """Approximate orthogonalization of matrices by quintic iterations, which need only batched matrix products.
 
-An iteration is `X <- a X + (b A + c A^2) X` with `A = X X^T`. It maps each singular value `s` of X to
-`a s + b s^3 + c s^5`.
+An iteration is `X <- a X + (b A + c A^2) X` with `A = X X^T`. It maps each singular value `s` of X to `a s + b s^3 + c
+s^5`.
 """
 
 from collections.abc import Callable, Mapping

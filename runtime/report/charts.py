@@ -14,12 +14,12 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 14, 46
-LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend, and the width of a letter of its labels
-# The maximum number of points of a curve. A longer curve is divided into this number of parts, and their means are
-# drawn.
+LEGEND_ROW, LETTER = 20, 6.6  # in SVG units: the height of a row of the legend, and the width of a letter in a label
+# The maximum number of points of a curve. A longer curve is divided into this number of parts, and the mean of each
+# part is drawn.
 MOST_POINTS = 300
 STYLES = 8  # the number of line styles in the style sheet
-LOG_RANGE = 30  # if the largest value is more than this multiple of the smallest, the axis is logarithmic
+LOG_RANGE = 30  # if the ratio of the largest value to the smallest value exceeds this number, the axis is logarithmic
 MARKS = (
     '<circle r="3.4" cx="{x}" cy="{y}" class="{c}"/>',
     '<rect x="{a}" y="{b}" width="6" height="6" class="{c}"/>',
@@ -30,7 +30,7 @@ MARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A curve of a chart: the label, the points in order, and whether the chart shows a marker at each point."""
+    """A curve of a chart: the label, the points in order, and whether each point has a marker."""
 
     label: str
     points: Sequence[Point]
@@ -125,7 +125,7 @@ def cells(
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
     """Returns a curve with at most `most` points.
 
-    If `points` has more points, they are divided into `most` parts, and each returned point is the mean of a part.
+    If `points` has more points, it is divided into `most` parts, and each returned point is the mean of a part.
 
     """
     if len(points) <= most:

@@ -22,8 +22,8 @@ from specc.runtime.storage.records import Record, Records, is_number
 from specc.runtime.storage.run_directory import readable
 from specc.runtime.storage.samples import Samples
 
-LIMIT = 2_000_000  # the most bytes of a page
-ROWS = 400  # the most rows of a table; a longer table states the number of omitted rows
+LIMIT = 2_000_000  # the maximum number of bytes of a page
+ROWS = 400  # the maximum number of rows of a table; a longer table states the number of omitted rows
 VALIDATED = [
     ("nats", "nats per token", 4),
     ("bpb", "bits per byte", 4),
@@ -34,9 +34,9 @@ VALIDATED = [
     ("lines", "lines", 0),
     ("document_bytes", "document bytes", 0),
     ("piece_bytes", "token bytes", 0),
-]  # the fields of a validation, their labels and digits
+]  # for each field of a validation, its label and the number of digits
 WEIGHTS = {"raw": "plain", "average": "averaged"}
-WIDEST = 16  # the most experts of a layer in a map
+WIDEST = 16  # the maximum number of experts of a layer in a map
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 
 
@@ -52,7 +52,7 @@ class Picture:
 class Table:
     """A table of texts.
 
-    The columns with index `numbers` and above contain numbers. `left_out` is the number of rows that the page omits.
+    The columns from index `numbers` on contain numbers. `left_out` is the number of rows that the page omits.
     """
 
     head: Sequence[str]

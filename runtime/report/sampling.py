@@ -15,7 +15,7 @@ from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.samples import Sample, Samples, record_samples, recorded_samples
 
-LINES = 4  # the number of lines from the validation split that are used if no prompts are given
+LINES = 4  # the number of lines of the validation split that are used if the user gives no prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class SampleOptions:
     """The settings of the samples in a report.
 
     Attributes:
-        prompts: the prompts, or the source lines for a model that maps lines to lines. If there are no prompts, a text
-            model continues the empty prompt with two seeds, and a model of lines translates the first lines of the
-            validation split.
+        prompts: the prompts, or the source lines for a model that maps lines to lines. Without prompts, a text model
+            continues the empty prompt with two seeds, and a model of lines translates the first lines of the validation
+            split.
         seed: the seed of the random numbers for each prompt.
         max_tokens: the maximum number of tokens of a text.
         temperature: the temperature of the sampling.
@@ -42,21 +42,19 @@ class SampleOptions:
 
 
 def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
-    """Returns the stored samples of a run, if their step is `step` and their settings equal `options`.
-
-    Otherwise, the function generates and stores new samples.
+    """Returns the stored samples of a run, if their step is `step` and their settings equal `options`. Otherwise,
+    generates and stores new samples.
 
     Args:
         run: the run.
         step: the step of the newest checkpoint; None if the run has no checkpoint.
         options: the settings of the samples.
-        stated: whether the user specified the options. If not, the function also returns stored samples with other
-            settings.
+        stated: whether the user specified the options. If not, the function accepts stored samples with other settings.
         say: the function that receives messages for the user.
 
     Raises:
-        RuntimeFailure: the model cannot be opened, or cannot generate text.
-        EnvironmentFailure: the samples cannot be stored.
+        RuntimeFailure: if the model cannot be opened, or cannot generate text.
+        EnvironmentFailure: if the samples cannot be stored.
     """
     stored, lines = recorded_samples(run.directory), run.spec.model.reads == "lines"
     if stored is not None and stored.step == step and (not stated or _fits(stored, options, lines)):

@@ -21,15 +21,15 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
     Args:
         run: the run directory.
         out: the output file; None for report.html in the run directory.
-        options: the settings of the samples to generate if the run has no stored samples. None for no new samples.
+        options: the settings of new samples, if the run has no stored samples. None generates no samples.
         stated: whether the user specified the options. If not, the page may show stored samples with other settings.
         say: the function that receives messages for the user.
 
     Raises:
-        RunDirectoryError: `run` is not a run (exit code 2).
-        EnvironmentFailure: the file cannot be written (3).
-        RunFailure: the page would be larger than 2 MB (4).
-        IntegrityError: the spec.json or run.json of the run is damaged (5).
+        RunDirectoryError: if `run` is not a run (exit code 2).
+        EnvironmentFailure: if the file cannot be written (3).
+        RunFailure: if the page would be larger than 2 MB (4).
+        IntegrityError: if spec.json or run.json of the run is damaged (5).
     """
     facts = RunFacts.read(run)
     samples, reason = _samples(facts, options, stated, say)
@@ -48,9 +48,9 @@ def write_card(run: Path, out: Path | None) -> Path:
         out: the output file; None for README.md in the run directory.
 
     Raises:
-        RunDirectoryError: `run` is not a run.
-        EnvironmentFailure: the file cannot be written.
-        IntegrityError: the run is damaged.
+        RunDirectoryError: if `run` is not a run.
+        EnvironmentFailure: if the file cannot be written.
+        IntegrityError: if the run is damaged.
     """
     return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
 
@@ -63,7 +63,7 @@ def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: 
         return (stored, "") if stored is not None and stored.step == facts.step else (None, NONE)
     except RuntimeFailure as error:
         if stated:
-            raise  # the error is not ignored, because the user requested these samples
+            raise  # the user requested these samples
         return None, error.message
 
 

@@ -1,8 +1,8 @@
 """Directories that are written completely or not at all.
 
 COMMIT is a JSON file with the size and SHA-256 of every other file. A directory without a valid COMMIT is not valid. A
-directory is written under a temporary name, synced, and then renamed. A killed process or a power failure therefore
-leaves no partial directory under the final name.
+directory is written under a temporary name, synced, and then renamed. After a kill or a power failure, the final name
+therefore never refers to a partial directory.
 """
 
 import errno
@@ -72,7 +72,7 @@ class Committed:
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
         try:
-            with open(path, "rb") as file:  # read instead of mapped, because truncating a mapped file kills the process
+            with open(path, "rb") as file:  # not mapped into memory, because truncating a mapped file kills the process
                 size = os.fstat(file.fileno()).st_size
                 data = file.read(member.size) if size == member.size else b""
         except OSError as error:
@@ -95,8 +95,8 @@ class Committed:
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
     """Creates the directory `path`, which must not exist, with files and their COMMIT file.
 
-    `files` contains pairs of a file name and the parts of the file content. Raises OSError if an operation fails. After
-    an error, no part of the directory remains.
+    `files` contains pairs: the name of a file, and the parts of its content. Raises OSError if an operation fails.
+    After an error, no part of the directory remains.
     """
     temporary = _aside(path)
     try:
@@ -108,11 +108,11 @@ def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
         os.rename(temporary, path)
         sync_folder(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after the rename, this path no longer exists
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename, this path does not exist
 
 
 def discard(path: Path) -> None:
-    """Removes a directory. The directory is first renamed, so that its old name never refers to a partial directory."""
+    """Removes a directory. The directory is first renamed, so that its name never refers to a partial directory."""
     aside = _aside(path)
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
@@ -121,9 +121,9 @@ def discard(path: Path) -> None:
 def replace(path: Path, new: Path) -> None:
     """Replaces the directory `path` by the directory `new`. Both must have the same name and be on the same disk.
 
-    The function first renames the previous directory to `before` in the parent folder of `new`, and then renames `new`
-    to `path`. The caller removes the previous directory later. If the process is killed between the two renames,
-    `path` does not exist, and `settle` can finish the replacement. Raises OSError if an operation fails.
+    The function first renames the previous directory to `before` in the parent folder of `new`. It then renames `new`
+    to `path`. The caller removes the previous directory later. If the process is killed between the two renames, `path`
+    does not exist, and `settle` can finish the replacement. Raises OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -133,7 +133,7 @@ def replace(path: Path, new: Path) -> None:
 
 
 def settle(path: Path, new: Path) -> None:
-    """Finishes an interrupted `replace`: renames `new` to `path` if `path` does not exist and `new` is complete.
+    """Finishes an interrupted `replace`. If `path` does not exist and `new` is complete, renames `new` to `path`.
 
     Any process may call this function at any time. Raises OSError if an operation fails.
     """
@@ -146,7 +146,9 @@ def settle(path: Path, new: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the temporary directories that interrupted writers left in `folder`. No other process may be writing."""
+    """Removes the temporary directories that interrupted writers left in `folder`. No other process may write to
+    `folder`.
+    """
     for stray in sorted(folder.glob(".*.tmp")):
         shutil.rmtree(stray, ignore_errors=True)
 

@@ -182,7 +182,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     if options.command == "quantize":
         trained.load(world.device)  # raises an error before earlier weights are renamed
     before = out.with_name(f"{out.name}.before")
-    if not world.rank and out.exists():  # renamed, so that it is not mistaken for the result if this run fails
+    if not world.rank and out.exists():  # if this run fails, nobody mistakes the old file for its result
         try:
             out.replace(before)
         except OSError as error:

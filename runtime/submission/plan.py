@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # the settings of `quant`, without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # the parameters of each target
 DERIVED: Mapping[str, Sequence[DerivedWeight]]  # the derived weights of each target
-INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
+INITS: Mapping[str, tuple[str, float]]  # the initial distribution of each parameter, and its argument
 REUSED: Sequence[str]  # the parameters for which calibration measures `Statistics.uses`
 BASE: Mapping[str, Scheme]  # the scheme of each parameter before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, product
 from string import ascii_lowercase, ascii_uppercase
 
-INTROSPECTION = {"locals", "vars", "eval", "exec"}  # the variables of functions that call one of these are not renamed
+# If a function calls one of these functions, its variables are not renamed
+INTROSPECTION = {"locals", "vars", "eval", "exec"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -122,7 +123,9 @@ def shorten(
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - bound
     taken |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | {*keywords}
     counts = Counter(node.id for node in nodes)
-    rare = {each.name for each in aliases if each.asname is None and counts[each.name] < 2}  # `as` takes more bytes
+    rare = {
+        each.name for each in aliases if each.asname is None and counts[each.name] < 2
+    }  # an `as` would take more bytes
     order = sorted(bound - rare - {*public}, key=lambda name: (-counts[name], name))
     short = dict(zip(order, (name for name in _capitals() if name not in taken), strict=False))
     for node in nodes:

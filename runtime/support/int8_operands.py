@@ -11,15 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 ALIGNMENT = 16  # in bytes, the size of a vector load
-QUAD = 4  # the number of state elements per vector load
+QUAD = 4  # the number of elements of the state per vector load
 Named = Mapping[str, tuple[Tensor, torch.dtype]]
 
 
 class Operand(NamedTuple):
     """A tensor with its required shape and dtype.
 
-    The tensor must be contiguous. If `state` is True, however, the row stride of a matrix may be larger than the number
-    of columns.
+    The tensor must be contiguous. There is one exception: if `state` is True, the row stride of a matrix may be larger
+    than the number of columns.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 
 
 def named(nodes: Sequence[str]) -> str:
-    """Returns a text for error messages that names the node or nodes which call a generated function."""
+    """Returns a text for error messages, which names the nodes that call a generated function."""
     return nodes[0] if len(nodes) == 1 else f"one of {', '.join(nodes)}"
 
 
@@ -48,7 +48,7 @@ def check_operands(
     All tensors must be contiguous (row-major), 16-byte aligned and on one device.
 
     Args:
-        nodes: the names of the nodes that may have called the kernel, for the message.
+        nodes: the names of the nodes that may have called the kernel, for error messages.
         x: the input, i8 [..., K].
         w: the weight, i8 [N, K].
         offset: the offset that is added to the sums, i32 [N].
@@ -57,7 +57,7 @@ def check_operands(
         tiles: other operands of shape [..., N], each with its dtype, by name.
 
     Raises:
-        ValueError: an operand has a wrong shape, dtype, stride, alignment or device.
+        ValueError: if an operand has a wrong shape, dtype, stride, alignment or device.
     """
     n, k = extent
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
@@ -87,10 +87,10 @@ def check_step(
 ) -> None:
     """Checks the operands of an LSTM step with an int8 product.
 
-    All tensors must be on one device. All except `h` and `c` must be contiguous and 16-byte aligned.
+    All tensors must be on one device. All tensors except `h` and `c` must be contiguous and 16-byte aligned.
 
     Args:
-        nodes: the names of the nodes that may have called the kernel, for the message.
+        nodes: the names of the nodes that may have called the kernel, for error messages.
         h: the hidden state, [..., H] in `dtype`, aligned to the smaller of 4 elements and 16 bytes. If `h` is a matrix,
             its row stride may be larger than H, but must be a multiple of 4 elements.
         c: the cell state, with the shape, dtype, strides and alignment of h.
@@ -103,7 +103,7 @@ def check_step(
         dtype: the dtype of the state.
 
     Raises:
-        ValueError: an operand has a wrong shape, dtype, stride, alignment or device.
+        ValueError: if an operand has a wrong shape, dtype, stride, alignment or device.
     """
     size, k = extent
     rows, n = h.shape[:-1], 4 * size

@@ -7,7 +7,7 @@ from torch import Tensor
 def int8_sums(x: Tensor, w: Tensor) -> Tensor:
     """Returns the exact product of `x`, i8 [..., K], and the transpose of `w`, i8 [N, K], as i32 [..., N].
 
-    K must be small enough that int32 can hold the sums.
+    K must be so small that the sums fit into int32.
     """
     rows = x.reshape(-1, x.shape[-1])
     sums = torch._int_mm(rows, w.T) if EXACT and rows.numel() else (rows.double() @ w.double().T).to(torch.int32)
@@ -17,7 +17,7 @@ def int8_sums(x: Tensor, w: Tensor) -> Tensor:
 def exact() -> bool:
     """Returns whether `torch._int_mm` is exact on this CPU.
 
-    On some CPUs, `torch._int_mm` adds pairs of products in int16, which can saturate. On these CPUs, `int8_sums`
+    On some CPUs, `torch._int_mm` adds pairs of products in int16, which can saturate. On such a CPU, `int8_sums`
     computes in f64, which is always exact.
     """
     ends = torch.tensor([[127], [-127]], dtype=torch.int8).expand(2, 64).contiguous()
@@ -25,4 +25,4 @@ def exact() -> bool:
     return torch.equal(torch._int_mm(ends, ends.T).long(), expected)
 
 
-EXACT = exact()  # computed at import, with real tensors, because a model may later run with fake tensors
+EXACT = exact()  # computed at import with real tensors, because a model may later run with fake tensors

@@ -40,7 +40,7 @@ FLAGS = (
 )
 HEADERS = ("include", "tools/util/include")  # paths relative to cutlass_library/source in the wheel
 CUTLASS = "nvidia-cutlass"
-# The line of a source that states the architecture. Without it, the architecture is sm_90a.
+# A line of the source states the architecture. Without this line, the architecture is sm_90a.
 ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)
 RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # the release in the output of `nvcc --version`
 LOG_LINES = 40
@@ -50,8 +50,8 @@ waited = [0.0]  # the seconds that `library` has waited for nvcc in this process
 def library(source: Path) -> ctypes.CDLL:
     """Compiles a generated .cu file, unless its library is in the cache, and loads the library into the process.
 
-    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
-    ptxas reports a slow kernel, and IntegrityError if other users can write to the cache directory.
+    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing. Raises RunFailure if nvcc rejects the source,
+    or if ptxas reports a slow kernel. Raises IntegrityError if other users can write to the cache directory.
     """
     began = time.monotonic()
     compiled = compile_only(source)
@@ -64,8 +64,8 @@ def compile_only(source: Path) -> Path:
 
     The cache key ignores `//` comment lines. If the cached library is damaged, the file is compiled again.
 
-    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
-    ptxas reports a slow kernel, and IntegrityError if other users can write to the cache directory.
+    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing. Raises RunFailure if nvcc rejects the source,
+    or if ptxas reports a slow kernel. Raises IntegrityError if other users can write to the cache directory.
     """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
@@ -81,7 +81,7 @@ def compile_only(source: Path) -> Path:
 
 
 def flags(text: bytes) -> tuple[str, ...]:
-    """Returns the nvcc flags of a source: `FLAGS` plus the architecture that the source names."""
+    """Returns the nvcc flags of a source: `FLAGS`, and the architecture that the source names."""
     match = ARCH.search(text)
     arch = match[1].decode() if match else "90a"
     return (*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
@@ -91,7 +91,7 @@ def compile_ahead(directory: Path) -> None:
     """Starts to compile every .cu file of a folder in background threads, at most one file per core.
 
     nvcc then runs in parallel to torch.compile. The threads ignore errors of nvcc. After an error, the first call of a
-    kernel compiles its file again, and raises the error.
+    kernel compiles its file again and raises the error.
     """
     cores = threading.Semaphore(os.cpu_count() or 1)
 
@@ -145,7 +145,7 @@ def _is_sound(compiled: Path) -> bool:
 def slow(log: str) -> str | None:
     """Returns the reason why a kernel is slow: spilled registers or serialized wgmma instructions.
 
-    Returns None if `log`, which is the output of ptxas, reports neither.
+    `log` is the output of ptxas. Returns None if `log` reports neither of these problems.
     """
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
@@ -164,8 +164,8 @@ def cache_root() -> Path:
 def cache_folder(name: str = "native") -> Path:
     """Returns the cache folder `name`, whose files are loaded as code. The folder is created with mode 0700.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or if other users can write to it or replace
-    it.
+    Raises IntegrityError if the folder is a link, belongs to another user, or can be written or replaced by other
+    users.
     """
     return private_folder(cache_root() / name)
 
@@ -173,10 +173,10 @@ def cache_folder(name: str = "native") -> Path:
 def private_folder(folder: Path) -> Path:
     """Creates a folder with mode 0700, unless the folder exists, and returns its path.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or if other users can write to it or replace
-    it.
+    Raises IntegrityError if the folder is a link, belongs to another user, or can be written or replaced by other
+    users.
     """
-    with contextlib.suppress(FileExistsError):  # the path is a dangling link, or a file
+    with contextlib.suppress(FileExistsError):  # the path exists already, for example as a dangling link or a file
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):

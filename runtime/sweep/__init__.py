@@ -1,3 +1,3 @@
-"""Sweeps: training runs of one spec with various settings, which one file lists. A table and a picture show the
-results.
+"""Sweeps: training runs of one spec with various settings. A sweep file lists the settings. A table and a picture show
+the results.
 """

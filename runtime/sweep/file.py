@@ -20,7 +20,7 @@ class Setting(StrictModel):
 
     Attributes:
         name: the name of the setting, which is a part of the names of its run directories.
-        set: overrides `path=value`. They are applied after the overrides of the whole sweep.
+        set: overrides `path=value`, which are applied after the overrides of the whole sweep.
         seeds: the seeds of this setting; None for the seeds of the sweep.
     """
 
@@ -34,7 +34,7 @@ class Quantization(StrictModel):
 
     Attributes:
         name: the name of the entry.
-        of: the name of the setting whose runs are quantized. The default is the first setting.
+        of: the name of the setting whose runs are quantized; by default the first setting.
         set: overrides `path=value` of the section `quant`.
     """
 
@@ -51,9 +51,9 @@ class SweepFile(StrictModel):
         data: the data, in the format of `specc train --data`.
         target: the target, as in `specc train --target`.
         set: overrides `path=value` for all runs.
-        seeds: the values of `train.seed`. Each setting has one run per seed. The default is the seed of the spec.
+        seeds: the values of `train.seed`. Each setting has one run per seed. By default, the seed of the spec.
         grid: lists of values, by path in the spec. Every combination of values is a setting. If the file also has
-            `settings`, every entry of `settings` is combined with every combination of values.
+            `settings`, each combination of values is combined with each entry of `settings`.
         settings: the list of settings. The table compares all settings with the first setting.
         quantize: the list of settings for quantizing finished runs.
     """

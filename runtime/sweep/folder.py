@@ -30,18 +30,18 @@ from specc.runtime.sweep.plan import PlannedQuantization, PlannedRun, PlannedSwe
 
 RECORD = "sweep.json"
 RESULTS = "results.json"
-SHOWN = 6  # the most differences in a message
+SHOWN = 6  # the maximum number of differences in a message
 
 
 class SweepError(RuntimeFailure):
-    """Raised if a folder does not fit its sweep file, or is not the folder of a sweep."""
+    """Raised if a folder does not match its sweep file, or is not the folder of a sweep."""
 
     code = "U016"
     exit_code = 2
 
 
 class RecordedWork(StrictModel):
-    """A run or a quantization in sweep.json. PlannedRun and PlannedQuantization describe the fields."""
+    """A run or a quantization in sweep.json. PlannedRun and PlannedQuantization document the fields."""
 
     name: str
     setting: str
@@ -49,10 +49,10 @@ class RecordedWork(StrictModel):
     overrides: tuple[str, ...]
 
     def change(self, other: "RecordedWork | None") -> str | None:
-        """Returns a description of how `other` differs from this record; None if both records are equal.
+        """Returns a description of the differences between this record and `other`. None if both records are equal.
 
-        `other` is the record of the same name for the edited sweep file. It is None if the edited file has no entry of
-        this name.
+        `other` is the record with the same name for the edited sweep file. It is None if the edited file has no such
+        entry.
         """
         if other is None:
             return "no entry has the settings and seed"
@@ -79,7 +79,7 @@ class SweepRecord(StrictModel):
     Attributes:
         format: the version of the format.
         data, target: the values of the options `--data` and `--target` of `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. The order of sums depends on this number, so it never changes.
+        threads: the number of CPU threads of each run. It never changes, because the order of sums depends on it.
         runs, quantizations: the runs and quantizations of the sweep.
     """
 
@@ -115,7 +115,7 @@ class SweepRecord(StrictModel):
     def changes(self, new: "SweepRecord") -> Iterator[str]:
         """Yields one sentence per difference between this record and `new`, the record of the edited sweep file.
 
-        Runs that only `new` contains are not differences.
+        Additional runs in `new` are not differences.
         """
         for name in ("data", "target"):
             if getattr(self, name) != getattr(new, name):
@@ -182,8 +182,8 @@ class SweepFolder:
     def existing(cls, directory: Path, sweep: PlannedSweep) -> "SweepFolder":
         """Opens the folder of a sweep to read the results.
 
-        Raises SweepError if the folder does not exist or belongs to another sweep, and IntegrityError if the record is
-        damaged.
+        Raises SweepError if the folder does not exist, or belongs to another sweep. Raises IntegrityError if the record
+        is damaged.
         """
         known = SweepRecord.read(directory)
         if known is None:
@@ -219,7 +219,7 @@ class SweepFolder:
     def history(self, run: PlannedRun) -> RunHistory:
         """Returns the history of a run, from its log.
 
-        Raises SweepError if the directory contains another run, and IntegrityError if the run is damaged.
+        Raises SweepError if the directory contains another run. Raises IntegrityError if the run is damaged.
         """
         directory = self.run(run.name)
         if not is_run(directory):
@@ -247,7 +247,7 @@ class SweepFolder:
                 try:
                     os.link(source, copied)
                     return copied
-                except OSError:  # the copy is on another file system, or on one without hard links
+                except OSError:  # the copy is on another file system, or the file system has no hard links
                     pass
             return shutil.copy2(source, copied)
 
@@ -265,7 +265,7 @@ class SweepFolder:
 def require_free_or_begun(directory: Path) -> None:
     """Raises SweepError if the directory contains files that do not belong to a sweep.
 
-    Call this function before the directory is locked, because the lock adds a file.
+    Call this function before locking the directory, because the lock adds a file.
     """
     if not directory.exists() or (directory / RECORD).is_file():
         return

@@ -1,4 +1,4 @@
-"""The picture of a sweep: the final metric of each setting, its spread over the seeds, and every run."""
+"""The picture of a sweep: the final metric of each setting, its spread over the seeds, and the metric of every run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,8 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    If the values of the first path of the grid are numbers, the x axis shows these values, and the picture has one line
-    per combination of values of the other paths. Otherwise, the picture has one row per setting, in the order of the
-    sweep file.
+    If the values of the first path of the grid are numbers, these values are on the x axis, and each combination of
+    values of the other paths is a line. Otherwise, the picture has one row per setting, in the order of the sweep file.
 
     Args:
         results: the results, with at least one finished run.
@@ -112,7 +111,7 @@ def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) ->
             label="mean ± std over the seeds" if named else None,
         )
     axes.set_yticks(range(len(rows)), [row.setting for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)  # so that the first setting is at the top
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # inverted, so that the first setting is at the top
     axes.set_xlabel(f"{results.metric.label} on the validation split")
     axes.grid(axis="x", color="#e5e7eb")
     axes.legend(

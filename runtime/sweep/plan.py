@@ -1,6 +1,6 @@
 """Plans the runs of a sweep file: names, overrides and checked specs.
 
-This module starts no runs and does not import Torch, so it can check a sweep on any machine.
+This module starts no runs and does not import Torch, so that any machine can check a sweep.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from specc.compiler.text.source import Source, read, read_from
 from specc.runtime.storage.run_directory import lasting, readable
 from specc.runtime.sweep.file import SEED, Quantization, Setting, SweepFile
 
-SHOWN = 3  # the most settings in a message
+SHOWN = 3  # the maximum number of settings in a message
 MAX_SETTINGS = 10_000
 
 
@@ -108,8 +108,8 @@ class PlannedSweep:
 class _Override:
     """An override, and its position in the sweep file.
 
-    For an entry `path=value`, the attribute `path` is the position of the entry. In a grid, the attribute `path` is the
-    position of the key, and the attribute `value` is the position of the value.
+    For an entry `path=value`, the attribute `path` is the position of the entry. In a grid, `path` is the position of
+    the key, and the attribute `value` is the position of the value.
     """
 
     text: str
@@ -142,7 +142,7 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
 
     Args:
         path: the sweep file.
-        data, target: values that replace `data` and `target` in the file; None for the values in the file.
+        data, target: replacements for `data` and `target` of the file; None for the values in the file.
 
     Returns:
         The checked sweep.
@@ -234,7 +234,7 @@ def _shown(value: Any) -> str:
 
 def _folders(names: Sequence[str]) -> dict[str, str]:
     plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
-    counts = Counter(folder.lower() for folder in plain.values())  # some file systems ignore case
+    counts = Counter(folder.lower() for folder in plain.values())  # case is ignored, as in some file systems
     return {
         name: folder if counts[folder.lower()] == 1 else f"{folder}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         for name, folder in plain.items()
@@ -256,10 +256,10 @@ class _Plan:
         self._problems: dict[Diagnostic, list[str]] = {}
         self._texts: dict[str, str] = dict(sweep.texts)
         self._known: dict[str, str] = {}  # maps the digest of a spec, without its seed, to a setting
-        read(spec)  # a spec that cannot be read is reported once, and not once per setting
+        read(spec)  # raises an error once here, instead of once per setting, if the spec cannot be read
 
     def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
-        """Yields the runs of a setting with their specs. Yields nothing if the spec of the setting has problems."""
+        """Yields the runs of a setting with their specs. Yields nothing if the spec of the setting is not valid."""
         texts = tuple(override.text for override in setting.overrides)
         try:
             spec, source = load(self._spec, texts)
@@ -347,8 +347,8 @@ class _Plan:
     ) -> None:
         """Records problems in the spec of a setting.
 
-        If an override causes a problem, the recorded position is that of the override in the sweep file. Otherwise, the
-        recorded position is `instead`, or the position in the spec file if `instead` is None.
+        If an override causes a problem, the recorded position is the position of the override in the sweep file.
+        Otherwise, the recorded position is `instead`. If `instead` is None, it is the position in the spec file.
         """
         self._texts |= error.texts
         for diagnostic in error.diagnostics:

@@ -44,11 +44,11 @@ class SettingResult:
         metric: the final validation metric; None if no run is finished.
         nats: the final validation loss in nats per token.
         raw: the metric of the weights without averaging; None if the runs do not average weights.
-        difference: the mean of `metric` minus the mean of `metric` for the first setting.
+        difference: the mean of `metric`, minus the mean of `metric` for the first setting.
         seconds: the mean training time in seconds.
         tokens_per_second: the mean number of tokens per second of training.
-        bytes: the size of the largest artifact, or an estimate if no run is quantized. None if the spec has no section
-            `quant`.
+        bytes: the size of the largest artifact; an estimate if no run is quantized. None if the spec has no section
+        `quant`.
         measured: True if `bytes` is the size of an artifact, False if it is an estimate.
         unfinished: the reason for each run that is not finished.
     """
@@ -75,7 +75,7 @@ class QuantizedResult:
         setting: the name of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
-        difference: the mean of `metric` minus the mean of the metric of the same runs before quantization.
+        difference: the mean of `metric`, minus the mean of the metric of the same runs before quantization.
         bytes: the size of the largest artifact.
         unfinished: the reason for each run that is not finished.
     """

@@ -31,7 +31,8 @@ class Job:
         arguments: the arguments of `specc`.
         output: the file to which the output is appended.
         prepare: a function that is called directly before the command starts.
-        result: a function that is called after the command has ended, and returns a line about its result.
+        result: a function that is called after the command has ended. It returns a line about the result of the
+        command.
     """
 
     name: str
@@ -103,7 +104,7 @@ def _visible_gpus() -> list[str]:
 def threads_of(slots: int) -> int:
     """Returns the number of CPU threads for each of `slots` jobs.
 
-    The environment variable OMP_NUM_THREADS states the number. By default, the jobs divide the cores equally.
+    The environment variable OMP_NUM_THREADS states the number. By default, the jobs share the cores equally.
     """
     stated = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -179,7 +180,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
         with job.output.open("ab") as file:
             file.write(f"$ specc {shlex.join(job.arguments)}\n".encode())
             file.flush()
-            # In a new session, Ctrl-C reaches the job only through this process
+            # A new session receives Ctrl-C only through this process
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )

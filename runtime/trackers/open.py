@@ -29,8 +29,8 @@ def require_trackers(names: Sequence[str]) -> None:
     """Checks that trackers exist and that their packages are installed, without importing the packages.
 
     Raises:
-        UnknownTracker: no tracker has one of the names.
-        EnvironmentFailure: the package of a tracker is not installed.
+        UnknownTracker: if no tracker has one of the names.
+        EnvironmentFailure: if the package of a tracker is not installed.
     """
     known = classes(trackers, Tracker)
     for name in names:
@@ -42,7 +42,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Passes log records to a tracker, until the first error of the tracker.
+    """Passes log records to a tracker. After the first error of the tracker, it passes no more records.
 
     Args:
         tracker: the tracker.
@@ -88,7 +88,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
         stack: the exit stack that closes the trackers.
 
     Raises:
-        EnvironmentFailure: a tracker cannot start.
+        EnvironmentFailure: if a tracker cannot start.
     """
     known = classes(trackers, Tracker)
     followers = []
@@ -96,7 +96,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
         try:
             with fork_rng(devices=[]):
                 tracker = known[name](run)
-        except Exception as error:  # nothing has been trained yet, so the user can decide
+        except Exception as error:  # an error ends the start, because nothing has been trained yet
             hint = f"leave out --track {name}, and continue the run with --resume auto"
             raise EnvironmentFailure(f"the tracker {name} cannot start: {error}", hint) from error
         followers.append(Follower(tracker, say))

@@ -16,7 +16,7 @@ class TrackedRun:
         project: the name of the spec.
         digest: the SHA-256 (hex) of the spec.
         config: the spec as data, with all defaults.
-        step: the step at which training begins, which is 0 unless the run is resumed from a checkpoint.
+        step: the step at which training begins: 0, or the step of the checkpoint from which the run resumes.
     """
 
     directory: Path
@@ -31,7 +31,7 @@ class Tracker(ABC):
 
     Attributes:
         name: the value of `specc train --track` that selects the tracker.
-        package: the name of the Python package that the tracker needs. It is imported when the tracker starts.
+        package: the name of the Python package that the tracker needs. The tracker imports this package when it starts.
         extra: the optional dependency group of specc that installs this package.
     """
 
@@ -55,8 +55,8 @@ class Tracker(ABC):
 def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numeric values of a log record, by name.
 
-    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. The loads of the experts of a
-    layer become one value, which is the largest load divided by the mean load.
+    A name is `event/field`, or `event/weights/field` if the record has a field `weights`. For the loads of the experts
+    of a layer, the result has a single value: the ratio of the largest load to the mean load.
 
     Args:
         event: the name of the event, such as `step`.

@@ -20,7 +20,7 @@ class Trackio(Tracker):
         import trackio
 
         self._finish: Any = trackio.finish
-        with redirect_stdout(sys.stderr):  # Trackio prints notes to stdout, where only results of specc belong
+        with redirect_stdout(sys.stderr):  # Trackio prints notes to stdout, which is reserved for the results of specc
             self._run: Any = trackio.init(
                 project=run.project,
                 name=f"{run.directory.absolute().name}-{run.digest[:8]}",
@@ -35,4 +35,4 @@ class Trackio(Tracker):
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            self._finish()  # `_run.finish` is not called here, because Trackio calls it at the end of the process
+            self._finish()  # not `_run.finish`, which Trackio itself calls at the end of the process

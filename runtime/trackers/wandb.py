@@ -9,7 +9,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
-    """Writes files with `wandb`, by default without a connection. `wandb sync` can upload the files later.
+    """Writes files with `wandb`, by default without a network connection. `wandb sync` can upload the files later.
 
     A resumed run keeps its id.
     """

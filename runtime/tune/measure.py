@@ -80,8 +80,8 @@ class Measurement:
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
         """Compiles the candidates, and yields a pair (candidate, failure) for each candidate.
 
-        The failure is None if the candidate can be called. If the Python files of candidates differ only in
-        constants, the candidates share a CUDA source, which is compiled once.
+        The failure is None if the candidate can be called. If the Python files of candidates differ only in constants,
+        the candidates share a CUDA source, which is compiled once.
         """
         by_source: dict[object, list[Candidate]] = {}
         for candidate in listed:

@@ -35,7 +35,7 @@ def _of_safetensors(path: Path, say: Say) -> Weights | None:
     return SafetensorsFolder(files) if files else None
 
 
-# Each function returns None if the path is of another format. The first result that is not None is used.
+# A function returns None if the path has another format. The first result that is not None is used.
 FORMATS: tuple[Callable[[Path, Say], Weights | None], ...] = (_of_run, _of_artifact, _of_hugging_face, _of_safetensors)
 
 
@@ -47,10 +47,10 @@ def open_weights(path: Path, say: Say) -> Weights:
         say: the function that receives messages about damaged checkpoints.
 
     Raises:
-        StartError: the path contains weights in no supported format.
-        RunFailure: the path is a run without a checkpoint.
-        ConfigError: specc does not support the model in config.json.
-        IntegrityError: a file is damaged.
+        StartError: if the path contains weights in no supported format.
+        RunFailure: if the path is a run without a checkpoint.
+        ConfigError: if specc does not support the model in config.json.
+        IntegrityError: if a file is damaged.
     """
     for opens in FORMATS:
         if (weights := opens(path, say)) is not None:

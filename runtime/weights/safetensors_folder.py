@@ -15,7 +15,7 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.errors import IntegrityError
 from specc.runtime.weights.source import Kind, StartError
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes that can be converted to f32, up to rounding
+FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes that can be converted to f32, possibly with rounding
 SUFFIX = ".safetensors"
 
 
@@ -36,8 +36,8 @@ class SafetensorsFolder:
         files: the paths of the files; at least one.
 
     Raises:
-        IntegrityError: a file is damaged.
-        StartError: two files have a tensor of the same name.
+        IntegrityError: if a file is damaged.
+        StartError: if two files have a tensor of the same name.
     """
 
     kind: Kind = "safetensors"
@@ -65,8 +65,8 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         """Returns a tensor, converted to f32.
 
-        Raises StartError if the tensor in the file does not have a floating-point dtype, and IntegrityError if the file
-        is damaged.
+        Raises StartError if the tensor in the file has no floating-point dtype. Raises IntegrityError if the file is
+        damaged.
         """
         path, dtype = self._files[name], self._dtypes[name]
         if dtype not in FLOATS:

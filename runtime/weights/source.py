@@ -14,7 +14,7 @@ Kind = Literal["run", "artifact", "hugging_face", "safetensors"]
 
 
 class StartError(RuntimeFailure):
-    """Raised if the weights from which a run should start do not exist, or do not fit the model."""
+    """Raised if the weights from which a run should start do not exist, or do not match the model."""
 
     code = "U007"
     exit_code = 2
@@ -25,7 +25,7 @@ class Weights(Protocol):
 
     Attributes:
         kind: the format of the files.
-        step: the step of the checkpoint if the weights are from a run; otherwise None.
+        step: the step of the checkpoint if the weights are from a run. None otherwise.
         spec: the spec of the model that was trained; None if unknown.
         shapes: the shapes of all tensors, by name. They are known before a tensor is read.
     """

@@ -15,7 +15,7 @@ from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.weights.open import open_weights
 from specc.runtime.weights.source import StartError
 
-SHOWN = 6  # the most names in a message
+SHOWN = 6  # the maximum number of names in a message
 
 
 def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> StartRecord:
@@ -25,18 +25,20 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
         start: the path of the weights, and the patterns of the parameter names to load.
         model: the model. Its parameters are f32, with initial values.
         spec: the spec of the model.
-        say: the function that receives messages about loaded parameters, damaged checkpoints, or weights that were
-            trained with another tokenizer.
+        say: the function that receives messages about loaded parameters, about damaged checkpoints, and about weights
+        that
+            were trained with another tokenizer.
 
     Returns:
         A record of the loaded weights.
 
     Raises:
-        StartError: the weights do not fit the model, a pattern selects nothing, or a value is not finite. The model is
-            then unchanged.
-        RunFailure: the source is a run without a checkpoint.
-        ConfigError: specc does not support the model in a config.json.
-        IntegrityError: a file is damaged.
+        StartError: if the weights do not match the model, a pattern selects nothing, or a value is not finite. The
+        model
+            does not change.
+        RunFailure: if the source is a run without a checkpoint.
+        ConfigError: if specc does not support the model in a config.json.
+        IntegrityError: if a file is damaged.
     """
     path = Path(start.path)
     source = open_weights(path, say)
