@@ -1,10 +1,10 @@
 """The command line. Each command has a module of the same name.
 
-`specc --help` imports no module of a command. The module of a command imports only what the options of the command
-need. All other modules, such as torch, are imported when the command runs.
+`specc --help` imports no module of a command. The module of a command imports only the modules that the options of the
+command need. It imports all other modules, such as torch, when the command runs.
 """
 
-# Folders and modules, lowest layer first. Each may import itself and the entries before it.
+# Folders and modules, lowest layer first. Each entry may import only itself and earlier entries.
 LAYERS = (
     "help",
     "output",

@@ -1,5 +1,6 @@
-"""The `specc` command. It imports the module of a subcommand when the subcommand runs, and converts errors to exit
-codes.
+"""The `specc` command.
+
+The module of a subcommand is imported when the subcommand runs. Errors become exit codes.
 """
 
 import gc
@@ -26,8 +27,8 @@ EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
 
 class LazyGroup(click.Group):
-    """A group of commands. Each subcommand is the object `command` of a module, which is imported when the subcommand
-    runs.
+    """A group of commands. Each subcommand is the object `command` of a module. The module is imported when the
+    subcommand runs.
 
     The group adds an option `--format` to each subcommand that does not define this option. The option selects the
     format of errors and findings.
@@ -35,8 +36,9 @@ class LazyGroup(click.Group):
     Args:
         name: the name of the group.
         package: the package that contains the modules. Each module has the name of its subcommand.
-        entries: the first sentence of the help of each subcommand, or a group, by name. The help lists the subcommands
-            in the order of `entries`.
+        entries: by name, the first sentence of the help of each subcommand, or a group. The help lists the subcommands
+        in
+            the order of `entries`.
         help: the help of the group.
     """
 
@@ -137,23 +139,23 @@ specc = click.option(
 def main() -> NoReturn:
     """The entry point of the program. It exits with the exit code of the command.
 
-    The output contains a traceback only if the error is a bug of specc.
+    The output contains a traceback only if the error is a bug in specc.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Torch's profiler writes to standard error
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # the search for plugins reads all installed packages
-    gc.set_threshold(10_000)  # with the default of 700, collections take a fifth of the time to import Torch
+    gc.set_threshold(10_000)  # with the default of 700, garbage collection takes a fifth of the time of importing Torch
     keep_going()
     try:
         with pre_emptible():
             code = run(sys.argv[1:])
-    except Terminated:  # the signal came while an earlier error was reported
+    except Terminated:  # the signal arrived while an earlier error was being reported
         code = EXIT_PREEMPTED
     code = _flushed(code)
     if "torch" not in sys.modules:
-        gc.freeze()  # skips the last garbage collection, which would take up to a tenth of the run time
+        gc.freeze()  # skips the last garbage collection, which takes up to a tenth of the run time
     if (code and "RANK" in os.environ and "WORLD_SIZE" in os.environ) or code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
-        # A failed process of a distributed run skips its teardown. CUDA or NCCL could otherwise wait for ranks that
-        # have ended. A process that a signal ends skips it too: the teardown of a Torch that is half imported aborts.
+        # A failed process of a distributed run skips its teardown, in which CUDA or NCCL could wait for ranks that have
+        # ended. A process that a signal ends also skips the teardown, which aborts if Torch is only partly imported.
         os._exit(code)
     sys.exit(code)
 
@@ -168,8 +170,8 @@ class Terminated(BaseException):
 def pre_emptible() -> Iterator[None]:
     """A context manager in which SIGTERM and SIGHUP raise Terminated.
 
-    The signal then ends a command with the exit code for preemption, even if the command has not installed its signal
-    handlers yet. Signals that the process already ignores, for example under nohup, stay ignored.
+    The signal then ends a command with the exit code for preemption, even before the command installs its own signal
+    handlers. Signals that the process already ignores, for example under nohup, stay ignored.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -189,7 +191,7 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Otherwise, the interpreter would try to write the rest again when it exits.
+        # Otherwise, the interpreter would write the remaining output again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or _not_written(error)
     return code
@@ -218,7 +220,7 @@ def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
         return (result if isinstance(result, int) else 0), True
     except Exit as end:
         return int(end.exit_code), False
-    # Click raises this if the pipe for standard output is closed
+    # Click raises SystemExit if the pipe of standard output is closed
     except SystemExit as end:
         left = isinstance(end.__context__, BrokenPipeError)
         return (end.code if isinstance(end.code, int) and not left else 0), False
@@ -260,7 +262,7 @@ def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
 
 
 def failed(error: Exception, output: Output) -> int:
-    """Shows an error that the user can fix, or reports a bug of specc. Returns the exit code."""
+    """Shows an error that the user can fix, or reports a bug in specc. Returns the exit code."""
     if (problem := _problem(error)) is not None:
         output.fail(problem)
         return int(problem.exit_code)
@@ -277,13 +279,13 @@ def failed(error: Exception, output: Output) -> int:
 
 
 def _problem(error: Exception) -> Any:
-    """Returns an error with a message and a hint for the user, or None if `error` is a bug of specc."""
+    """Returns an error with a message and a hint for the user, or None if `error` is a bug in specc."""
     from specc.compiler.errors import FULL, DiskProblem, MissingPackage
 
     if getattr(error, "exit_code", None) is not None:
         return error
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        # a full or read-only disk is not a bug
+        # a full or read-only disk is not a bug in specc
         return DiskProblem(f"{error.filename}: {error.strerror}", "free some space" if error.errno in FULL else "")
     if isinstance(error, OSError) and error.errno in FULL:
         return DiskProblem(f"standard output cannot be written: {error.strerror}")

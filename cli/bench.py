@@ -78,23 +78,23 @@ def command(
 ) -> int:
     """Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.
 
-    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is the shortest possible time. It follows
-    from the bytes and operations of the kernel, and from the measured peak rates of the device. If a kernel computes
-    wrong values, the command fails and does not time the kernel.
+    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is its shortest possible time. The floor
+    is computed from the bytes and operations of the kernel, and from the measured peak rates of the device. If a kernel
+    computes wrong values, the command fails and does not time the kernel.
 
     The part `optimizer` times an update by all optimizers of the spec together, and by each optimizer separately. It
-    also times Torch's AdamW in three forms: fused, in multi-tensor kernels, and in a loop over the parameters.
+    also times Torch's AdamW in three forms: fused, with multi-tensor kernels, and in a loop over the parameters.
 
     The part `decode` measures the tokens per second of a text model with a contiguous cache and with a paged cache. It
     also measures Transformers, if this package is installed and has the model. The floor of a decoding step is the time
-    to read the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps are
-    measured with and without torch.compile.
+    for reading the weights and the cache once. On a GPU, steps with library matrix products are measured too. All steps
+    are measured with and without torch.compile.
 
-    The parts are different for a model that maps lines to lines. `table` times training and validation on one and on
-    several GPUs, with and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8
-    matrix products of the quantized model with torch._int_mm.
+    A model that maps lines to lines has other parts. `table` times training and validation, on one GPU and on several
+    GPUs, with and without a cache. `decode` measures lines per second in each dtype. `int8` compares the int8 matrix
+    products of the quantized model with torch._int_mm.
 
-    If SPEC is a report that --json wrote, the picture of this report is drawn, and nothing is measured.
+    If SPEC is a report that --json wrote, the command measures nothing, and draws the picture of this report.
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched
@@ -117,7 +117,7 @@ def command(
     with joined_world() if is_launched() else nullcontext() as world:
         planned = plan_spec(spec, overrides)
         loaded, lock = planned.spec, planned.lock
-        chosen = choose_target(loaded, target)  # does not depend on --gpus, so that results are comparable
+        chosen = choose_target(loaded, target)  # independent of --gpus, so that results are comparable
         if (code := launched(gpus, loaded, chosen, world)) is not None:
             return code
         from specc.runtime.bench import report

@@ -20,9 +20,9 @@ from specc.cli.output import command_output
 def command(specs: tuple[Path, ...], against: str) -> int:
     """List the changes of specs that stop old checkpoints and artifacts from loading.
 
-    The command compares the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By
-    default, all specs in specs/ are compared with the specs in a git revision. A removed spec is a finding, and a new
-    spec is not. The exit code is 1 if there are findings.
+    The command compares three things: the names and shapes of parameters, their storage in artifacts, and the ids of
+    tokens. By default, it compares all specs in specs/ with the specs in a git revision. A removed spec is a finding. A
+    new spec is not a finding. The exit code is 1 if there are findings.
     """
     from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic

@@ -1,7 +1,7 @@
 """Checks that committed generated code is up to date.
 
-Training, quantization and export generate the code again from the spec, and run the new code. If the committed code
-differs from the new code, reviewers would read code that is never run.
+Training, quantization and export generate the code again from the spec, and run this new code. If the committed code
+differed from the new code, reviewers would read code that never runs.
 """
 
 import json
@@ -16,8 +16,8 @@ from specc.cli.options import generated_beside
 def require_built(spec: Path, name: str, target: str) -> None:
     """Raises StaleCode if the folder generated/NAME beside a spec is outdated for a target.
 
-    If the folder does not exist, the function does nothing. It ignores overrides, because the folder is built from the
-    spec without overrides.
+    If the folder does not exist, the function does nothing. Overrides do not matter, because the folder is built from
+    the spec without overrides.
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
@@ -33,14 +33,13 @@ def require_built(spec: Path, name: str, target: str) -> None:
 def compile_committed(path: Path, spec: Any, target: str | None) -> None:
     """Starts two background tasks before Torch is imported.
 
-    One task compiles the committed CUDA C++ files with nvcc, and the other task initializes the CUDA driver. The
-    function does nothing if the machine has no NVIDIA driver, if the target is a CPU target, or if several targets are
-    possible.
+    One task compiles the committed CUDA C++ files with nvcc. The other task initializes the CUDA driver. The function
+    does nothing if the machine has no NVIDIA driver, the target is a CPU target, or several targets are possible.
 
     Args:
         path: the file of the spec.
         spec: the spec.
-        target: the target that the user chose. None for the best target of this machine.
+        target: the target that the user chose. None selects the best target of this machine.
     """
     from specc.compiler.targets import TARGETS
 
@@ -57,13 +56,13 @@ def compile_committed(path: Path, spec: Any, target: str | None) -> None:
 def require_built_run(directory: Path) -> None:
     """Raises StaleCode if the folder generated/NAME in the working directory is outdated for a run.
 
-    The function checks the folder only if it was built from the spec and the lock of the run.
+    The function checks the folder only if it was built from the same spec and lock as the run.
     """
     from specc.compiler.build import canonical, compiled
     from specc.compiler.generated_folder import digest, require_current
     from specc.runtime.storage.run_directory import Run, is_run
 
-    if not is_run(directory):  # the command itself reports this error
+    if not is_run(directory):  # the command itself reports the missing run
         return
     run = Run.open(directory)
     folder = Path("generated") / run.spec.name

@@ -50,12 +50,12 @@ def command(
 ) -> None:
     """Compare groups of runs: means over seeds, Welch's test, curves and texts.
 
-    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or several of them separated by commas. By
+    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or a list of these, separated by commas. By
     default, runs that differ only in the seed form a group. NAME=RUNS puts all runs of RUNS into one group.
 
     For each pair of groups, the output shows Welch's t-test (t, degrees of freedom, two-sided p), and the settings that
-    differ. The command fails if runs were scored on different data. Recorded results of `specc eval` are shown as
-    tables with one row per group.
+    differ. The command fails if runs were scored on different data. Results that `specc eval` has recorded are shown as
+    tables, with one row per group.
     """
     from specc.runtime.compare.comparison import compare
     from specc.runtime.compare.groups import groups_of

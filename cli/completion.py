@@ -9,8 +9,8 @@ from click import get_current_context
 def command(shell: str) -> None:
     """Print the script that completes commands, options and files in a shell.
 
-    For bash, add `eval "$(specc completion bash)"` to ~/.bashrc; for zsh, `eval "$(specc completion zsh)"` to ~/.zshrc.
-    For fish, write the output to ~/.config/fish/completions/specc.fish.
+    For bash, add `eval "$(specc completion bash)"` to ~/.bashrc. For zsh, add `eval "$(specc completion zsh)"` to
+    ~/.zshrc. For fish, write the output to ~/.config/fish/completions/specc.fish.
     """
     from click.shell_completion import get_completion_class
 

@@ -14,8 +14,8 @@ from specc.cli.output import command_output, say
 def command(import_torch: bool, as_json: bool) -> int:
     """Check the machine: packages, GPUs, compilers, caches, disk and threads.
 
-    Each problem is shown with its fix. The exit code is 3 if a problem prevents a command from running. On a machine
-    without a GPU, software for GPUs is optional.
+    Each problem is shown with a fix. The exit code is 3 if a problem prevents a command from running. Software for GPUs
+    is optional on a machine without a GPU.
     """
     from dataclasses import asdict
 

@@ -69,8 +69,8 @@ def command(
 ) -> int:
     """Score a run or an artifact on the validation split, or on tasks that files define.
 
-    A text model is scored in bits per byte. A model that maps lines to lines is scored by exact match. Results of tasks
-    are recorded in the run.
+    The score of a text model is in bits per byte. The score of a model that maps lines to lines is exact match. Results
+    of tasks are recorded in the run.
     """
     from specc.runtime.distributed.launch import cpu_target, is_launched
     from specc.runtime.open_model import spec_at

@@ -19,11 +19,11 @@ def command(
 ) -> None:
     """Explain an error code, or the kernel of each node of a spec.
 
-    For a CODE such as S104, the command shows its meaning, its exit code, and a bad and a good example. Without an
+    For a CODE such as S104, the command shows its meaning, its exit code, a bad example and a good example. Without an
     argument, it lists all codes.
 
-    For a SPEC, it shows the kernel of each node, and why each other kernel was not chosen. With NODE, it shows one
-    node.
+    For a SPEC, it shows the kernel of each node, and the reason why each other kernel was not chosen. With NODE, it
+    shows only this node.
     """
     from specc.compiler.report.error_pages import CODE
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specc.runtime.decode.sampling import Sampling
     from specc.runtime.open_model import OpenedModel
 
-MAX_SEED = 2**63 - 1  # below the limit of torch's generators, because later samples use larger seeds
+MAX_SEED = 2**63 - 1  # below the limit of torch's generators, because later samples have larger seeds
 OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples", "compile")
 OF_LINES = ("beam",)
 
@@ -65,7 +65,7 @@ def _write_many(
         prompts: the file of prompts.
         max_tokens: the maximum number of tokens per text.
         sampling: the sampling settings.
-        seed: the seed of the first text. The next texts have the seeds `seed` + 1, `seed` + 2, ...
+        seed: the seed of the first text. The following texts have the seeds `seed` + 1, `seed` + 2, ...
         batch: the maximum number of texts that the model generates at the same time.
         compiled: whether to compile decoding steps with torch.compile.
 
@@ -102,7 +102,7 @@ def _write_many(
 @number_option("--batch", default=32, help="Maximum number of texts at once, for --prompts.")
 @click.option(
     "--lines",
-    type=click.File("rb"),  # opened as binary, because in text mode a single carriage return would end a line
+    type=click.File("rb"),  # binary, because in text mode a single carriage return would end a line
     help="File of lines to transform, or `-` for standard input. For a model that maps lines to lines.",
 )
 @number_option("--beam", most=1024, help="Beam width for --lines. By default, the beam width of the spec.")
@@ -148,8 +148,8 @@ def command(
 ) -> None:
     """Generate text with a run or an artifact, or transform lines.
 
-    With --lines, the output has one line for each input line. With --prompts, it has one JSON object per prompt, in
-    order.
+    With --lines, the output has one line for each input line. With --prompts, the output has one JSON object for each
+    prompt, in order.
     """
     _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:

@@ -1,6 +1,6 @@
 """The help of commands, which rich_click prints.
 
-rich_click is imported only for help and for usage errors. Its import would take 3 % of the time of `specc validate`.
+rich_click is imported only for help and for usage errors, because its import takes 3 % of the time of `specc validate`.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ class HelpContext(click.Context):
     """A context that prints help and usage with rich_click."""
 
     def get_help(self) -> str:
-        self.color = True  # rich has decided whether the text has colors
+        self.color = True  # rich has already decided whether the text has colors
         return self._rich().get_help()
 
     def get_usage(self) -> str:

@@ -77,7 +77,7 @@ def command(
     Ranks are computed from the singular values of each matrix. Types of attention heads, dead units of MLPs and the
     growth of the residual stream are measured on the validation split. The load of each expert is measured on each kind
     of document. The sensitivity of a matrix is the increase in bits per byte if only this matrix is quantized. The
-    output also shows the increase that bit allocation estimates.
+    output shows the measured increase, and the estimate of bit allocation.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure

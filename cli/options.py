@@ -23,8 +23,8 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
 
 
 def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Returns the value of an option. Raises BadParameter if the value is empty, for example because a script uses a
-    variable that is not set.
+    """Returns the value of an option. Raises BadParameter if the value is empty, for example because a variable in a
+    script is not set.
     """
     if value is not None and not value.strip():
         raise click.BadParameter("the value is empty", ctx, parameter)
@@ -32,7 +32,9 @@ def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 class Compiling(click.Command):
-    """A command that compiles and exits. It disables garbage collection, which would take a quarter of the run time."""
+    """A command that compiles and exits. Garbage collection is disabled, because it would take a quarter of the run
+    time.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -40,7 +42,7 @@ class Compiling(click.Command):
         try:
             return super().invoke(ctx)
         finally:
-            gc.freeze()  # the collection at the end of the process skips these objects
+            gc.freeze()  # excludes these objects from the collection at the end of the process
             if enabled:
                 gc.enable()
 
@@ -90,7 +92,7 @@ def picture_option(text: str) -> Callable[[F], F]:
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
     """Returns the arguments of `open_tokenizer`: the tokenizer that `--tokenizer` names, and the folders to search.
 
-    If the option names a spec, the tokenizer is that of the spec, and the folders include the folder of the spec.
+    If the option names a spec, the result is the tokenizer of the spec, and the folders include the folder of the spec.
     """
     from specc.compiler.errors import SpeccError
     from specc.compiler.spec.check import load
@@ -135,7 +137,7 @@ def only_spec() -> Path:
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
-    """Returns the target that the option `--target` selects as a tuple; an empty tuple if the option is missing.
+    """Returns a tuple with the target that the option `--target` selects. The tuple is empty if the option is missing.
 
     Raises UsageError if the spec does not list the target.
     """

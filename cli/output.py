@@ -1,6 +1,7 @@
 """The output of commands.
 
-Commands print results on stdout, and notes and progress on stderr. The option `--format` selects the format of errors.
+Commands print results on stdout. They print notes and progress on stderr. The option `--format` selects the format of
+errors.
 """
 
 import codecs
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from specc.compiler.errors import Coded, Diagnostic
 
 FORMATS = ("text", "json", "github", "sarif")
-# Formats in which stdout is one document with all errors and findings of the command
+# The formats in which stdout is one document with all errors and findings of the command
 DOCUMENTS = ("json", "sarif")
 format_option = click.Option(
     ["--format"],
@@ -63,14 +64,15 @@ class _Stream(io.FileIO):
 
 
 def keep_going() -> None:
-    """Makes this process continue after the reader of its output has ended, so that the exit code states the result.
+    """Makes this process continue after the reader of its output has ended, so that the exit code still states the
+    result.
 
     Standard output then ignores a closed pipe, and standard error ignores all write errors. With several processes,
     each line on standard error of a process other than rank 0 begins with the rank. In an ASCII locale, both streams
-    use UTF-8. A standard stream that the caller has closed is empty.
+    use UTF-8. If the caller has closed a standard stream, the stream is replaced by an empty one.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the caller has closed it
+        if getattr(sys, name) is None:  # the caller has closed this stream
             nothing = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, io.TextIOWrapper(open(nothing, f"{mode}b", closefd=False), "utf-8"))  # noqa: SIM115
     results = _Stream(sys.stdout.fileno(), BrokenPipeError)
@@ -82,7 +84,7 @@ def keep_going() -> None:
 
 
 def _text(stream: _Stream, encoding: str, errors: str | None, line_buffering: bool) -> io.TextIOWrapper:
-    # Click would replace other characters in an ASCII stream by question marks
+    # Otherwise, Click would replace characters that are not ASCII by question marks
     encoding = "utf-8" if codecs.lookup(encoding).name == "ascii" else encoding
     return io.TextIOWrapper(io.BufferedWriter(stream), encoding, errors, line_buffering=line_buffering)
 
@@ -98,11 +100,11 @@ def stream(text: str) -> None:
 class Output:
     """The errors and findings of one command.
 
-    A finding is a problem that a command searches for, such as a failed check. In the text format, errors go to stderr
-    and findings go to stdout. As GitHub annotations, errors and findings go to stdout. With a format in DOCUMENTS,
-    stdout contains one document with all errors and findings, and all other output goes to stderr. With `--json`,
-    stdout contains the JSON result, which includes the findings. If a command with `--json` fails, stdout contains a
-    JSON document with the errors.
+    A finding is a problem that a command searches for, such as a failed check. In the text format, errors go to stderr,
+    and findings go to stdout. As GitHub annotations, both go to stdout. With a format in DOCUMENTS, stdout contains one
+    document with all errors and findings, and all other output goes to stderr. With `--json`, stdout contains the JSON
+    result, which includes the findings. If a command with `--json` fails, stdout contains a JSON document with the
+    errors.
 
     Args:
         arguments: the arguments of the command line, which may be invalid.
@@ -110,7 +112,7 @@ class Output:
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self.form, self._has_result = FORMATS[0], False
-        self.delegated = False  # whether the command runs in other processes, which show its errors and findings
+        self.delegated = False  # whether the command runs in other processes, which show errors and findings themselves
         self._errors: list[Diagnostic] = []
         self._findings: list[Diagnostic] = []
         for option, value in pairwise([*arguments, ""]):
@@ -129,8 +131,7 @@ class Output:
     def find(self, finding: "Diagnostic", text: str | None = None) -> None:
         """Prints a finding, or collects it for the document at the end of the command.
 
-        `text` is the line to print in the text format. It is None if the result of the command already shows the
-        finding.
+        `text` is the line to print in the text format. None if the result of the command already shows the finding.
         """
         if self.form == "text":
             if text is not None:
@@ -150,7 +151,7 @@ class Output:
         shown = sorted([*self._errors, *self._findings], key=lambda finding: (finding.file, finding.mark))
         if self.form == "text" or self.delegated or (not shown and (self._has_result or code or not _leads())):
             return
-        if not shown and self.form == "json":  # in this case, which is the most frequent, nothing is imported
+        if not shown and self.form == "json":  # in this most frequent case, nothing is imported
             click.echo("[]", file=stream)
             return
         from specc.compiler.errors.formats import FORMATS
@@ -160,7 +161,9 @@ class Output:
 
 
 def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
-    """Returns whether `total`, the size of a file or folder, exceeds its budget. If so, also reports a finding."""
+    """Returns whether `total`, the size of a file or folder, exceeds its budget. In this case, also reports a
+    finding.
+    """
     over = budget is not None and total > budget
     if over:
         from specc.compiler.errors import Diagnostic
@@ -198,8 +201,8 @@ def say(line: str) -> None:
 class Stages:
     """Shows the progress of a long task.
 
-    On a terminal, the progress is a percentage. Otherwise, the output has a line for each stage, and a further line
-    every `every` seconds.
+    On a terminal, the progress is a percentage. Otherwise, the output has a line at the start of each stage, and
+    another line every `every` seconds.
     """
 
     def __init__(self, every: float = 30.0) -> None:

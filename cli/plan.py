@@ -19,8 +19,8 @@ SHOWN = 3
 def command(spec: Path, overrides: tuple[str, ...], diff: bool, as_json: bool) -> None:
     """Summarize a spec: parameters, bytes, FLOPs, kernels and times.
 
-    The generated files that a build would add, change or remove are listed. Nothing is written. The spec `-` is read
-    from standard input.
+    The output also lists the generated files that a build would add, change or remove. Nothing is written. The spec `-`
+    is read from standard input.
     """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import changes, unified

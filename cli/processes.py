@@ -11,15 +11,14 @@ from specc.cli.output import say
 
 
 class Repeatable(click.Command):
-    """A command that stores its arguments, so that it can start other processes with the same arguments.
-
-    The options after `--` are options of torchrun.
+    """A command that stores its arguments, so that it can start other processes with the same arguments. The options
+    after `--` are options of torchrun.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         if args[end + 1 : end + 2] and not args[end + 1].startswith("-"):
-            end = len(args)  # this `--` precedes an argument of the command instead of options of torchrun
+            end = len(args)  # no options of torchrun follow this `--`, but an argument of the command
         ctx.meta["arguments"], ctx.meta["torchrun"] = [ctx.info_name, *args[:end]], args[end + 1 :]
         return super().parse_args(ctx, args[:end])
 
@@ -43,11 +42,10 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         target: the target to run; None for the default target.
         world: the processes that already run the command; None for this process alone.
 
-    Returns:
-        The exit code of the processes. None if the function started no processes, and the caller must run the command.
+    The exit code of the processes. None if the function started no processes. The caller must then run the command.
 
     Raises:
-        UsageError: if `world` does not have `gpus` processes, or if there are torchrun options without `gpus`.
+        UsageError: if `world` does not have `gpus` processes, or the user gave options of torchrun without `gpus`.
         EnvironmentFailure: if this machine does not have enough GPUs.
     """
     from specc.runtime.distributed.launch import launch, launch_with_torchrun, require_devices, started_here
@@ -66,7 +64,9 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
 
 def end_with_parent() -> None:
-    """Makes this process end if the sweep that started it is killed. Does nothing if no sweep started the process."""
+    """Makes this process end if the sweep that started it is killed. Does nothing for a process that no sweep
+    started.
+    """
     if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:
         from specc.runtime.distributed.launch import end_with_launcher
 

@@ -37,11 +37,11 @@ def command(
 ) -> None:
     """Record a trace of training steps, and list the kernels that take most of the time.
 
-    The steps run in the trainer, on random data. On a CPU, operators are listed instead of kernels. The time of an
-    operator excludes the operators that it calls. A trace has at most 50 MB. If it would be larger, it contains only
-    the events of the GPU.
+    The trainer runs the steps on random data. On a CPU, operators are listed instead of kernels. The time of an
+    operator excludes the operators that it calls. A trace has at most 50 MB. A larger trace is reduced to the events of
+    the GPU.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Torch's profiler would print messages to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise, Torch's profiler prints messages to stderr
     from specc.compiler.build import plan_spec
     from specc.runtime.bench.trace import record_trace
 

@@ -14,7 +14,7 @@ def command(spec: Path, overrides: tuple[str, ...]) -> None:
     """Print a spec with every value that applies, and the origin of each.
 
     A comment on each line states the origin of the value: a file and line, `default`, or an override. The output is a
-    spec that is equivalent to the original. The spec `-` is read from standard input.
+    spec with the same meaning as SPEC. The spec `-` is read from standard input.
     """
     from specc.compiler.spec.check import load
     from specc.compiler.spec.resolved import resolved_text

@@ -48,7 +48,8 @@ def command(
     """Write a report of a run: a self-contained HTML page, or a model card.
 
     The page shows the model, the training curves, the validation scores, the error of each quantized parameter, the
-    load of experts, and samples. Only the files of the run are read. Samples are generated once and stored in the run.
+    load of experts, and samples. The command reads only the files of the run. Samples are generated once and stored in
+    the run.
     """
     from specc.runtime.report.sampling import SampleOptions
     from specc.runtime.report.write import write_card, write_report

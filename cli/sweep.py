@@ -57,8 +57,8 @@ def command(
 
     FILE names the spec and the seeds. FILE may also contain a list of settings, a grid of settings, or both. All specs
     are checked before the first run starts. Each run is an ordinary run of `specc train` in the folder of the sweep.
-    The same command continues an interrupted sweep. Finished runs are not repeated, and an interrupted run resumes from
-    its last checkpoint. A failed run does not stop the other runs. If a run fails, the exit code is 4.
+    The same command continues an interrupted sweep. Finished runs are not repeated. An interrupted run resumes from its
+    last checkpoint. A failed run does not stop the other runs. If a run fails, the exit code is 4.
     """
     from specc.runtime.storage.run_directory import locked
     from specc.runtime.sweep.folder import SweepFolder, require_free_or_begun

@@ -88,7 +88,7 @@ def command(
 
     The command fails if the folder generated/NAME beside the spec contains outdated code.
 
-    To train on several machines, start this command on each machine, with options of torchrun after `--`, such as
+    To train on several machines, start the same command on each machine, with options of torchrun after `--`, such as
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
     """
     from specc.compiler.build import plan_spec
@@ -101,7 +101,7 @@ def command(
     if track:
         from specc.runtime.trackers.open import require_trackers
 
-        require_trackers(track)  # checked before the processes start, so that the error is shown only once
+        require_trackers(track)  # checked before the processes start, so that the error appears only once
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
@@ -182,7 +182,7 @@ def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path
 
 
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
-    """Returns the run that `train --resume` continues, or None if there is no such run.
+    """Returns the run that `train --resume` continues. None if there is no such run.
 
     Args:
         directory: the run directory. None for the newest run of the spec.
@@ -206,7 +206,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns an override of `train.data` that selects the kind of data which `--data` names.
+    """Returns an override of `train.data`, which selects the kind of data that the option `--data` names.
 
     The result is empty if the spec already has this kind of data, or if `--data` does not name generated data.
     """

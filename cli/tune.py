@@ -39,7 +39,7 @@ def command(
 
     With --set, the results are added to the same lock file. They apply only to nodes of the same kind and sizes.
 
-    Library matrix products are measured too. Without --only, whole training steps are measured as well. PLAN.md shows
+    Library matrix products are measured too. Without --only, whole training steps are also measured. PLAN.md shows all
     these times.
     """
     if rest and (only or compile_only or fresh):

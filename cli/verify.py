@@ -19,7 +19,7 @@ def command(spec: Path, target: str | None, as_json: bool) -> int:
 
     The command checks that a trace of the code by torch.fx equals the plan. It also checks causality, and the int8
     programs for artifacts. For a model with more than 200 million parameters, values are checked on a smaller model.
-    The smaller model has one layer per distinct block, at least two layers, and at most 1,024 token ids.
+    The smaller model has one layer per distinct block, but at least two layers, and at most 1,024 token ids.
 
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """

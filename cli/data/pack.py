@@ -55,9 +55,9 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
 def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
     """Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.
 
-    Text and jsonl may be compressed as .xz, .gz or .zst. By default, files and folders named train* are for training,
-    and files and folders named val* are for validation. If no file or folder has such a name, one document in ten is
-    for validation.
+    Text and jsonl may be compressed as .xz, .gz or .zst. By default, files and folders named train* form the training
+    split, and files and folders named val* form the validation split. If no file or folder has such a name, one
+    document in ten belongs to the validation split.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make

@@ -42,7 +42,7 @@ def command(**given: Any) -> None:
     """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
 
     Only the training split of the text is read. A .tiktoken file contains neither the pattern nor the special tokens,
-    so `train.data` of the spec must state them.
+    so that `train.data` of the spec must state both.
     """
     from specc.runtime.data.tokenizers.open import open_tokenizer
     from specc.runtime.data.tokenizers.training import TrainingText, train_tokenizer

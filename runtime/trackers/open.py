@@ -58,7 +58,7 @@ class Follower:
         if self._tracker is None or not isinstance(step, int) or not numbers:
             return
         try:
-            with fork_rng(devices=[]):  # restored, so that training draws the same random numbers as without a tracker
+            with fork_rng(devices=[]):  # restores the generator, so that a tracker does not change training
                 self._tracker.log(step, numbers)
         except Exception as error:  # after any error, the run continues without this tracker
             self._give_up(error)
