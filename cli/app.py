@@ -37,8 +37,7 @@ class LazyGroup(click.Group):
         name: the name of the group.
         package: the package that contains the modules. Each module has the name of its subcommand.
         entries: by name, the first sentence of the help of each subcommand, or a group. The help lists the subcommands
-        in
-            the order of `entries`.
+            in the order of `entries`.
         help: the help of the group.
     """
 

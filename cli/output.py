@@ -69,7 +69,7 @@ def keep_going() -> None:
 
     Standard output then ignores a closed pipe, and standard error ignores all write errors. With several processes,
     each line on standard error of a process other than rank 0 begins with the rank. In an ASCII locale, both streams
-    use UTF-8. If the caller has closed a standard stream, the stream is replaced by an empty one.
+    use UTF-8. If the caller has closed a standard stream, an empty stream replaces it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the caller has closed this stream

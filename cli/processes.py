@@ -42,7 +42,8 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         target: the target to run; None for the default target.
         world: the processes that already run the command; None for this process alone.
 
-    The exit code of the processes. None if the function started no processes. The caller must then run the command.
+    Returns:
+        The exit code of the processes. None if the function started no processes. The caller must then run the command.
 
     Raises:
         UsageError: if `world` does not have `gpus` processes, or the user gave options of torchrun without `gpus`.
@@ -64,7 +65,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
 
 def end_with_parent() -> None:
-    """Makes this process end if the sweep that started it is killed. Does nothing for a process that no sweep
+    """Makes this process end if the sweep that started this process is killed. Does nothing for a process that no sweep
     started.
     """
     if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:

@@ -58,8 +58,9 @@ class Check:
 def checks(import_torch: bool = False) -> Iterator[Check]:
     """Runs the checks of this machine in a fixed order, and yields the result of each check.
 
-    import_torch: whether to import torch, and to check which GPUs torch can use. The other checks need no torch. They
-        read versions from package metadata, and the list of GPUs from the driver.
+    Args:
+        import_torch: whether to import torch, and to check which GPUs torch can use. The other checks read versions
+            from package metadata, and the list of GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")

@@ -30,8 +30,7 @@ class Step:
         lr: the learning-rate multiplier of the schedule.
         grad_norm: the norm of the gradient before clipping.
         tokens_per_second: the throughput in tokens per second, without padding. For line pairs, the tokens of sources
-        and
-            of targets count.
+            and of targets count.
         seconds: the training time so far.
         samples_per_second: the throughput in samples; None if the data have no samples.
         tokens: the number of tokens of the step, without padding. For line pairs, the tokens of sources and of targets
@@ -72,7 +71,7 @@ class RunLog:
         path: the log file. If the file exists, records are appended.
         memory: a function that returns the peak memory of the process in bytes, for the records of steps. None omits
             the memory from these records.
-        followers: the receivers of each record. They receive it after it is written to the file.
+        followers: the receivers of each record. Each record is written to the file first.
     """
 
     def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:

@@ -20,8 +20,7 @@ def model_card(facts: RunFacts, library: str = "specc", files: Sequence[tuple[st
         facts: the facts of the run.
         library: the library that loads the files: `transformers`, or `specc`.
         files: the files in the folder of the card, with their sizes in bytes. If empty, the card lists the artifact of
-        the
-            run.
+            the run.
     """
     return "\n".join([*_front(facts, library), "", *_body(facts, library, files)]) + "\n"
 

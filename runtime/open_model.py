@@ -54,8 +54,7 @@ class OpenedModel:
         path: the run or the artifact.
         device: the device of the parameters.
         same_code: whether this compiler generates the same code as the compiler that wrote the artifact. If False,
-        results
-            may differ in the last bits. None if the model was opened from a run.
+            results may differ in the last bits. None if the model was opened from a run.
         data: the training data, in the format of `specc train --data`. None if the user opened an artifact directly.
         search: the folders that are searched for the tokenizer.
         trained_on: the digests of the training data; None if unknown.
@@ -113,7 +112,7 @@ def open_model(
         quantized: whether to open the quantized model of a run.
         search: additional folders to search for the tokenizer.
         say: called with messages about damaged checkpoints, outdated artifacts, and artifacts of other versions of
-        specc.
+            specc.
         prepared: a function that maps the stored spec to the spec from which code is generated. The function must not
             change the parameters of the model.
 

@@ -151,8 +151,7 @@ def read_artifact(
         layout_of: a function that maps the bytes of the spec to the expected interface digest and the expected layout.
         limit: the maximum total size of all arrays in bytes. The size is checked before any array is decompressed.
         judge: called with the text of the table of arrays before any array is decompressed. The text is empty if the
-        file
-            has no table. The function may raise IntegrityError to reject the file.
+            file has no table. The function may raise IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.

@@ -50,7 +50,7 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
 
     Raises:
         IntegrityError: if `compressed` is not valid for `codec`, or expands to more than `declared` + `SLACK_BYTES`
-        bytes.
+            bytes.
         EnvironmentFailure: if `codec` is brotli, and brotli is not installed.
     """
     if codec == Codec.LZMA:

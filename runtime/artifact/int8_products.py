@@ -30,7 +30,8 @@ def require_products(
         layout: the stored arrays of the artifact.
         text: the table of arrays; empty if the file has none.
 
-    IntegrityError: if the table or an array is missing, or an array has a wrong dtype, shape or memory order.
+    Raises:
+        IntegrityError: if the table or an array is missing, or an array has a wrong dtype, shape or memory order.
     """
     if not text:
         raise IntegrityError("the artifact has int8 products but no table of arrays", AGAIN)

@@ -55,12 +55,10 @@ class DecodeRow:
         building: the seconds to generate the module from the spec, to compile its kernels, and to move it to its
             device.
         first: the seconds by which the untimed first pass exceeded a timed pass. The first pass compiles code and
-        captures
-            CUDA graphs.
+            captures CUDA graphs.
         exact: the number of decoded lines that equal their target line.
         agreeing: the fraction of lines for which this decoder returns the same text as the decoder with a cache. None
-        for
-            the decoder with a cache.
+            for the decoder with a cache.
     """
 
     name: str

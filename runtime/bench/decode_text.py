@@ -79,8 +79,7 @@ class TextRow:
         first: the seconds by which the untimed first pass exceeded a timed pass.
         floor_ms: the minimum time of a step in ms, at the peak rates of the device.
         error: the largest difference from the logits of the decoder with a contiguous cache, divided by the largest
-        logit.
-            None for that decoder.
+            logit. None for that decoder.
     """
 
     decoder: str
@@ -139,8 +138,7 @@ class _Decoder:
         logits: a function that maps tokens, i64 [rows, T], to the logits after the last token. The decoder prefills all
             tokens except the last, and decodes the last token.
         passes: a function that maps the number of texts and the number of tokens of a completed text to the function
-        that
-            is timed.
+            that is timed.
         programs: the programs whose parameters and cache a step reads.
         most: the maximum number of texts for which a step runs these programs; None for no limit.
     """

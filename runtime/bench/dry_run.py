@@ -44,14 +44,12 @@ class DryRun:
         bytes: the peak memory of all tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
         full: whether the steps on the CPU used the model and the batch of the spec. If False, they used a smaller model
-        and
-            one row.
+            and one row.
         size: a description of the steps on the CPU.
         loss: the loss of the last step on the CPU.
         seconds: the seconds of the last step on the CPU.
         peak: the measured peak memory of all tensors of the steps on the CPU, in bytes. It excludes the memory of
-        Python, of
-            libraries and of mapped files.
+            Python, of libraries and of mapped files.
         estimate: the compiler's estimate of `peak`.
     """
 
@@ -87,7 +85,7 @@ def dry_run(
         spec: the spec.
         target: the target of the run. This machine need not be able to run the target.
         data: the data of the run. The function opens the data, and tokenizes text. If `data` is None, no data are
-        checked.
+            checked.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         say: is called with messages about the progress.

@@ -1,6 +1,7 @@
 """Measures every fused group as a whole. As a baseline, measures the nodes of the group in plain Torch.
 
-For both, it measures the time of the forward pass, and of the forward pass followed by the backward pass.
+For the group and for its baseline, two times are measured: the time of the forward pass, and the time of the forward
+pass followed by the backward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

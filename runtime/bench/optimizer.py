@@ -44,14 +44,12 @@ class UpdateRow:
 
     Attributes:
         name: the name of the update. For an entry of `train.optimizers`, the name consists of the kind and the pattern
-        of
-            parameter names.
+            of parameter names.
         tensors: the number of parameters that are updated.
         numbers: the total number of elements of these parameters.
         update: the time of an update.
         floor_ms: the minimum time in ms, at the peak memory rate: weights, gradients and optimizer state are read once,
-        and
-            weights and state are written once.
+            and weights and state are written once.
     """
 
     name: str

@@ -39,7 +39,7 @@ class Build:
         steps: the number of timed steps.
         tokens: the mean number of tokens per step, without padding.
         flops: the number of arithmetic operations per step, estimated as three times the operations of the forward
-        pass.
+            pass.
         start_seconds: the seconds from the start of code generation to the end of the warm-up.
         compile_seconds: the seconds by which the warm-up steps exceeded normal steps, because code was compiled.
         peak_bytes: the peak memory of the build. None on the CPU.

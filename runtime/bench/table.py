@@ -82,7 +82,7 @@ class TableRow:
         validation: the totals of the validation steps.
         compile_seconds: the seconds before the measurement started, which include compilation.
         exact: the number of validation lines whose prediction equals the target, with the weights after the training
-        steps.
+            steps.
     """
 
     name: str

@@ -41,8 +41,8 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
     """Times every call in two passes over all calls. CUDA events measure the time on a GPU, and `time.perf_counter`
     measures the time on the CPU.
 
-    If a call moves little data, unrelated data are read before each call, to fill the last-level cache. These data are
-    not written, because the cache would write them back during the timed call.
+    If a call moves little data, unrelated data are read before each call, to fill the last-level cache. The data are
+    only read, because the cache would write modified data back during the timed call.
 
     Args:
         calls: the calls, by name.

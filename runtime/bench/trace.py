@@ -45,10 +45,9 @@ class Trace:
         steps: the number of recorded steps.
         target: the target that was trained on.
         ms: the total time of all entries, in ms per step. If kernels run concurrently, the full time of each kernel
-        counts.
+            counts.
         entries: the kernels on a GPU, or the operators on a CPU, in descending order of time. The time of an operator
-        excludes
-            the operators that it calls.
+            excludes the operators that it calls.
     """
 
     path: Path

@@ -62,11 +62,9 @@ class Capture(fx.Interpreter):
     Args:
         model: the model, generated without fusions.
         observe: called before each linear layer with the name of the weight, the input [..., features], and the value
-        of
-            the node `Product.ends`.
+            of the node `Product.ends`.
         results: called after each linear layer with the name of the weight, the output [..., features], and the value
-        of
-            the node `Product.ends`.
+            of the node `Product.ends`.
         looked: called after each embedding lookup with the name of the table, the ids [...] and the output [...,
             features].
     """

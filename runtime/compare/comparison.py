@@ -33,8 +33,7 @@ class GroupResult:
         values: the final value of the metric for each run.
         summary: the number, mean and sample standard deviation of `values`.
         nats: the number, mean and sample standard deviation of the final losses in nats per token. None if the losses
-        of the
-            compared runs are not comparable.
+            of the compared runs are not comparable.
         seconds: the mean training time of the runs.
         tokens_per_second: the mean throughput of the runs; None if no log contains a throughput.
     """
@@ -60,11 +59,9 @@ class PairResult:
         reason: why `test` is None.
         nats: Welch's t-test of the final loss in nats per token; None without a test.
         improves_by_threshold: the one-sided p-value for the null hypothesis that the loss of the second group is lower
-        by at
-            most THRESHOLD nats. None if `nats` is None.
+            by at most THRESHOLD nats. None if `nats` is None.
         spec: the differences between the specs of the groups, except the seed. The mapping is from the path of a field
-        to
-            the value in the first spec and the value in the second spec.
+            to the value in the first spec and the value in the second spec.
     """
 
     first: str

@@ -107,8 +107,7 @@ class Sampling:
             counters: two integers, i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
             following: receives the sampled tokens, i64 [B]. A row whose largest logit is not finite receives 0.
             tokens: receives the sampled tokens, i64 [B, N], in the column after the last token. A row whose largest
-            logit
-                is not finite receives -1.
+                logit is not finite receives -1.
         """
         if logits.device.type == "cuda":
             from specc.runtime.decode.choose_token import choose_token

@@ -34,8 +34,7 @@ class Heartbeat:
         rank: the rank of this process.
         size: the number of processes, at least 2.
         connect: a function that opens a separate connection to the store. A blocked call of a thread then does not
-        block
-            the main thread.
+            block the main thread.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -74,7 +73,7 @@ class Heartbeat:
                     before, changed = count, self._answered
                 if reported or self._answered - changed > PATIENCE:
                     self._end(self._watched, reports=not reported and store.add("reported", 1) == 1)
-        except RuntimeError:  # the store and rank 0 have ended, which their closed sockets report without a heartbeat
+        except RuntimeError:  # rank 0 and its store have ended; their closed sockets show this without heartbeats
             self._ends.set()
 
     def _watch_store(self) -> None:

@@ -241,7 +241,7 @@ def joined() -> Iterator[World]:
     Raises:
         EnvironmentFailure: if a variable of torchrun is missing, or is not an integer.
         SystemExit: if the block failed, and this rank does not show the error. The exit code is the exit code of the
-        error.
+            error.
     """
     world = _join()
     codes: list[int] = []

@@ -38,14 +38,11 @@ class EvaluateOptions:
         cache: the folder of tokenized text.
         compiled: whether the model is compiled by torch.compile on a GPU.
         window: the length of a window in tokens. The length may exceed the context, unless the model has learned
-        position
-            embeddings.
+            position embeddings.
         adapt: the method of test-time adaptation: the name of its `kind`, or a YAML mapping of its settings. If `adapt`
-        is
-            None, the model does not adapt, even if the spec has `eval.adapt`.
+            is None, the model does not adapt, even if the spec has `eval.adapt`.
         hopeless: the number of lines after which scoring stops if none of these lines is an exact match. Each set of
-        lines
-            is treated separately. None scores all lines.
+            lines is treated separately. None scores all lines.
     """
 
     data: str | None = None

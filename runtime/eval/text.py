@@ -39,8 +39,7 @@ def evaluate_text(
         opened: the model.
         options: the data and the settings.
         progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
-        scored.
-            `total` is the number of targets that this process must score.
+            scored. `total` is the number of targets that this process must score.
         world: the processes that share the work.
 
     Returns:
@@ -144,8 +143,7 @@ def evaluate_adapted(
         opened: the model, with `eval.adapt` in its spec.
         options: the data and the settings.
         progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
-        scored.
-            `total` is the number of targets that this process must score.
+            scored. `total` is the number of targets that this process must score.
         world: the processes that share the work.
 
     Returns:
@@ -154,7 +152,7 @@ def evaluate_adapted(
     Raises:
         AdaptError: if the settings of the method do not match the model.
         EvaluateError: if the model computes with integers, or the method requires another batch size than
-        `options.batch`.
+            `options.batch`.
         RunFailure, DataError: as raised by `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)

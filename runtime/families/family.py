@@ -16,8 +16,7 @@ class NotOfFamily(Exception):
 
     Attributes:
         distance: an estimate of the number of fields in which the model differs from the family. The error message for
-        the
-            user names the family with the smallest distance.
+            the user names the family with the smallest distance.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:
@@ -34,9 +33,8 @@ class Family:
         title: the name of the family in messages and in the documentation.
         architecture: the name of the model class in Transformers.
         model: converts a config to the section `model` of a spec. The section omits default values.
-        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the fields: it
-        converts
-            them back with `model`.
+        config: converts a model to the fields of a config. May raise NotOfFamily. The caller checks the fields by
+            converting them back with `model`.
         table: a function that returns the mappings of all tensors that a model with a given config can have.
         buffers: patterns of tensor names to ignore. Older versions of Transformers write tensors with these names.
         prefix: a prefix of tensor names. Files of models without the output head omit this prefix.

@@ -21,8 +21,7 @@ class TensorMapping:
         split: computes the parameters from the tensors.
         join: computes the tensors from the parameters.
         dims: the number of dimensions of the first parameter. The mapping applies only to parameters with this number
-        of
-            dimensions. None for any number.
+            of dimensions. None for any number.
     """
 
     parameters: tuple[str, ...]
@@ -93,9 +92,8 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
     Args:
         parameters: the names of the matrices or biases.
         tensor: the name of the joint tensor. The tensor contains the rows of the first head, then the rows of the
-        second
-            head, and so on. The rows of a head begin with `sizes[0]` rows of the first matrix, followed by `sizes[1]`
-            rows of the second matrix.
+            second head, and so on. The rows of a head begin with `sizes[0]` rows of the first matrix, followed by
+            `sizes[1]` rows of the second matrix.
         heads: the number of heads.
         sizes: the number of rows per head, for each matrix.
     """

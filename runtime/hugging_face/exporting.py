@@ -51,8 +51,7 @@ class ExportOptions:
     Attributes:
         out: the output folder; None for `NAME-hf` in the run directory.
         dtype: the dtype of the written weights: `f32`, `bf16` or `f16`. None selects the original dtypes of an imported
-        run,
-            and f32 for any other run.
+            run, and f32 for any other run.
         shard: the maximum size of a weight file in bytes. A tensor that exceeds this size gets a separate file.
         search: folders to search for the tokenizer.
         force: whether to replace an output folder that an earlier export wrote.

@@ -68,8 +68,7 @@ class Imported:
         path: the path of the written spec file.
         run: the run directory.
         ignored: the names of the fields of config.json that the import ignored, because they do not change the function
-        of
-            the model.
+            of the model.
         parameters: the number of parameters.
     """
 
@@ -168,8 +167,7 @@ def matched_rows(
 
     Raises:
         IntegrityError: if the folder lacks a tensor, has a tensor that belongs to no parameter, or has a tensor of a
-        wrong
-            shape.
+            wrong shape.
         ConfigError: if a tensor has a dtype that specc cannot read.
     """
     rows = expanded(family.table(config), shapes, blocks)

@@ -19,8 +19,7 @@ class ExpertLoad:
         loads: the fraction of tokens that each expert receives. The fractions sum to 1.
         largest: the ratio of the largest load to the mean load.
         differs: the total variation distance, from 0 to 1, between `loads` and the mean loads over all kinds of
-        documents.
-            None if there is only one kind.
+            documents. None if there is only one kind.
     """
 
     layer: str
@@ -35,8 +34,7 @@ def expert_loads_by_kind(measured: Mapping[str, Sequence[Mapping[str, Sequence[f
 
     Args:
         measured: the loads by kind of document. Each kind has one mapping per batch, from the path of a layer to the
-        loads
-            of its experts. All batches have the same size.
+            loads of its experts. All batches have the same size.
     """
     layers = dict.fromkeys(layer for batches in measured.values() for loads in batches for layer in loads)
     for layer in layers:

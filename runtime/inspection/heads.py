@@ -33,8 +33,7 @@ class Head:
             a token of the repetition to the token after the first occurrence of the query token. None if the score was
             not measured.
         content: the mean total variation distance between the attention in two texts, at equal positions. The distance
-        is 0
-            if the attention depends only on positions. None if only one text was measured.
+            is 0 if the attention depends only on positions. None if only one text was measured.
     """
 
     layer: str

@@ -59,8 +59,7 @@ class InspectOptions:
         search: folders to search for the tokenizer.
         cache: the folder for tokenized text; None for the default folder.
         kinds: the data on which the load of experts is measured, by kind of document. If the mapping is empty, `data`
-        is the
-            only kind.
+            is the only kind.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -85,9 +84,9 @@ class Inspection:
         step: the step of the checkpoint.
         rows: the number and the length in tokens of the rows of text on which heads, units and norms were measured.
         scored: the number of tokens and bytes of the text for the sensitivity, and the bits per byte of the unquantized
-        model.
+            model.
         notes: the reason for each missing result. A key is a part of the inspection, a layer, or a parameter of the
-        model.
+            model.
     """
 
     name: str

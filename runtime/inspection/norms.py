@@ -24,8 +24,7 @@ class BlockNorm:
     Attributes:
         block: the name of the block.
         before: the root mean square of the stream before the block. None if the block does not read a stream of the
-        same
-            shape as its output.
+            same shape as its output.
         after: the root mean square of the stream after the block.
         change: the norm of the difference between the streams after and before the block, relative to the norm of the
             stream before the block. None if `before` is None.
@@ -55,7 +54,7 @@ class ResidualNorms:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._stream: dict[str, str] = {}  # maps the node that computes the stream after a block to the block
+        self._stream: dict[str, str] = {}  # the block, by the node whose output is the stream after the block
         self._before: dict[str, str] = {}  # maps each block to the name of the stream before the block
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}

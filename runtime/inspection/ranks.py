@@ -18,8 +18,7 @@ class RankUse:
         shape: the numbers of rows and columns.
         largest: s_1, the spectral norm.
         stable_rank: sum s_i^2 / s_1^2, which is the square of the ratio of the Frobenius norm to the spectral norm; 0
-        for a
-            zero matrix.
+            for a zero matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
         top: the number of the largest singular values that `energy` includes.
         energy: the sum of the squares of the `top` largest singular values, divided by sum s_i^2.
@@ -52,8 +51,7 @@ def rank_uses(name: str, weight: Tensor, top: int | None = None) -> Iterator[Ran
         name: the name of the parameter.
         weight: the values of the parameter. Singular values are computed on its device, in f64.
         top: the number of the largest singular values that `energy` includes. None for a tenth of all values, but at
-        least
-            one value.
+            least one value.
     """
     matrices = weight.detach().double()
     names = [name] if weight.dim() == 2 else [f"{name}[{i}]" for i in range(len(weight))]

@@ -1,4 +1,4 @@
-"""The sensitivity of each matrix to quantization. It is the increase of the loss if only this matrix is quantized."""
+"""The sensitivity of a matrix to quantization: the increase of the loss if only this matrix is quantized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +52,7 @@ def schemes_at(
         base: the scheme that the spec gives each parameter.
         names: the names of the parameters.
         bits: the numbers of bits to measure. If empty, the schemes of the spec are measured. If the spec does not
-        quantize a
-            parameter, the parameter is measured with GPTQ, by default in 4 bits.
+            quantize a parameter, the parameter is measured with GPTQ, by default in 4 bits.
         weights: the values of the parameters, by name.
     """
     pairs, refused = [], {}

@@ -31,8 +31,7 @@ class Units:
         tokens: the number of tokens that reached the units.
         dead: the number of units that are zero at every token.
         weak: the number of units whose largest magnitude over all tokens is at most 1 % of the median of these
-        magnitudes
-            over all units. The number includes the dead units.
+            magnitudes over all units. The number includes the dead units.
         active: the mean fraction of tokens at which a unit is not zero.
     """
 

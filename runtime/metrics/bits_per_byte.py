@@ -38,8 +38,7 @@ class BitsPerByte:
         bpb_pieces: the loss in bits, divided by `piece_bytes`.
         lossless: whether the tokenizer is lossless.
         held_out: True if the text is the validation split of the training data. False if the text is the training
-        split.
-            None if unknown.
+            split. None if unknown.
     """
 
     nats: float
@@ -209,8 +208,7 @@ class Account:
         Raises:
             DataError: if the scored tokens represent no bytes of text.
             DataIntegrityError: if the byte counts that are stored with the tokens do not sum to the number of bytes of
-            the
-                documents. Also if the tokenizer is lossless, but the scored tokens and the documents have different
+                the documents. Also if the tokenizer is lossless, but the scored tokens and the documents have different
                 numbers of bytes.
         """
         sums = share.total(self._sums)
@@ -263,8 +261,7 @@ def evaluate_bits(
 
     Raises:
         DataError: if another tokenizer created the stream, or the stream is too short or does not start with BOS. Also
-        if
-            the scored tokens represent no bytes of text.
+            if the scored tokens represent no bytes of text.
         DataIntegrityError: if a shard is damaged, or a number of bytes is wrong (see `Account.total`).
     """
     import torch

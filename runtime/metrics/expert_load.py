@@ -1,4 +1,4 @@
-"""The load of experts. It is the fraction of the tokens that a layer routes to each expert."""
+"""The load of an expert: the fraction of the tokens that a layer routes to the expert."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -103,8 +103,7 @@ def _require(
         value: the value to check.
         expected: the expected type. Each dimension of its shape is an integer or a name.
         sizes: the sizes of the named dimensions in the inputs that are already checked. The function adds named
-        dimensions
-            that are new in this input.
+            dimensions that are new in this input.
         context: the maximum length of a sequence, in tokens; None for no limit. A scalar input is a position, which
             must be less than `context`.
         device: the expected device; None accepts any device.

@@ -69,8 +69,7 @@ def instantiate(
             function.
         lock: the kernels that `specc tune` measured as the fastest.
         deployed: whether to generate a module that computes matrix products from the int8 codes of an artifact.
-        Requires a
-            spec with int8 products.
+            Requires a spec with int8 products.
 
     Returns:
         The module with its spec, target, programs and code folder.

@@ -60,9 +60,17 @@ class StoredPrograms:
         dynamic: bool | None = None,
         options: Options = NO_OPTIONS,
     ) -> Program:
-        """Returns the compiled program. The arguments are as in `torch.compile`.
+        """Returns the compiled program. A program is stored only if it is a method of a generated model and `fullgraph`
+        is true.
 
-        A program is stored only if it is a method of a generated model and `fullgraph` is true.
+        Args:
+            program: the program, or a module whose call is the program.
+            fullgraph: whether a graph break is an error, as in `torch.compile`.
+            dynamic: whether the compiled code treats sizes as variables, as in `torch.compile`.
+            options: options of Inductor passes, by the name of the setting, as in `torch.compile`.
+
+        Returns:
+            The compiled program.
         """
         function: Any = program.forward if isinstance(program, nn.Module) else program
         if not (fullgraph and function.__module__.startswith(GENERATED)):

@@ -21,8 +21,7 @@ class Bank:
     Attributes:
         local: the part of this process, as a slice of tensors [all matrices, ...].
         gradient: the gradients of the local matrices, f32 [local matrices, rows, columns], summed over all processes.
-        The
-            sum is valid after `add_up().wait()`. The address never changes, because a CUDA graph reads the tensor.
+            The sum is valid after `add_up().wait()`. The address never changes, because a CUDA graph reads the tensor.
     """
 
     def __init__(self, params: Sequence[Tensor], world: World) -> None:

@@ -58,8 +58,7 @@ class Quantizer:
 
     Attributes:
         solutions: the damping and the dead columns of each pair (parameter, scheme) that was quantized with a Hessian.
-        A
-            column is dead if its input is always 0.
+            A column is dead if its input is always 0.
     """
 
     def __init__(

@@ -38,12 +38,10 @@ class TrainedModel:
         seed: the seed of the run.
         window: the length of the context in tokens.
         reused: the names of the parameters that do not belong to exactly one matrix product, as the function `reused`
-        in
-            compiler/passes/assign_quant.py returns them.
+            in compiler/passes/assign_quant.py returns them.
         unfused: a function that returns the module without fused kernels, with the parameters `weights`, in eval mode.
         windows: a function that yields batches (ids, targets) of the training text, i64 [rows, window] each. The
-        setting
-            `quant.calibrate` determines the number of rows and the window.
+            setting `quant.calibrate` determines the number of rows and the window.
         step: maps a number of texts to the function that runs a decoding step. None for the decoding program of `text`.
     """
 

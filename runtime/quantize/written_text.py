@@ -76,7 +76,7 @@ def write_text(
         seed: the seed of the run.
         progress: a function called as `progress(done, total)`, where both numbers count tokens per row.
         step: maps a number of rows to the function that runs a decoding step. None for the decoding program of the
-        model.
+            model.
 
     Returns:
         The sampled tokens, i64 [sequences, length + 1], with durations.

@@ -24,8 +24,7 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
         path: the file to write.
         parts: the content, in parts.
         check: a function that is called before the rename, with the path of the finished temporary file. The function
-        may
-            raise an exception to reject the file.
+            may raise an exception to reject the file.
 
     Raises:
         EnvironmentFailure: if the file cannot be written.

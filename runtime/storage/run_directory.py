@@ -88,8 +88,8 @@ class Run:
         lock: the kernels that `specc tune` measured as the fastest.
         data_digests: the digests of the training data at the start of the run. None for runs of old versions of specc.
         trained_digest: the digest of the spec in the checkpoints. None if it equals the digest of `spec`. The two
-        digests
-            differ if the run is from an old version of specc, or if the section `quant` has changed since training.
+            digests differ if the run is from an old version of specc, or if the section `quant` has changed since
+            training.
         start: the weights from which the run started; None for random weights.
     """
 

@@ -163,7 +163,14 @@ def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec
 
 
 def requirements(spec: Spec, lock: Lock, targets: Sequence[str], codec: Codec) -> list[str]:
-    """Returns the requirements of train_gpt.py: Python, nvcc if a kernel is in CUDA C++, and the Python packages."""
+    """Returns the requirements of train_gpt.py: Python, nvcc if a kernel is in CUDA C++, and the Python packages.
+
+    Args:
+        spec: the spec of the run.
+        lock: the kernels that `specc tune` measured as the fastest.
+        targets: the targets whose code the submission contains.
+        codec: the compression of the weights.
+    """
     # ast.unparse may write syntax that older versions of Python cannot parse
     python = f"Python {'.'.join(map(str, sys.version_info[:2]))} or later"
     plans = [pipeline.plan(spec, target, "", lock) for target in targets]

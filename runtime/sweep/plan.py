@@ -348,7 +348,8 @@ class _Plan:
         """Records problems in the spec of a setting.
 
         If an override causes a problem, the recorded position is the position of the override in the sweep file.
-        Otherwise, the recorded position is `instead`. If `instead` is None, it is the position in the spec file.
+        Otherwise, the recorded position is `instead`. If `instead` is None, the recorded position is the position in
+        the spec file.
         """
         self._texts |= error.texts
         for diagnostic in error.diagnostics:

@@ -48,7 +48,7 @@ class SettingResult:
         seconds: the mean training time in seconds.
         tokens_per_second: the mean number of tokens per second of training.
         bytes: the size of the largest artifact; an estimate if no run is quantized. None if the spec has no section
-        `quant`.
+            `quant`.
         measured: True if `bytes` is the size of an artifact, False if it is an estimate.
         unfinished: the reason for each run that is not finished.
     """

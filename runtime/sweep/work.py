@@ -32,7 +32,7 @@ class Job:
         output: the file to which the output is appended.
         prepare: a function that is called directly before the command starts.
         result: a function that is called after the command has ended. It returns a line about the result of the
-        command.
+            command.
     """
 
     name: str

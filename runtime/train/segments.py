@@ -47,7 +47,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
         phases: all phases of the run except the last phase, in order.
         train: the section `train` of the spec.
         window: the context of the model in tokens. The row length is `train.context`, or `window` if that setting is
-        unset.
+            unset.
         world: the number of processes.
 
     Raises:

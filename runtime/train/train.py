@@ -69,13 +69,11 @@ class TrainOptions:
             `runs/NAME-NNN`. For a resumed run, it is the newest directory `runs/NAME-NNN`.
         overrides: the values of the option `--set`. They are already part of `spec`. The file run.json records them.
         resume: "auto" continues from the newest valid checkpoint. Training starts from step 0 if no run exists, or if
-        the run
-            has no checkpoint yet.
+            the run has no checkpoint yet.
         stop_after_steps: the number of steps after which the run ends early, counted from step 0. The limit does not
             change schedules.
         max_seconds: the wall-clock time of the training loop in this process, in seconds, after which the run ends
-        early.
-            The limit does not change schedules.
+            early. The limit does not change schedules.
         search: the folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
@@ -124,7 +122,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
         Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint of the current step
-        exists.
+            exists.
         PeerLost: if another process has ended or does not answer (76).
         DataError: if the data cannot be read or do not match the spec.
     """

@@ -112,9 +112,9 @@ class Trainer:
 
     Attributes:
         loads: the load of each expert in the last evaluation, from a part of the data. Empty if the model has no
-        experts.
+            experts.
         terms: the terms of the loss in the last evaluation, from a part of the data. Empty if the loss has a single
-        term.
+            term.
         loss_scale: the loss scaling. None if the loss is not scaled.
 
     Raises:

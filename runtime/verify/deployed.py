@@ -134,8 +134,7 @@ def near(wrong: Tensor, cost: float) -> bool:
     Args:
         wrong: the errors of the int8 model relative to its reference, in nats, [samples, tokens].
         cost: the RMS error in nats of the int8 model relative to the floating-point model. The tolerance is a fraction
-        of
-            this error.
+            of this error.
     """
     return _middle(wrong) <= SHARE * cost + ROUNDING and rms_of(wrong) <= WHOLE_SHARE * cost + ROUNDING
 

@@ -139,8 +139,7 @@ class Judge:
         inputs: the inputs of the kernels.
         exact: the f64 outputs, restricted to `sample`.
         bars: the limits of the RMS error and of the largest error of each output. A limit is the error of eager Torch
-        in
-            the dtype of the kernel, or the largest possible rounding error if that error is larger.
+            in the dtype of the kernel, or the largest possible rounding error if that error is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -360,7 +359,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
     """Returns random inputs of a node, with values that its op accepts.
 
     Integers are smaller than the number of ids that the op accepts. If an input is a function of other inputs, it is
-    computed from them. If the op is not defined for negative values, its operands are positive.
+    computed from these inputs. If the op is not defined for negative values, its operands are positive.
 
     Args:
         site: the node and the types of its inputs.

@@ -91,8 +91,8 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
         seed: the seed of the random parameters and inputs.
         lock: the kernels that `specc tune` measured as the fastest.
 
-    An iterator over the results, in the order of `targets`.
-        An iterator over the results, in order of targets.
+    Returns:
+        An iterator over the results, in the order of `targets`.
 
     Raises:
         ModuleNotFoundError: if a module of specc itself is missing.

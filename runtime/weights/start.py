@@ -26,16 +26,14 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
         model: the model. Its parameters are f32, with initial values.
         spec: the spec of the model.
         say: the function that receives messages about loaded parameters, about damaged checkpoints, and about weights
-        that
-            were trained with another tokenizer.
+            that were trained with another tokenizer.
 
     Returns:
         A record of the loaded weights.
 
     Raises:
         StartError: if the weights do not match the model, a pattern selects nothing, or a value is not finite. The
-        model
-            does not change.
+            model does not change.
         RunFailure: if the source is a run without a checkpoint.
         ConfigError: if specc does not support the model in a config.json.
         IntegrityError: if a file is damaged.

@@ -35,8 +35,7 @@ class Corpus:
             of a file belong to the same split.
         bounds: the rule that divides a file into documents. None selects the default of each file format.
         left_out: the labels of the files that belong to no split. If the names of files select both splits, all other
-        files
-            are left out.
+            files are left out.
     """
 
     source: str

@@ -38,8 +38,19 @@ class LineFile:
     def read(cls, data: str, settings: LinesData, tokenizer: CharTokenizer, width: int) -> "LineFile":
         """Reads the file of line pairs that the option `--data` names, and encodes its lines.
 
-        Raises the errors that `read_lines` raises. Raises LineError if one side of a line has `width` or more
-        characters, or a character that is not in the vocabulary.
+        Args:
+            data: the path of the file.
+            settings: the separator, and the settings of the held-out lines, as in `train.data` of the spec.
+            tokenizer: the tokenizer of the lines.
+            width: the number of tokens of a row.
+
+        Returns:
+            The pairs of the file.
+
+        Raises:
+            LineError: if one side of a line has `width` or more characters, or a character that is not in the
+                vocabulary.
+            DataError, DataIntegrityError: as raised by `read_lines`.
         """
         path = Path(data).expanduser()
         sources, targets = read_lines(path, settings)

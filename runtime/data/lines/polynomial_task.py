@@ -66,7 +66,7 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
     Raises:
         DataError: if the split does not exist, `count` is out of range, or `training` has too many of the possible
-        lines.
+            lines.
     """
     if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", f"use one of {', '.join(SPLITS)}")

@@ -118,8 +118,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     Args:
         folder: the folder of shards.
         tokenizer: the tokenizer of the shards. If the folder has no shards.json, the check uses the vocabulary and the
-        BOS
-            id of this tokenizer.
+            BOS id of this tokenizer.
         progress: called with the number of bytes read so far, and the total number of bytes.
 
     Returns:

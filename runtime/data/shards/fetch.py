@@ -73,8 +73,7 @@ def fetch(
         DataError: if the repository has fewer than `shards` train shards or no tokenizer, or `out` contains other data.
         DataIntegrityError: if a downloaded file does not match the digest or size that the hub states.
         EnvironmentFailure: if huggingface_hub is not installed, the hub does not respond or denies access, or the
-        folder
-            cannot be written.
+            folder cannot be written.
     """
     hub, wanted = client(), SETS[name]
     where = repository or wanted.repository

@@ -62,8 +62,7 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
 
     Raises:
         DataError: if the file exists already, the repository does not have the tokenizer, or the downloaded file is not
-        a
-            valid tokenizer.
+            a valid tokenizer.
         DataIntegrityError: if the downloaded file does not match the digest or size that the hub states.
         EnvironmentFailure: if huggingface_hub is not installed, the hub does not respond or denies access, or the file
             cannot be written.

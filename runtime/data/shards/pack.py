@@ -33,11 +33,9 @@ class PackOptions:
     Attributes:
         sources, validation, share, bounds: the arguments of `specc.runtime.data.documents.corpus.split_corpus`.
         out: the folder to create. The folder must not exist, or must be empty. If `out` is a link, its target becomes
-        the
-            folder.
+            the folder.
         tokenizer: a name for `open_tokenizer`, or the field `train.data` of a spec. The tokenizer file is copied into
-        the
-            folder.
+            the folder.
         name: the prefix of the shard names, which have the form `NAME_train_000000.bin`. Other training programs expect
             this form.
         marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
@@ -63,8 +61,8 @@ def pack(
 ) -> ShardRecord:
     """Creates a folder of token shards. The same input gives the same bytes.
 
-    If the tokenizer is not lossless, a byte-count file is written for each val shard. It has the number of bytes of
-    each token, which the computation of bits per byte needs.
+    If the tokenizer is not lossless, a byte-count file is written for each val shard. The file has the number of bytes
+    of each token, which the computation of bits per byte needs.
 
     An interrupted call leaves a folder `.NAME.packing` next to the folder NAME. The next call for NAME empties and uses
     this folder.
@@ -79,8 +77,7 @@ def pack(
 
     Raises:
         DataError: if a source or the tokenizer cannot be used, a source changes during packing, or `out` exists or is
-        in
-            use by another process.
+            in use by another process.
         DataIntegrityError: if a compressed file is damaged.
         EnvironmentFailure: if the folder cannot be written.
     """

@@ -34,8 +34,7 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
 
     Raises:
         DataError: if the kind of tokenizer is unknown, a setting does not apply to the kind, or the file is invalid or
-        not
-            found.
+            not found.
         EnvironmentFailure: if the package that reads the file is not installed.
     """
     data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data

@@ -66,8 +66,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         Raises:
             DataError: if the model has no piece that consists of only the space mark. A space would then become three
-            byte
-                tokens or an unknown token, and byte counts would be wrong by about 20 %.
+                byte tokens or an unknown token, and byte counts would be wrong by about 20 %.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

@@ -38,7 +38,7 @@ class TiktokenTokenizer(Tokenizer):
 
     Raises:
         DataError: if the file is invalid, the pattern is not a valid regular expression, or two tokens have the same
-        id.
+            id.
         EnvironmentFailure: if tiktoken is not installed.
     """
 

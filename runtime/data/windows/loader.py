@@ -130,8 +130,9 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step on one rank. It also has the epoch and the position in the epoch after the step, and the
-    token counts since the first step.
+    """The windows of a step on one rank, with the epoch and the position in the epoch after the step, and with the
+    token
+    counts since the first step.
     """
 
     windows: Windows
@@ -281,8 +282,7 @@ class Loader(BackgroundReader[_Step]):
 
         Raises:
             DataError: if `state` is incomplete, has an unknown version, or does not match the data, length, order or
-            seed of
-                this loader.
+                seed of this loader.
         """
         version = state["version"] if state.get("version") in _STATE_VERSIONS else _STATE_VERSION
         hint = "resume with the data, tokenizer, length, order and seed of the run, or start a new run"

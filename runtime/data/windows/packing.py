@@ -26,7 +26,7 @@ class PackedRow:
 
     Attributes:
         parts: pairs (index, count), in the order of the row. A pair stands for the first `count` tokens of document
-        `index`.
+            `index`.
         cropped: the number of tokens of the last document that are dropped.
     """
 

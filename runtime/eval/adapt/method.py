@@ -52,8 +52,7 @@ class Work:
         world: the processes that share the work.
         seed: the seed of random initial values.
         progress: is called as `progress(scored, total)`. `scored` is the number of targets that this process has
-        scored.
-            `total` is the number of targets that this process must score.
+            scored. `total` is the number of targets that this process must score.
     """
 
     account: Account
@@ -99,11 +98,9 @@ class Method:
     Attributes:
         name: the name of the method, which is the `kind` of its settings.
         rows: a function that maps the settings to the required number of windows per batch. The result is None if the
-        method
-            allows any number.
+            method allows any number.
         chunk: a function that maps the settings to the number of targets that are scored between two changes of the
-        model.
-            The result is None if the method does not change the model.
+            model. The result is None if the method does not change the model.
         run: a function that scores the whole text, and returns a message about the number of adaptations. All processes
             call this function.
     """

@@ -23,8 +23,7 @@ def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, v
         batch: the batch to score.
         fitted: the targets to fit on, bool [B, T].
         vectors: the number of vectors, 1 or B. A single vector minimizes the mean loss over all rows. With B vectors,
-        each
-            vector minimizes the mean loss of its own row.
+            each vector minimizes the mean loss of its own row.
 
     Returns:
         The loss of each target in nats, f32 [B, T].

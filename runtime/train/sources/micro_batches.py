@@ -20,8 +20,7 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
         window: the number of tokens per row.
         world: the number of processes.
         size: the size of a step: in rows if `train.batch` is set, otherwise in tokens. None selects the size of the
-        last
-            step of the run.
+            last step of the run.
 
     Raises:
         BatchError: if the processes cannot divide a step evenly into micro-batches.
