@@ -18,7 +18,7 @@ class Repeatable(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         if args[end + 1 : end + 2] and not args[end + 1].startswith("-"):
-            end = len(args)  # no options of torchrun follow this `--`, but an argument of the command
+            end = len(args)  # an argument of the command follows this `--`, not an option of torchrun
         ctx.meta["arguments"], ctx.meta["torchrun"] = [ctx.info_name, *args[:end]], args[end + 1 :]
         return super().parse_args(ctx, args[:end])
 

@@ -37,7 +37,7 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.data_digests import DataDigests
 
 READ_LIMIT = 8 * 2**30
-CACHED_SECTIONS = 256  # at most 220 MB; most sections do not change between the trials of a bit allocation
+CACHED_SECTIONS = 256  # at most 220 MB; between trials of a bit allocation, most sections do not change
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specc.runtime.errors import EnvironmentFailure, IntegrityError
 
-SLACK_BYTES = 64 * 2**10  # decompression stops if the output exceeds the declared size by more bytes
+SLACK_BYTES = 64 * 2**10  # the number of bytes by which the output may exceed the declared size
 WINDOW_BITS = 24
 # A raw LZMA stream does not state its dictionary size. This fixed size limits the memory of the decoder. lc, lp and pb
 # are 0, because neither the previous byte nor the position predicts the next quantization code.

@@ -38,7 +38,7 @@ def quantize_tensors(
         schemes: the quantization scheme of each parameter, by name.
         hessians: for each parameter whose scheme needs a Hessian, the matrix X^T X [columns, columns] of the
             calibration inputs X of the parameter.
-        seen: calibration statistics, by parameter name. They replace the Hessian of a parameter that has an entry.
+        seen: calibration statistics, by parameter name. If a parameter has an entry, the entry replaces its Hessian.
 
     Returns:
         The stored arrays, with their schemes and shapes.

@@ -70,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an artifact. It was either read from a file and verified, or is to be written."""
+    """The header of an artifact. The header was either read from a file and verified, or is to be written."""
 
     interface: bytes
     code: bytes

@@ -14,7 +14,7 @@ from specc.runtime.bench.timing import Measured, alternate
 
 # For each device: N of the N x N x N matrix product, and the number of bytes of the copied tensor
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}
-NEXT_TO_NOTHING = 1 / 16  # up to this fraction of writes, memory rarely switches to writes, and is faster
+NEXT_TO_NOTHING = 1 / 16  # if at most this fraction of the bytes is written, memory is faster than in a copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,8 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns copies of the spec that compute in other dtypes, by dtype. Each dtype that the target supports has one
-    copy. The first entry is the unchanged spec with its own dtype.
+    """Returns copies of the spec that compute in other dtypes, by dtype. There is one copy for each dtype that the
+    target supports. The first entry is the unchanged spec with its own dtype.
     """
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():

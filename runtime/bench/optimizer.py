@@ -1,5 +1,5 @@
-"""Measures optimizer updates: the whole update of a training step, the part of the update by each optimizer in the
-spec, and an update by Torch's AdamW.
+"""Measures optimizer updates: the whole update of a training step, the share of each optimizer of the spec in this
+update, and an update by Torch's AdamW.
 
 Several consecutive updates are timed together, and the time is divided by the number of updates. This average includes
 work that only some updates do. Torch's AdamW updates all parameters in f32. It is measured in three forms: fused, with

@@ -101,7 +101,7 @@ class PagedDecoder:
         self._most = self.pages_of(window)
         self._stride = max(-(-SHORTEST // page), -(-self._most // STRIDES))
         self._rows: dict[tuple[int, int, Sampling, int], _Rows] = {}
-        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, to limit the graphs
+        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, to limit the number of graphs
 
     @property
     def preparing(self) -> float:
@@ -344,7 +344,7 @@ def decoder_of(
 
 
 def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:
-    """Returns a number of pages in which any `batch` of the texts fit at once.
+    """Returns a number of pages that suffices for any `batch` texts at once.
 
     Args:
         lengths: the number of tokens of each completed text.

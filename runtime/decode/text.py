@@ -51,8 +51,8 @@ class Decoder:
     full, the decoder prefills the last `window // 2` tokens again, as the start of a text. From then on, the model
     attends to between `window // 2` and `window` tokens.
 
-    The method `write` runs entirely on the device: a step reads the token that the previous step sampled from device
-    memory.
+    The method `write` runs entirely on the device: a step reads, from device memory, the token that the previous step
+    sampled.
 
     Args:
         model: the model, on `device`.

@@ -29,7 +29,7 @@ from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # the exit code of a process that ends because another process failed; no command uses this code
-GRACE = 20.0  # the seconds that the other processes have to end by themselves after one process fails
+GRACE = 20.0  # after one process fails, the other processes get this number of seconds to end by themselves
 _LAUNCHER = "SPECC_LAUNCHER"
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
 
@@ -104,8 +104,8 @@ def cpu_target(path: Path, spec: Spec) -> str | None:
     the CPU.
 
     For a run, the candidate is the target of its training. For an artifact with a single target, the candidate is this
-    target. Other artifacts have no candidate. The result is None without a candidate, if the candidate is not a CPU
-    target, or if a GPU of this machine can run another target of the spec. Raises the errors of `Run.open`.
+    target. Other artifacts have no candidate. The result is None if there is no candidate, the candidate is not a CPU
+    target, or a GPU of this machine can run another target of the spec. Raises the errors of `Run.open`.
     """
     if not path.is_dir() and len(spec.targets) > 1:
         return None
@@ -129,7 +129,7 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
         stack.callback(_kill, processes)
         for rank in range(size):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # A new session receives Ctrl-C only through this process
+            # In a new session, the child process receives Ctrl-C only from this process
             processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
         return _outcome(_ended(processes, received), size, received, say)
 

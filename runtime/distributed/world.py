@@ -42,7 +42,7 @@ _CPU = torch.device("cpu")
 # Torch 2.13 renamed these functions, and warns about the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_HEAD_START = 1.0  # the other ranks exit later by this number of seconds, so that one rank can first report the failure
+_HEAD_START = 1.0  # in seconds; after a failure, other ranks wait for this time, so that one rank reports it first
 
 
 class PeerLost(RunFailure):

@@ -65,7 +65,7 @@ def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[TensorMapping, 
 
     Args:
         block: the prefix that the tensors of a block have in the file.
-        names: pairs: the layer that reads the norm, and the name of the norm in the file.
+        names: pairs (layer that reads the norm, name of the norm in the file).
     """
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")

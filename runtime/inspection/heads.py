@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # the minimum score for the types `previous`, `first` and `induction`, and the minimum of `content`
+THRESHOLD = 0.4  # the minimum score for the types `previous`, `first`, `induction` and `content`
 # The index of the first query that is measured. The previous token of query 1 is also the first token.
 FROM = 2
 

@@ -3,8 +3,8 @@
 A GPU replays all kernels of a graph after a single launch from the host.
 
 Calls before a capture also run on the capture stream. Autograd accumulates the gradient of a leaf on the stream on
-which the leaf was first used, and may remember this stream until the capture. If it were the default stream, the
-capture would fail, because a capture cannot wait for the default stream.
+which the leaf was first used, and may remember this stream until the capture. A capture cannot wait for the default
+stream, so that a leaf must not be used there first.
 """
 
 from collections.abc import Callable, Iterator

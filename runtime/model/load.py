@@ -157,7 +157,7 @@ def _keep_sources(package: str) -> None:
     # Tracebacks read source lines, but the files may be deleted while the package is in use.
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
-        if file is not None and Path(file).is_file():  # lines of a folder that was since deleted are already stored
+        if file is not None and Path(file).is_file():  # the lines of a deleted file were stored at its import
             text = Path(file).read_text()
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 

@@ -15,8 +15,8 @@ State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors 
 class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T]. Logits are f32 [B, vocabulary].
 
-    `score(ids, targets)` equals `nats(features(ids), targets)`. A module has these two methods only if its spec has the
-    field `eval.adapt`.
+    `score(ids, targets)` equals `nats(features(ids), targets)`. A module has the methods `features` and `nats` only if
+    its spec has the field `eval.adapt`.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from specc.runtime.model.code_cache import GENERATED, PROGRAMS
 from specc.runtime.support.native import cache_folder
 
 # Guards that compare global variables by value are stored. Guards that compare modules, classes or functions by
-# identity cannot be stored. Instead, the cache key contains the digest of the generated code, the version of Torch and
-# the checksums of traced functions.
+# identity cannot be stored. Instead, the cache key contains the digest of the generated code and the version of Torch,
+# and Torch compares the checksums of traced functions.
 BY_VALUE = frozenset({"CONSTANT_MATCH", "EQUALS_MATCH", "TENSOR_MATCH"})
 BY_IDENTITY = frozenset({"ID_MATCH", "CLOSURE_MATCH", "WEAKREF_ALIVE", "DICT_VERSION"})
 # A loaded program adds a global variable of this name. Torch would choose the same name for the next program that it

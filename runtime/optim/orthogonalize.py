@@ -88,7 +88,8 @@ def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) 
     Returns:
         The results [..., rows, columns], in the dtype of `matrices`. The result for a matrix of zeros is zero.
     """
-    # Normalization prevents underflow in products of small gradients. The result of `turbo` does not depend on it.
+    # Normalization prevents underflow in products of small gradients. The result of `turbo` does not depend on this
+    # normalization.
     x: Tensor = matrices.reshape(-1, *matrices.shape[-2:])
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + EPS)
     if x.is_cuda:

@@ -17,8 +17,8 @@ class Moment:
 
     Attributes:
         multiplier: the factor by which all learning rates are multiplied.
-        warm_down: the value that `multiplier` would have without a warm-up. Some settings take effect when this value
-            falls below a limit, such as weight averages.
+        warm_down: the value that `multiplier` would have without a warm-up. Some settings, such as weight averages,
+            take effect when this value falls below a limit.
         done: the completed fraction of the run, from 0 to 1.
         step: the number of previous updates.
     """

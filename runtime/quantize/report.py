@@ -81,8 +81,8 @@ class InputRow:
 
 
 def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: QuantizedModel) -> tuple[InputRow, ...]:
-    """Returns one row for each distinct input of the products in `sources`, in the order in which `sources` first reads
-    the inputs.
+    """Returns one row for each distinct input of the products in `sources`, in the order in which the products first
+    read the inputs.
 
     Args:
         sources: the int8 products. Products with a common input have the same `leader`, which is the name of the first

@@ -75,11 +75,7 @@ class Snapshot:
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {
                 name: tensor.detach().to("cpu", copy=True)
-                if tensor.detach()
-                .contiguous()
-                .reshape(-1)
-                .view(torch.uint8)
-                .any()  # not for -0.0: it has a nonzero byte
+                if tensor.detach().contiguous().reshape(-1).view(torch.uint8).any()  # also true for -0.0
                 else tensor.new_zeros(()).expand(tensor.shape)
                 for name, tensor in tensors.items()
             }

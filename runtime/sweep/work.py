@@ -180,7 +180,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
         with job.output.open("ab") as file:
             file.write(f"$ specc {shlex.join(job.arguments)}\n".encode())
             file.flush()
-            # A new session receives Ctrl-C only through this process
+            # In a new session, the job receives Ctrl-C only from this process
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
             )

@@ -39,7 +39,7 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         torch.use_deterministic_algorithms(True)
         _set(
             stack, torch.utils.deterministic, "fill_uninitialized_memory", False
-        )  # without a fill, because every kernel writes all of its outputs
+        )  # new memory needs no fill, because every kernel writes all of its outputs
         _set(stack, torch.backends.cudnn, "deterministic", True)
         _set(stack, torch.backends.cudnn, "benchmark", False)
         if device.type == "cuda":

@@ -42,10 +42,11 @@ def in_order() -> Mapping[str, "RecomputeOrder"]:
 class RecomputeOrder:
     """Makes each recomputed region of a backward graph wait until its values are needed.
 
-    A region is a part of the model that the backward pass computes again. The pass finds the first gradient that reads
-    a value of the region, and the later operation that produces the incoming gradient. It then makes the inputs of the
-    region depend on this incoming gradient. In the same way, the pass delays the allocation of memory that a gradient
-    operation writes into. Graphs without recomputed regions do not change.
+    A region is a part of the model that the backward pass computes again. The pass finds the first gradient operation
+    that reads a value of the region. This operation also reads the gradient that an earlier operation of the backward
+    pass has computed. The pass makes the inputs of the region depend on this gradient, so that the region is not
+    computed earlier. In the same way, the pass delays the allocation of memory that a gradient operation writes into.
+    Graphs without recomputed regions do not change.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

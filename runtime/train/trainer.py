@@ -352,7 +352,7 @@ class Trainer:
     def totals(self) -> dict[str, float]:
         """Returns the numbers of samples and tokens so far, as fields of the log.
 
-        Each number is a total, and a rate per second of training. The result is empty if the data have no samples.
+        The fields state totals, and rates per second of training. The result is empty if the data have no samples.
         """
         samples, tokens = self.feed.counted()
         if samples is None:

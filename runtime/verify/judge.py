@@ -39,7 +39,8 @@ TOKENS = 343
 # compared.
 EVERY = 7
 PARTS = 8  # the number of parts of a sum over rows; their values estimate the magnitude of the terms of the sum
-# The fraction plus the number of 8-bit codes that may differ, because some values are close to a rounding boundary
+# The number of 8-bit codes that may differ is this fraction of all codes, plus this number. Some values are close to a
+# rounding boundary.
 NEXT_CODES = 0.2, 4
 FEW = 16  # an output with at most this number of values has too few rounding errors for a fair ratio of errors
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of the error of unfused code

@@ -44,7 +44,7 @@ from specc.runtime.verify.step_by_step import STEPPED, ExactModel
 ATTENTION_ERROR = 1e-10  # the largest allowed error of attention in f64
 # The largest allowed relative error, in the Frobenius norm, of products of 8-bit floats with 3 and 2 mantissa bits
 ROUNDED = 0.08
-FEW_ROUNDED = 2.0  # for results with few numbers, whose errors may add up by chance, the multiple of ROUNDED
+FEW_ROUNDED = 2.0  # the factor of ROUNDED for results with few numbers, whose errors may add up by chance
 # The largest allowed relative difference between products of 8-bit floats and their emulation, by the dtype of the
 # result
 EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -515,7 +515,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 def sample_tokens(spec: Spec, tokens: int) -> int:
     """Returns the length of a random text for checks.
 
-    The length is the smaller of `tokens` and the context. If the model does not score a long prefix, the length is
-    larger.
+    The length is the smaller of `tokens` and the context. The length is larger if the model leaves a long prefix of a
+    text unscored.
     """
     return min(spec.model.window, max(tokens, 2 * (spec.model.unscored + 1)))

@@ -34,8 +34,8 @@ class Corpus:
         in_val: a function that returns whether a document, given as bytes, is in the val split. None if all documents
             of a file belong to the same split.
         bounds: the rule that divides a file into documents. None selects the default of each file format.
-        left_out: the labels of the files that belong to no split. If the names of files select both splits, all other
-            files are left out.
+        left_out: the labels of the files that belong to no split. For example, if there are files named train and val,
+            all other files are left out.
     """
 
     source: str
@@ -95,9 +95,9 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
         a folder: all files of the formats above in the folder and its subfolders, in the order of their relative paths.
             In a folder that Hugging Face `datasets` saved, only the files that state.json lists are read.
 
-    A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation.
-    Then train consists of the files whose names start with train. If no name starts with train, train consists of all
-    other files. If no file is in val by its name, the SHA-256 of a document selects about 1 document in 10 for val.
+    A file is in val if its name, or the name of its top-level folder, starts with the word val, valid or validation. If
+    a source has such files, train consists of the files whose names start with train, or of all other files if no name
+    starts with train. If a source has no such files, the SHA-256 of a document selects about 1 document in 10 for val.
 
     Raises:
         DataError: if the source does not exist, a line is invalid, or the split has no documents. For an invalid line,

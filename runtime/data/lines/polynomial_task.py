@@ -16,7 +16,7 @@ from specc.runtime.data.lines.task import Overlap, Task
 MOST_HELD_OUT = 100_000  # the maximum size of a split; training excludes this many lines of each split
 MOST_DRAWN = (
     1 << 25
-)  # the most lines to sample for a split; with 5 million training lines, structure-disjoint needs two fifths of this
+)  # the maximum number of lines to sample for a split; structure-disjoint needs 40 % of it for 5 million training lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
-        self._hashes: dict[str, str] = {}  # maps a digest of tokens to the first shard with these tokens
+        self._hashes: dict[str, str] = {}  # maps a digest of tokens to the name of the first such shard
         self._bits: dict[int, str] = {}  # maps a token width in bits to the name of the first shard with this width
         self._done = self._total = 0
 

@@ -61,7 +61,7 @@ class CharTokenizer:
         for row, line in enumerate(lines):
             if "\0" in line:
                 raise self._unknown(row, line, "\0")
-            if len(line) >= width:  # checked before a table of the longest line is allocated
+            if len(line) >= width:  # checked first, because the table below is as wide as the longest line
                 raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 

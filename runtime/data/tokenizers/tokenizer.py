@@ -84,8 +84,8 @@ class Tokenizer(ABC):
             ids: the result of `encode`.
 
         Returns:
-            The numbers of bytes, whose sum is `len(text)`. If no token represents a byte, the byte counts for the next
-                token, or for the last token at the end of the document.
+            The numbers of bytes, whose sum is `len(text)`. A byte that no token represents is assigned to the next
+            token. Without a next token, it is assigned to the last token.
         """
         counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
         if counts.size:

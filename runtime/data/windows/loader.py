@@ -131,8 +131,7 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The windows of a step on one rank, with the epoch and the position in the epoch after the step, and with the
-    token
-    counts since the first step.
+    token counts since the first step.
     """
 
     windows: Windows

@@ -55,7 +55,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> "LowRank":
-        base = _wide(weight).clone()  # `_wide` returns an f32 weight itself, which is overwritten later
+        base = _wide(weight).clone()  # copied, because `_wide` returns an f32 weight itself, which is overwritten later
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)
