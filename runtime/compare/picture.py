@@ -39,8 +39,7 @@ def comparison_picture(
 
     Returns:
         A PNG with plots of the loss over tokens and over seconds. It also has plots of the evaluations, and a
-        reliability
-            diagram of the calibrations, if there are any.
+        reliability diagram of the calibrations, if there are any.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.

@@ -36,7 +36,7 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
     Returns:
         A function with the arguments of the program `decode` of the model. If the cache is paged, the function has the
-            arguments of the program `step`.
+        arguments of the program `step`.
 
     Raises:
         LoweringError: if no kernel can compute a node of the step.

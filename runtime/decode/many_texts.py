@@ -70,7 +70,7 @@ def sample_texts(
 
     Yields:
         The index of a prompt, a sampled token of its text, and whether this token is the last token of the text. The
-            token is -1 if the largest logit is not finite.
+        token is -1 if the largest logit is not finite.
 
     Raises:
         SamplingError: if a seed has more than 64 bits.

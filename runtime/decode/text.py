@@ -279,8 +279,7 @@ def sample_blocks(
 
     Yields:
         The next n tokens of each text, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is
-        not
-            finite. The tokens of a row after -1 are meaningless.
+        not finite. The tokens of a row after -1 are meaningless.
 
     Raises:
         SamplingError: if a seed has more than 64 bits.

@@ -46,8 +46,7 @@ def expert_loads(
 
     Returns:
         The fractions of each layer, by the path of the layer, such as `blocks.1.moe`. The result is empty if the model
-        has
-            no experts.
+        has no experts.
     """
     loads: dict[str, list[float]] = {}
     with torch.no_grad(), _Loads(model) as counted:

@@ -57,7 +57,7 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
 
     Returns:
         For `bits_per_byte`, the first of the metrics `BITS`, `PIECE_BITS` and `NATS` that all validations contain. For
-            `exact_match`, the first of the metrics `EXACT` and `NATS` that all validations contain.
+        `exact_match`, the first of the metrics `EXACT` and `NATS` that all validations contain.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

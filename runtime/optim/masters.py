@@ -234,8 +234,7 @@ class Masters:
 
         Returns:
             The 2-norm of all gradients except the gradients of `unclipped`, before clipping, f32 []. The norm is
-            bitwise
-                equal on all processes.
+            bitwise equal on all processes.
         """
         self.attach()
         totals = {id(leaf): total for group in self._derived_groups for leaf, total in group.pairs()}

@@ -131,7 +131,7 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
 
     Returns:
         The names of the jobs that are done, the names of the jobs that failed, and the number of jobs that were not
-            started.
+        started.
 
     Raises:
         Preempted, Interrupted: after a signal. The function first forwards the signal to the jobs, and waits until they

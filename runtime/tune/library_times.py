@@ -97,7 +97,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
     Returns:
         The time of a step in ms, the peak memory in bytes, and the time in ms of each class of work that belongs to no
-            node of the plan, such as the optimizer.
+        node of the plan, such as the optimizer.
 
     Raises:
         RunFailure: if the device is not a GPU, or a loss is not finite.
