@@ -174,7 +174,11 @@ def pre_emptible() -> Iterator[None]:
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated(signal.Signals(number).name)
+        name = signal.Signals(number).name
+        if _is_importing():  # C extensions turn an exception into another error, or drop it
+            os.write(2, f"pre-empted by {name}\n".encode())
+            os._exit(EXIT_PREEMPTED)
+        raise Terminated(name)
 
     handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
     for number in handled:
@@ -184,6 +188,12 @@ def pre_emptible() -> Iterator[None]:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
+
+
+def _is_importing() -> bool:
+    """Returns whether a module is being imported."""
+    specs = (getattr(module, "__spec__", None) for module in list(sys.modules.values()))
+    return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 def _flushed(code: int) -> int:

@@ -16,21 +16,21 @@ from specc.compiler.programs.init import reading
 from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, accepted_by, later
 
 SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, each with the matrix product that computes it
-OPERANDS = (-0.83, 0.71)  # points at which activations are checked; no common function has a kink or overflows there
+OPERANDS = (-2.9, -0.83, 0.71, 3.1)  # points at which activations are checked; no common function has a kink there
 _RATIO = ("the ratio", ("ratio",))
 
 
 def _check_values(text: str) -> None:
-    """Raises ExprError if an activation is undefined for some signs of its operands. Results of matrix products are
-    negative for about half of the tokens, so the loss would be NaN from the first step on."""
+    """Raises ExprError if an activation is undefined for usual results of matrix products, which have both signs. The
+    loss would be NaN from the first step on."""
     expr = parse(text)
-    for signs in product(OPERANDS, repeat=2):
-        at = {name: value for name, value in zip(SOURCES, signs, strict=True) if name in variables(expr)}
+    for operands in product(OPERANDS, repeat=2):
+        at = {name: value for name, value in zip(SOURCES, operands, strict=True) if name in variables(expr)}
         try:
             number(expr, **at)
         except ExprError as error:
             place = " and ".join(f"{name} = {value:g}" for name, value in at.items())
-            hint = "define it for negative operands too, for example with `relu(x)` or `abs(x)` in place of `x`"
+            hint = "define it for all operands, for example by `relu`, `abs` or `where` around what is undefined"
             raise ExprError(f"the activation has no value at {place}, where {error.message}", hint=hint) from None
 
 

@@ -18,7 +18,7 @@ from specc.compiler.text.source import STDIN, name_of
 
 PLAN = "PLAN.md"
 SHOWN = 10  # tensors, tiles or files that one line of the summary names
-WIDTH = 120
+LINES, WIDTH = 25, 120  # the most lines and columns of the summary
 CONTEXT = 0  # context lines in diffs of generated code; none, because reviewers have the kernels next to the diff
 
 
@@ -58,14 +58,17 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        return not self.spec_diff and self.old.files == self.new.files
+        old, new = ({n: t for n, t in built.files.items() if n != MANIFEST} for built in (self.old, self.new))
+        return not self.spec_diff and old == new  # the manifest names the file of the spec
 
     @property
     def summary(self) -> tuple[str, ...]:
         """Returns the most important differences, in at most 25 lines of at most 120 columns."""
         rows = [f"{self.old.spec.name} -> {self.new.spec.name}", *self._sizes(), *self._times(), *self._kernels()]
         rows += [*self._shapes(), *self._files()]
-        return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows[:25])
+        if len(rows) > LINES:
+            rows[LINES - 1 :] = [f"and {len(rows) - LINES + 1} more lines"]
+        return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows)
 
     def _sizes(self) -> Iterator[str]:
         old, new = self.summaries
@@ -87,7 +90,8 @@ class Comparison:
         the floors of both specs are compared."""
         old, new = self.summaries
         before, after = ({work.name: work for work in summary.step.works} for summary in self.summaries)
-        times = {name: _times_of(before.get(name), after.get(name)) for name in {**after, **before}}
+        whole = all(work.ms is not None for summary in self.summaries for work in summary.step.works)
+        times = {name: _times_of(whole, before.get(name), after.get(name)) for name in {**after, **before}}
         if old.step.timing is not None and new.step.timing is not None:
             was, now, memory = old.step_time, new.step_time, (old.memory, new.memory)
         else:
@@ -98,6 +102,10 @@ class Comparison:
             for word, summary in zip(("before", "after"), self.summaries, strict=True)
             if summary.step.timing is not None and summary.step_time not in (was, now)
         ]
+        if old.step.tokens != new.step.tokens:
+            was, now = (
+                f"{time} per {s.step.tokens:,} tokens" for time, s in zip((was, now), self.summaries, strict=True)
+            )
         change = f"{was} -> {now} on {new.step.target}" if was != now else f"{now} on {new.step.target}, as before"
         yield f"step         {change}{''.join(known)}"
         for name, (ms, measured) in times.items():
@@ -121,7 +129,8 @@ class Comparison:
         names = list(dict.fromkeys(choice.rendered.module for choice in lost))
         if names:
             yield f"tiles lost   {len(names)}: {_named(names)}"
-        if names and self.after != STDIN:
+        unmeasured = any(choice.measured is None and choice.rendered.function for choice in new.main.choices)
+        if names and unmeasured and new.main.target.arch and self.after != STDIN:
             yield f"  measure    specc tune {self.after}"
 
     def _shapes(self) -> Iterator[str]:
@@ -230,10 +239,11 @@ def _change(old: str, new: str, difference: int | None = None) -> str:
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
 
 
-def _times_of(*works: Work | None) -> tuple[tuple[float | None, ...], bool]:
-    """Returns the time in ms of a class of work in each spec, and whether these times are measured. If a spec has not
-    measured the class of work, both times are floors. The time is None in a spec without such work."""
-    measured = all(work is None or work.ms is not None for work in works)
+def _times_of(whole: bool, *works: Work | None) -> tuple[tuple[float | None, ...], bool]:
+    """Returns the time in ms of a class of work in each spec, and whether the times are measured: all of them, or none.
+    The time is None in a spec without such work. Work of only one spec moves to other classes in the other spec.
+    Its measured time is therefore used only if all work of both specs is measured (`whole`)."""
+    measured = whole or all(work is not None and work.ms is not None for work in works)
     return tuple(work and (work.ms if measured else work.floor_ms) for work in works), measured
 
 

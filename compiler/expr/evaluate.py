@@ -33,7 +33,8 @@ def apply(name: str, *values: float) -> float:
         result = math.nan
     if not math.isfinite(result):
         shown = [plain(value) for value in values]
-        text = f"{name}({', '.join(shown)})" if name in PRIMITIVES else f" {name} ".join(shown)
+        operands = [f"({text})" if text.startswith("-") else text for text in shown]
+        text = f"{name}({', '.join(shown)})" if name in PRIMITIVES else f" {name} ".join(operands)
         raise ExprError(f"{text} is not a finite number")
     return result
 

@@ -28,6 +28,7 @@ from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
 TORCH = "torch"
+SAME_LENGTH = 0.15  # by how much floors per row may differ; peak rates of machines of one kind differ by a few percent
 # Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and the bf16
 # copy of the weight.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
@@ -156,7 +157,8 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
-    words = (str(graph), *groups, *choices, str(tokens), str(sizes), *plan.programs.recomputed)
+    # The storage formats do not change the training step.
+    words = (*map(without_storage, (str(graph), *groups)), *choices, str(tokens), str(sizes), *plan.programs.recomputed)
     words += ("deterministic",) if any(choice.site.deterministic for choice in plan.choices) else ()
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
@@ -241,6 +243,8 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
     kernel = choice.kernel.made_of if choice is not None and fused else TORCH
     label = choice.site.label if choice is not None else site.label
     floor, ms = plan.target.floor_ms(flops // op.speed, moved), _measured(plan, site, choice, sizes["B"] * sizes["T"])
+    if op.mixes_tokens and not _has_length_of(choice, floor, sizes["B"] * sizes["T"]):
+        ms = None
     return StepRow(label, work, words_of(site), kernel, 1, flops, moved, floor, ms, site, choice)
 
 
@@ -255,6 +259,18 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
     alike = (timing for key, timing in timings.items() if without_storage(key) == site.key)
     timing = entry or timings.get(site.key) or next(alike, None)
     return timing.ms * rows / timing.rows if timing is not None else None
+
+
+def _has_length_of(choice: Choice | None, floor: float | None, rows: int) -> bool:
+    """Returns whether the sequences of a measurement are about as long as those of a step.
+
+    The number of rows does not state the length of sequences, but the floor of a row grows with it.
+    """
+    entry = choice.measured if choice is not None else None
+    if entry is None or not entry.floor_ms or not floor:
+        return True
+    ratio = floor * entry.rows / (entry.floor_ms * rows)
+    return abs(ratio - 1) <= SAME_LENGTH
 
 
 def _as_computed(type: TensorType) -> TensorType:

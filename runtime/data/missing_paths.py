@@ -6,7 +6,6 @@ from pathlib import Path
 
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.spec.data.lines import file_settings
-from specc.compiler.spec.train import generated_data
 from specc.runtime.data.errors import DataError
 
 SHOWN = 3  # maximum number of suggestions in a hint
@@ -19,6 +18,8 @@ def nearest_paths(path: Path) -> str:
     If the parent folder is also missing, the hint names the parent folder. Without a similar path, the hint is empty.
     """
     parent = path.parent
+    if path.exists():  # for example a folder in place of a file
+        return ""
     if not parent.is_dir():
         existing = next((folder for folder in parent.parents if folder.is_dir()), parent)
         missing = parent.relative_to(existing).parts[0] if parent.is_relative_to(existing) else parent.name
@@ -37,8 +38,8 @@ def data_hint(kind: DataKind) -> str:
     """Returns a description of the values that the option `--data` accepts for a kind of data."""
     if kind.gives == "text":
         return SOURCES
-    generated = " or ".join(f"`{name}`" for name in generated_data())
-    return f"--data must be a file of lines `{file_settings(kind).form}`, or {generated}"
+    form = f"--data must be a file of lines `{file_settings(kind).form}`"
+    return f"{form}, or `{kind.usual}`" if kind.usual else form
 
 
 def missing_source(path: Path, sources: str = SOURCES) -> DataError:

@@ -164,6 +164,9 @@ def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) ->
     if _is_training_file(opened, file):
         yield _Lines(file.path.name, file.val.within(options.max_tokens), held_out=True)
         return
+    if not options.data and opened.trained_on is not None:
+        message = f"{file.path} is not the file with which {opened.path} was trained, or has changed since"
+        raise EvaluateError(message, "restore the file, or score its lines with --data")
     pairs = file.pairs.within(options.max_tokens)
     if known is None:
         yield _Lines(file.path.name, pairs)

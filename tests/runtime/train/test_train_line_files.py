@@ -66,6 +66,12 @@ def test_the_held_out_part_is_scored_without_data_and_by_the_name_of_the_file(ru
         assert (result.name, result.score.lines, result.held_out) == ("lines.txt", count, True)
     other = scored(run, data=written(tmp_path, [*LINES, "1=1"]))
     assert (other.score.lines, other.held_out, other.overlap) == (301, False, None)
+    data = Path(Run.open(run).data)
+    data.write_text(data.read_text() + "1=1\n")
+    with pytest.raises(EvaluateError, match="has changed since"):
+        scored(run)
+    data.write_text("".join(f"{line}\n" for line in LINES))
+    assert scored(run).held_out
     validation = next(record for record in read_log(run / "log.jsonl") if record["event"] == "validation")
     assert 0 < validation["lines"] <= count
 
