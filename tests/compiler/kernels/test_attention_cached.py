@@ -144,8 +144,9 @@ def test_attention_over_a_cache_is_attention_over_the_whole_text() -> None:
 
 # --- Triton's interpreter ---
 
-# Lengths of texts, and the queries of each.
-TEXTS = (((61,), 1), ((130, 3, 70), 2), ((200, 9), 1), ((45, 45), 45))
+# Lengths of texts, and the queries of each. The prompts of 23 tokens have a partial tile of queries and one of keys,
+# and turn a ring of 20 positions.
+TEXTS = (((61,), 1), ((130, 3, 70), 2), ((200, 9), 1), ((23, 23), 23))
 TILES = (None, CachedTile(16, 4, 2, 9))  # with two multiprocessors, the second splits into up to 18 parts
 RUNS = [(name, place, texts) for name in CASES for place in range(len(TILES)) for texts in TEXTS]
 
