@@ -43,12 +43,21 @@ SMALL = {
 }
 
 
-# A process that has imported what specc imports, and no specc.
-LIBRARIES = "import click, jinja2, numpy, pydantic, rich_click, ruamel.yaml, safetensors.torch, torch, torch._dynamo"
+# A process that has imported what specc and the scripts of documents import, and no specc.
+LIBRARIES = """
+import click, jinja2, numpy, pydantic, rich_click, ruamel.yaml, safetensors.torch, torch, torch._dynamo
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+"""
 EXTENDED = """
 import runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
 runpy.run_module("specc.cli", run_name="__main__", alter_sys=True)
+"""
+SCRIPT = """
+import runpy, sys
+sys.argv.pop(0)
+sys.path.insert(0, "")
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -87,6 +96,14 @@ def extended_specc(arguments: list[str], folder: Path) -> tuple[int, str]:
     path, output = str(folder / "path"), folder.parent / "output"
     environment = {**os.environ, "PYTHONPATH": path}
     process = libraries().start(EXTENDED, (path, *arguments), environment, output, output, folder)
+    return process.wait(), output.read_text()
+
+
+def python(script: str, shown: str | None, folder: Path) -> tuple[int, str]:
+    """Exit code and output of a Python script. What it prints is written to the file `shown`, if there is one."""
+    output = folder.parent / "output"
+    stdout = folder / shown if shown else output
+    process = libraries().start(SCRIPT, (script,), os.environ, output, stdout, folder)
     return process.wait(), output.read_text()
 
 
@@ -163,7 +180,9 @@ def test_commands_of_a_document(document: Path, trained: Path, tmp_path: Path) -
             where = f"{document.name}:{step.line}: {step.text}"
             arguments = arguments_of(step.text) or []
             extra = SMALL[arguments[0]] if step.small else ""
-            if step.text.startswith("specc ") and not re.search(r"[|<>&;$]", step.text):
+            if found := re.fullmatch(r"python (\w+\.py)(?: > ([\w.]+))?", step.text):
+                code, output = python(found[1], found[2], folder)
+            elif step.text.startswith("specc ") and not re.search(r"[|<>&;$]", step.text):
                 code, output = (extended_specc if extended else specc)([*arguments, *extra.split()], folder)
             else:
                 code, output = shell(f"{step.text} {extra}", folder, extended)
