@@ -30,16 +30,25 @@ TESTS = Path(__file__).parent
 SLOW = ("runtime", "cli", "docs", "errors", "generated")  # folders whose files take long
 LONG = (  # files that take half a minute or more
     "docs/test_docs.py",
+    "compiler/kernels/test_rope_attention.py",
     "runtime/distributed/test_distributed.py",
+    "generated/test_generated.py",
     "errors/test_errors.py",
-    "runtime/submission/test_submission.py",
     "runtime/export/test_export_graphs.py",
-    "cli/test_sweep.py",
-    "promises/test_disks.py",
-    "compiler/kernels/test_attention_cached.py",
-    "compiler/kernels/test_packed_rows.py",
+    "runtime/submission/test_submission.py",
+    "compiler/passes/test_recompute.py",
     "runtime/model/test_stored_programs.py",
+    "runtime/hugging_face/test_round_trip.py",
+    "cli/test_init.py",
+    "compiler/kernels/test_attention_cached.py",
+    "runtime/train/test_recompute_order.py",
+    "runtime/model/test_chunked_loss.py",
     "runtime/calibration/test_uses.py",
+    "runtime/bench/test_bench_cli.py",
+    "runtime/decode/test_few_rows.py",
+    "runtime/hugging_face/test_mutations.py",
+    "compiler/kernels/test_ahead_of_time.py",
+    "runtime/bench/test_bench_text.py",
 )
 
 
