@@ -9,6 +9,7 @@ from run_samples import SPEC, make_run, small_spec, write_text
 
 from specc.compiler.build import compile_spec
 from specc.compiler.plan.plan import Plan
+from specc.runtime.bench.ceilings import SIZES
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.storage.run_directory import Run
@@ -51,9 +52,12 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def short_passes() -> Iterator[None]:
-    """Benchmarks that take little time. How long and how often a call is timed is tested in test_bench_timing.py."""
+    """Benchmarks that take little time. How long and how often a call is timed, that caches are cold before it, and the
+    ceilings of large tensors are tested in test_bench_timing.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specc.runtime.bench.timing.SECONDS", 0.01)
+        patch.setattr("specc.runtime.bench.timing.HOST_CACHE", 1 << 20)
+        patch.setitem(SIZES, "cpu", (256, 8 << 20))
         yield
 
 
