@@ -179,6 +179,7 @@ def test_a_gpu_measures_the_same(stream: TokenStream) -> None:
     assert results[0][2] == pytest.approx(results[1][2], rel=1e-3)
 
 
+@pytest.mark.usefixtures("few_passes")
 def test_a_gradient_that_is_not_finite_is_an_error(stream: TokenStream) -> None:
     model = model_of(small_spec("model.blocks.count=1"), fuse=False).model
     windows = list(calibration_windows(stream, Calibrate(sequences=4, batch=4), 32, seed=1))
@@ -309,6 +310,7 @@ def test_a_table_all_of_which_was_read_is_told_as_it_was() -> None:
     assert torch.equal(with_unread(total, torch.tensor([3, 1])), total)
 
 
+@pytest.mark.usefixtures("few_passes")
 def test_tables_that_are_only_looked_up_take_part(tmp_path: Path) -> None:
     """Under `match: "*"` of an untied model: each has a cost in the report, and bits are chosen for it."""
     changes = ("model.head.tied=false", "quant.allocate={bits: [3, 5, 8]}", "quant.budget_bytes=26000")
