@@ -97,6 +97,7 @@ def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResul
     assert not list(opened.buffers())
 
 
+@pytest.mark.usefixtures("short_passes")
 def test_bench_decodes_with_what_the_run_was_quantized_to(
     run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
