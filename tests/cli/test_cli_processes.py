@@ -1,6 +1,7 @@
 """The command line in processes of its own: what a command imports, how an interrupt ends, and life without torch."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,15 @@ def test_closed_streams_are_empty(arguments: str, closed: int) -> None:
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == (0 if closed == 1 else 2) and "Traceback" not in done.stderr
     assert closed != 0 or "S002 the file is empty" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_during_an_import_ends_the_process(number: int, tmp_path: Path) -> None:
+    """An exception there would reach the import of an extension, which may report another one or none."""
+    (tmp_path / "kills.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    pass\n"
+    )
+    code = "from specc.cli.app import pre_emptible\nwith pre_emptible():\n    import kills\nprint('went on')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == f"pre-empted by {signal.Signals(number).name}\n"

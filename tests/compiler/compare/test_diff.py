@@ -154,3 +154,15 @@ def test_a_spec_that_does_not_build(tmp_path: Path) -> None:
     broken.write_text("spec_version: 2\n")
     with pytest.raises(SpecError):
         Comparison.of(SPEC, broken)
+
+
+def test_a_copy_with_another_name_is_equal(tmp_path: Path) -> None:
+    other = Path(shutil.copy(SPEC.with_name("gpt_mini.yaml"), tmp_path / "other.yaml"))
+    assert Comparison.of(SPEC.with_name("gpt_mini.yaml"), other).equal
+
+
+def test_times_of_different_steps_state_their_tokens(tmp_path: Path) -> None:
+    other = tmp_path / "gpt_mlp35.yaml"
+    other.write_text(TEXT.replace("tokens_per_step: 786432", "tokens_per_step: 393216"))
+    summary = "\n".join(Comparison.of(SPEC, other).summary)
+    assert " per 786,432 tokens -> " in summary and " per 393,216 tokens on sm90" in summary

@@ -79,6 +79,22 @@ def test_the_time_of_another_step_is_not_taken(spec: Path, monkeypatch: pytest.M
     assert summary_of(planned).step.timing is None and "sm90 step" in planned.lock_use.idle
 
 
+def test_the_time_of_attention_is_of_its_own_length() -> None:
+    """The rows of a measurement do not state how long its sequences were."""
+
+    def attention(*overrides: str) -> float | None:
+        planned = plan_spec(ROOT / "specs/gpt_mlp35.yaml", overrides)
+        return next(work.ms for work in summary_of(planned).step.works if work.name == "attention")
+
+    assert attention() == pytest.approx(190.52, rel=0.01) == attention("train.micro_batch=24")
+    assert attention("model.context=8192", "train.micro_batch=12") is attention("model.context=1024") is None
+
+
+def test_stored_bits_do_not_change_the_step() -> None:
+    planned = plan_spec(ROOT / "specs/gpt_mlp35.yaml", ("quant.default.bits=6",))
+    assert summary_of(planned).step.timing is not None and not planned.lock_use.idle
+
+
 def test_one_node_is_measured_without_a_step(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = measure(spec, monkeypatch, only="head.logits").targets["sm90"]
     head = {f"head.logits{suffix}" for suffix in ("", ".dgrad", ".wgrad")}
