@@ -16,7 +16,7 @@ from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.plan import Choice, Plan, SaveChoices, place_pattern
 from specc.compiler.programs.programs import Programs
 from specc.compiler.report.step import Step, StepRow, step_of, words_of
-from specc.compiler.report.summary import Summary, by, milliseconds, percent, quantity
+from specc.compiler.report.summary import BEYOND, Summary, by, milliseconds, percent, quantity
 from specc.compiler.targets import Target
 
 HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
@@ -46,6 +46,8 @@ def _step_table(summary: Summary) -> list[str]:
     for work in step.works:
         ms = milliseconds(work.ms) if work.ms is not None else "**not measured**"
         rows.append((work.name, ms, milliseconds(work.floor_ms), percent(step.share(work)), by(work)))
+    if step.timing is not None and (beyond := step.beyond_ms or 0.0) > 0:
+        rows.append((BEYOND[0], milliseconds(beyond), "", percent(beyond / step.timing.ms), BEYOND[1]))
     whole = milliseconds(step.timing.ms) if step.timing is not None else f"at least {milliseconds(step.expected_ms)}"
     memory = f"memory: {summary.memory}"
     rows.append(("**whole**", f"**{whole}**", f"**{milliseconds(step.floor_ms)}**", "", memory))

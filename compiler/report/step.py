@@ -118,6 +118,13 @@ class Step:
         rows, with floors in place of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
+    @property
+    def beyond_ms(self) -> float | None:
+        """The measured time of the whole step beyond the times of its classes of work, in ms. Kernels take longer
+        within a step than alone. None if a time is missing."""
+        times = [work.ms for work in self.works if work.ms is not None]
+        return self.timing.ms - sum(times) if self.timing is not None and len(times) == len(self.works) else None
+
     def share(self, work: Work) -> float:
         """Returns the share of a class of work in the step's time. If the target's peak rates and the times are
         unknown, returns the share of the class in the number of operations."""
@@ -143,7 +150,8 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     for node in graph.nodes:
         rows += (replace(row, calls=row.calls * micro_batches) for row in _rows_of(plan, graph, node, sizes))
     count = sum(param.count for param in programs.params)
-    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward pass reads and writes one gradient per value
+    # The backward pass moves at least as many bytes: it reads the gradients of results, and writes those of inputs.
+    moved = 2 * _pointwise_bytes(graph, sizes)
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
         ms = timing.classes.get(name) if timing is not None else None
         floor = plan.target.floor_ms(0, bytes)

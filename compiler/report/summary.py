@@ -20,6 +20,8 @@ from specc.compiler.report.storage import Storage, storage_of
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import values_in
 
+# The row for the time of a step that no class of work has alone: its name, and the reason
+BEYOND = ("beyond the sum", "kernels take longer within a step than alone")
 LINES, WIDTH = 24, 120  # `specc plan` adds a line about files, and then prints at most 25 lines
 
 
@@ -207,6 +209,9 @@ def lines(summary: Summary) -> tuple[str, ...]:
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
         rows += (_work_line(summary, work) for work in step.works)
+        if step.timing is not None and (beyond := step.beyond_ms or 0.0) > 0:
+            share = percent(beyond / step.timing.ms)
+            rows.append(f"  {BEYOND[0]:<24} {milliseconds(beyond):>9} ms  {'':<16} {share:>5}  {BEYOND[1]}")
     if summary.unmeasured:
         share = percent(sum(map(step.share, summary.unmeasured)))
         rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
@@ -263,6 +268,7 @@ def data(summary: Summary) -> dict[str, Any]:
             "tokens": step.tokens,
             "ms": step.timing.ms if step.timing is not None else None,
             "floor_ms": step.floor_ms,
+            "beyond_ms": step.beyond_ms,
             "memory": step.timing.memory if step.timing is not None else None,
             "memory_forecast": {"bytes": step.memory.total, "parts": dict(step.memory.parts)},
             "work": [
