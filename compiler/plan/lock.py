@@ -44,6 +44,7 @@ class Entry(StrictModel):
         kernel: The name of the fastest kernel.
         tile: The tile of this kernel.
         rows: The number of rows that the kernel processed in the measurement.
+        length: The number of tokens per sequence in the measurement. None in locks of earlier versions.
         ms: The median time of the kernel.
         floor_ms: A lower bound of the time: the time that the node's bytes and operations take at the peak rates of the
             machine.
@@ -56,6 +57,7 @@ class Entry(StrictModel):
     kernel: Word
     tile: Mapping[str, Any] | None = None
     rows: Positive
+    length: Positive | None = None
     ms: PositiveFloat
     floor_ms: PositiveFloat
     others: Mapping[Word, PositiveFloat] = {}

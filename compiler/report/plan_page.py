@@ -46,8 +46,8 @@ def _step_table(summary: Summary) -> list[str]:
     for work in step.works:
         ms = milliseconds(work.ms) if work.ms is not None else "**not measured**"
         rows.append((work.name, ms, milliseconds(work.floor_ms), percent(step.share(work)), by(work)))
-    if step.timing is not None and (beyond := step.beyond_ms or 0.0) > 0:
-        rows.append((BEYOND[0], milliseconds(beyond), "", percent(beyond / step.timing.ms), BEYOND[1]))
+    if (beyond := step.beyond_ms) is not None:
+        rows.append((BEYOND[0], milliseconds(beyond), "", percent(beyond / step.expected_ms), BEYOND[1]))
     whole = milliseconds(step.timing.ms) if step.timing is not None else f"at least {milliseconds(step.expected_ms)}"
     memory = f"memory: {summary.memory}"
     rows.append(("**whole**", f"**{whole}**", f"**{milliseconds(step.floor_ms)}**", "", memory))

@@ -209,8 +209,8 @@ def lines(summary: Summary) -> tuple[str, ...]:
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
         rows += (_work_line(summary, work) for work in step.works)
-        if step.timing is not None and (beyond := step.beyond_ms or 0.0) > 0:
-            share = percent(beyond / step.timing.ms)
+        if (beyond := step.beyond_ms) is not None:
+            share = percent(beyond / step.expected_ms)
             rows.append(f"  {BEYOND[0]:<24} {milliseconds(beyond):>9} ms  {'':<16} {share:>5}  {BEYOND[1]}")
     if summary.unmeasured:
         share = percent(sum(map(step.share, summary.unmeasured)))

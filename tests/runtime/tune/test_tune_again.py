@@ -98,7 +98,8 @@ def test_what_was_measured_before_and_cannot_be_called_now_is_rejected(tmp_path:
     assert [name_of(candidate) for candidate in again.times][:4] == labels[2:6]
     assert {name_of(c): reason for c, reason in again.reasons.items()} == dict.fromkeys(labels[:2], "it has gone")
     best = next(iter(again.times)).kernel
-    assert read_lock(path).targets["sm90"].kernels[again.symbol].tile == tile_data(best)
+    entry = read_lock(path).targets["sm90"].kernels[again.symbol]
+    assert (entry.tile, entry.length) == (tile_data(best), load(SPEC)[0].model.window)
     bench.gone = set()  # installed again: what an earlier search found still holds
     assert [name_of(candidate) for candidate in searched(path)[0].times] == labels and bench.timed == []
 

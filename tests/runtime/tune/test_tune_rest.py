@@ -80,8 +80,6 @@ def test_the_time_of_another_step_is_not_taken(spec: Path, monkeypatch: pytest.M
 
 
 def test_the_time_of_attention_is_of_its_own_length() -> None:
-    """The rows of a measurement do not state how long its sequences were."""
-
     def attention(*overrides: str) -> float | None:
         planned = plan_spec(ROOT / "specs/gpt_mlp35.yaml", overrides)
         return next(work.ms for work in summary_of(planned).step.works if work.name == "attention")
