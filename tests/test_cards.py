@@ -1,5 +1,6 @@
 """GPU tests that share cards: which card a process has, how much of its memory, and which tests are left out."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import cards
 import pytest
 import torch
 from cards import LIMIT, gigabytes_of, memory_limit, memory_of_one_test, use_card_of_worker
+from gpus import gpu_target, skip_without_e4m3
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,17 @@ def test_large_tests_say_so(request: pytest.FixtureRequest) -> None:
     assert gigabytes_of(item) == cards.USUAL
     item.add_marker(pytest.mark.gpu(gigabytes=40))
     assert gigabytes_of(item) == 40
+
+
+@pytest.mark.parametrize(
+    ("capability", "target", "rounds"),
+    [((8, 0), "sm80", False), ((8, 6), "sm86", False), ((8, 9), "sm89", True), ((9, 0), "sm90", True),
+     ((12, 0), "sm120", True)],
+)  # fmt: skip
+def test_a_card_has_the_newest_target_that_it_runs(
+    capability: tuple[int, int], target: str, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert gpu_target() == target
+    with nullcontext() if rounds else pytest.raises(pytest.skip.Exception, match="has no e4m3"):
+        skip_without_e4m3(target)

@@ -25,7 +25,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 RESULTS = TESTS.parent / "docs" / "promises.json"
 SHARE = float(os.environ.get("SPECC_SOAK_SHARE", "1"))
-SOURCES = ("compiler", "runtime", "cli", "templates", "specs", "tests")  # the folders that a result depends on
+# The folders that a result depends on
+SOURCES = ("benchmarks", "compiler", "runtime", "cli", "templates", "specs", "tests")
 FEW = 9  # such a number is one of kinds, which is not scaled
 Trials = Mapping[str, int]
 

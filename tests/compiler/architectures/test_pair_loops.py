@@ -287,14 +287,14 @@ def test_layers_in_a_formula_are_the_blocks_of_its_stack() -> None:
     last = {"where": "layer == layers - 1", "mlp": {"write": "x + a * b * y - output(layers - 2)"}}
     mlp = {**MLP, "learn": learn, "write": "x + a * b * y / (layers + 2)"}
     blocks = {"kind": "blocks", "norm": {"kind": "rms", "scale": "1/(layers + layer)"}, "changes": [last]}
-    own = {"kind": "attention", "name": "own", "heads": 2, "scale": "1/(layers + 4)"}
+    scaled = {"kind": "attention", "name": "own", "heads": 2, "scale": "1/(layers + 4)"}
     common = {"shared": {"of": "x0", "init": {"normal": "2/layers"}}}
     spec = pairs_spec(
         encoder=[EMBED, {**blocks, "count": 2, "layers": [mlp]}],
         decoder=[
             EMBED,
             {**blocks, "count": 3, "norm": {"kind": "rms", "scale": "1/layers"}, "common": common}
-            | {"layers": [own, CROSS, {**mlp, "read": "x + shared"}]},
+            | {"layers": [scaled, CROSS, {**mlp, "read": "x + shared"}]},
             {**MLP, "name": "after", "write": "x + y / layers"},
         ],
         output_init={"constant": 0.0},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cached_sites import CASES, Cached, cached_inputs, codes_site, exact
+from gpus import gpu_target, skip_without_e4m3
 from kernel_sites import imported
 from test_attention_cached import REAL, kernel_of
 from tiny_models import MLP, tiny
@@ -16,9 +17,7 @@ from specc.compiler.kernels.attention.cached_context import CachedTile
 from specc.compiler.kernels.attention.to_codes import CODES_TRITON
 from specc.compiler.kernels.kernel import symbol
 from specc.compiler.ops.caches.key_value_cache import ToCodes
-from specc.compiler.targets import TARGETS
 from specc.runtime.model.cuda_graph import captured
-from specc.runtime.model.load import runs_on
 from specc.runtime.verify.judge import Judge, inputs_of, sizes_of
 from specc.runtime.verify.verify import verify
 
@@ -31,12 +30,6 @@ TEXTS = (((1,), 1), ((61,), 1), ((1500, 3, 700, 64), 2), ((2000,) * 70, 1), ((30
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for generated packages."""
     return tmp_path_factory.mktemp("gpu_cached")
-
-
-def capability_of() -> int:
-    """The compute capability of the GPU, such as 90."""
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def op_of(name: str, case: Cached, folder: Path, tile: CachedTile | None = None) -> Any:
@@ -58,8 +51,8 @@ def near(y: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("name", [*CASES, *REAL])
 def test_all_layouts_scores_and_lengths(name: str, folder: Path) -> None:
     case = {**CASES, **REAL}[name]
-    if case.coded and capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("the GPU has no e4m3")
+    if case.coded:
+        skip_without_e4m3(gpu_target())
     op, site = op_of(name, case, folder), case.site()
     for seed, (lengths, each) in enumerate(TEXTS):
         if lengths[0] < case.prefix:  # the reference would read keys of the prefix that the cache does not have yet
@@ -114,8 +107,8 @@ def test_a_graph_is_valid_for_texts_of_other_lengths(folder: Path) -> None:
 def test_the_last_program_joins_parts_with_the_same_bits(name: str, folder: Path) -> None:
     """Programs end in any order, in calls and in a graph that is replayed, beside another kernel that changes it."""
     case = REAL[name]
-    if case.coded and capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("the GPU has no e4m3")
+    if case.coded:
+        skip_without_e4m3(gpu_target())
     op, site = op_of(f"joined {name}", case, folder), case.site()
     for texts in (1, 3, 9):
         given = on_gpu(cached_inputs(case, site, (1900,) * texts, 1, texts))
@@ -156,8 +149,7 @@ def test_the_first_call_is_not_captured(folder: Path) -> None:
 
 @pytest.mark.parametrize("channels", [24, 64, 576])
 def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, folder: Path) -> None:
-    if capability_of() < TARGETS["sm89"].arch:
-        pytest.skip("the GPU has no e4m3")
+    skip_without_e4m3(gpu_target())
     site = codes_site(channels, "bf16", "sm89")
     to_codes = imported(CODES_TRITON, site, folder / f"codes_{channels}").to_codes
     x = torch.randn(3, 701, 2, channels, device="cuda").bfloat16() * torch.rand(3, 701, 2, 1, device="cuda").bfloat16()
@@ -179,10 +171,9 @@ LAYERS = {
 @pytest.mark.parametrize("dtype", [None, "e4m3"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_models_decode_as_they_score(name: str, dtype: str | None, page: int | None) -> None:
-    capability = capability_of()
-    target = next(name for name, target in reversed(TARGETS.items()) if target.arch and runs_on(target, capability))
-    if dtype is not None and "fp8_mma" not in TARGETS[target].features:
-        pytest.skip("the GPU has no e4m3")
+    target = gpu_target()
+    if dtype is not None:
+        skip_without_e4m3(target)
     cache = {"page": page, **({"dtype": dtype} if dtype else {})}
     mlp = {**MLP, "hidden": 512}
     spec = tiny(layers=(LAYERS[name], mlp), dim=256, context=256, vocab=64, fuse=(), targets=(target,), cache=cache)

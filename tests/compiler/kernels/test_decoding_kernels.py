@@ -11,6 +11,7 @@ import torch
 from ahead_of_time import gpu_of, launch_site, problems
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
+from gpus import gpu_target, skip_without_e4m3
 from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code, written
 from torch import Tensor
 
@@ -32,11 +33,6 @@ SHARED_TILES = {"SLICES": 1, "ROWS_K": 16, "JOIN": -(2**40), "MULTIPROCESSORS": 
 
 def site_of(name: str, target: str = "sm90", dtype: str = "f16", out: str = "") -> Site:
     return row_site(CASES[name], target, dtype, out)
-
-
-def gpu_target() -> str:
-    """sm90 has kernels that begin before those before them end."""
-    return "sm90" if torch.cuda.get_device_capability() == (9, 0) else "sm80"
 
 
 def inputs_of(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
@@ -362,8 +358,8 @@ def test_rotations_and_writes_on_a_gpu_are_the_bits_of_torch(name: str, dtype: s
     site = rope_site(**ROPES[name], target=gpu_target(), dtype=dtype)
     op = site.node.op
     assert isinstance(op, RopeWrite)
-    if op.coded and "fp8_mma" not in site.target.features:
-        pytest.skip("the GPU has no e4m3")
+    if op.coded:
+        skip_without_e4m3(site.target.name)
     module = imported(ROPE_WRITE_TRITON, site, folder / f"rope_gpu_{words}")
     plain = imported(ROPE_WRITE_TORCH, rope_site(**ROPES[name], target="cpu", dtype=dtype), folder / f"rope_by_{words}")
     function, by_torch = (vars(each)[ROPE_WRITE_TORCH.render(site).function] for each in (module, plain))
@@ -384,8 +380,8 @@ def test_captured_writes_follow_positions_and_tables(name: str, folder: Path) ->
     site = rope_site(**ROPES[name], target=gpu_target(), dtype="bf16")
     op = site.node.op
     assert isinstance(op, RopeWrite)
-    if op.coded and "fp8_mma" not in site.target.features:
-        pytest.skip("the GPU has no e4m3")
+    if op.coded:
+        skip_without_e4m3(site.target.name)
     module = imported(ROPE_WRITE_TRITON, site, folder / f"rope_captured_{re.sub(r'[ ,]+', '_', name)}")
     function = vars(module)[ROPE_WRITE_TRITON.render(site).function]
     fixed = [value.cuda() for value in rope_inputs(site, 3, 1)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from epilogue_sites import FORMS, STATE, codes_site
+from gpus import gpu_target, skip_without_e4m3
 from kernel_sites import compiled, imported, interpret_calls
 from torch import Tensor
 
@@ -141,9 +142,8 @@ def test_kernels_state_why_they_write_no_codes() -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [272, 1792])
 def test_kernels_on_a_gpu_write_the_codes_of_the_value(form: str, both: bool, n: int, tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no 8-bit floats")
-    target = "sm90" if torch.cuda.get_device_capability() >= (9, 0) else "sm89"
+    target = gpu_target()
+    skip_without_e4m3(target)
     site = codes_site(form, both, target, n, 512, "bf16")
     module = imported(LINEAR_TRITON, site, tmp_path / f"gpu_codes_{form}_{both}_{n}")
     for m in (1, 130, 1009):

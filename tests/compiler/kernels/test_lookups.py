@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from decoding_sites import lookups_site
+from gpus import gpu_target
 from kernel_sites import DTYPES, check_clean, imported, interpret_calls
-from test_decoding_kernels import gpu_target
 from tiny_models import MLP, tiny
 from torch import Tensor
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from decoding_sites import AFFINE, RMS, row_site
 from decoding_sites import ROW_CASES as CASES
+from gpus import gpu_target
 from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine_code
-from test_decoding_kernels import expected, gpu_target
+from test_decoding_kernels import expected
 from torch import Tensor
 
 from specc.compiler.kernels.gemm.row_parts import parts_of

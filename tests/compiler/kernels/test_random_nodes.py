@@ -40,12 +40,12 @@ def wrong(place: Place, check: Check, shapes: int) -> Iterator[str]:
         for name, kernel in KERNELS.items()
         if not missing(kernel, TARGETS[place.target]) and (not kernel.package or find_spec("flash_attn"))
     ]
-    found = partial(checked, place, check, shapes)
+    faults_of = partial(checked, place, check, shapes)
     if place.device == "cpu":
-        yield from chain.from_iterable(map(found, names))
+        yield from chain.from_iterable(map(faults_of, names))
         return
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // 2), get_context("spawn")) as pool:
-        yield from chain.from_iterable(pool.map(found, names))
+        yield from chain.from_iterable(pool.map(faults_of, names))
 
 
 @tiers("C10", shapes_of_each_kernel_of_the_cpu=(2, 200))

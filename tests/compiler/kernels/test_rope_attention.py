@@ -9,10 +9,10 @@ import pytest
 import torch
 from ahead_of_time import gpu_of, launch_site, problems, resources
 from cached_sites import CONTEXT, DOCUMENTS, WINDOW, Cached
+from gpus import gpu_target, skip_without_e4m3
 from kernel_sites import check_clean, check_outputs, empty, imported, interpret_calls
 from rope_attention_sites import STEPS, rope_attention_inputs, rope_attention_site
 from scored_sites import wide_of
-from test_decoding_kernels import gpu_target
 from tiny_models import MLP, tiny
 from torch import Tensor
 
@@ -212,8 +212,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def site_on_gpu(case: Cached, pairs: int, neighbors: bool) -> Site:
     site = rope_attention_site(case, pairs, neighbors, target=gpu_target())
-    if case.coded and "fp8_mma" not in site.target.features:
-        pytest.skip("the GPU has no e4m3")
+    if case.coded:
+        skip_without_e4m3(site.target.name)
     return site
 
 

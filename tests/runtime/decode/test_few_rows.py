@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from golf_models import OPTIONS, spec_of
+from gpus import gpu_target
 from run_samples import EXPERTS, VARIANTS, small_spec
 from tiny_models import ATTENTION, MLP, random_params, tiny
 from torch import Tensor
@@ -54,11 +55,6 @@ SPECS = {
 def loaded_of(spec: Spec, target: str = "cpu", device: str = "cpu") -> Loaded:
     weights = {name: value.float() for name, value in random_params(lower(spec, "cpu"), 0).items()}
     return realize(spec, target, device, weights)
-
-
-def gpu_target() -> str:
-    """sm90 has kernels that begin before those before them end."""
-    return "sm90" if torch.cuda.get_device_capability() == (9, 0) else "sm80"
 
 
 def texts(spec: Spec, rows: int, length: int) -> Tensor:
@@ -150,7 +146,7 @@ def test_tokens_do_not_depend_on_compilation() -> None:
 @pytest.mark.parametrize("name", ["grouped, rope over all dims", "partial rope", "skips, scaled norms"])
 def test_steps_on_a_gpu_are_within_bf16_of_the_model(name: str, rows: int) -> None:
     changes = [change for change in VARIANTS[name] if not change.startswith("fuse")]
-    spec = small_spec(*changes, "targets=[cpu, sm80, sm90]", "fuse=[]")
+    spec = small_spec(*changes, f"targets=[cpu, {gpu_target()}]", "fuse=[]")
     exact = loaded_of(spec, "cpu", "cuda")
     loaded = loaded_of(spec, gpu_target(), "cuda")
     ids, device = texts(spec, rows, 20).cuda(), torch.device("cuda")
@@ -169,7 +165,7 @@ def test_steps_on_a_gpu_are_within_bf16_of_the_model(name: str, rows: int) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8), Sampling(1.0, 7), Sampling(1.1, None, 0.8)])
 def test_captured_steps_sample_what_the_reference_samples(sampling: Sampling) -> None:
-    spec = small_spec("targets=[cpu, sm80, sm90]")
+    spec = small_spec(f"targets=[cpu, {gpu_target()}]")
     loaded, device = loaded_of(spec, gpu_target(), "cuda"), torch.device("cuda")
     decoder = Decoder(text_model(loaded.model), spec.model.window, device, 3, step_of(loaded, 3))
     start = texts(spec, 3, 4).cuda()
@@ -189,7 +185,7 @@ def test_captured_steps_sample_what_the_reference_samples(sampling: Sampling) ->
 @pytest.mark.parametrize("name", WRITES)
 def test_every_layout_of_a_cache_on_a_gpu_is_within_bf16_of_the_model(name: str, rows: int) -> None:
     changes, settings = WRITES[name]
-    spec = with_cache(small_spec(*changes, "targets=[cpu, sm80, sm90]", "fuse=[]"), **settings)
+    spec = with_cache(small_spec(*changes, f"targets=[cpu, {gpu_target()}]", "fuse=[]"), **settings)
     exact = loaded_of(spec, "cpu", "cuda")
     loaded = loaded_of(spec, gpu_target(), "cuda")
     ids, device = texts(spec, rows, 30).cuda(), torch.device("cuda")
@@ -206,7 +202,9 @@ def test_every_layout_of_a_cache_on_a_gpu_is_within_bf16_of_the_model(name: str,
 
 @pytest.mark.gpu
 def test_texts_in_pages_do_not_depend_on_blocks_on_a_gpu() -> None:
-    spec = with_cache(small_spec("targets=[cpu, sm80, sm90]", "model.context=128", "train.tokens_per_step=512"), page=8)
+    spec = with_cache(
+        small_spec(f"targets=[cpu, {gpu_target()}]", "model.context=128", "train.tokens_per_step=512"), page=8
+    )
     loaded, device = loaded_of(spec, gpu_target(), "cuda"), torch.device("cuda")
     model: Any = loaded.model
     prompts = [texts(spec, 1, length)[0].tolist() for length in (3, 9, 1, 5, 2, 12, 7, 4)]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import gpu_target
 from run_samples import EXPERTS, SMALL, SPEC, VARIANTS, small_spec
-from test_few_rows import check_steps, gpu_target, texts
+from test_few_rows import check_steps, texts
 from tiny_models import random_params
 from torch import Tensor
 
@@ -188,7 +189,7 @@ def on_gpu(spec: Spec, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
 @pytest.mark.parametrize("name", ["grouped, rope over all dims", "skips, scaled norms", "many kinds of codes"])
 def test_steps_on_a_gpu_are_within_bf16_of_the_dequantized_model(name: str, rows: int) -> None:
-    spec = SPECS[name].model_copy(update={"targets": ("cpu", "sm80", "sm90"), "fuse": ()})
+    spec = SPECS[name].model_copy(update={"targets": ("cpu", gpu_target()), "fuse": ()})
     wanted, plain, got = on_gpu(spec, rows)
     errors = [float((value - wanted).square().mean().sqrt()) for value in (got, plain)]
     assert errors[0] < 1.2 * errors[1] + 1e-6, errors
@@ -196,7 +197,7 @@ def test_steps_on_a_gpu_are_within_bf16_of_the_dequantized_model(name: str, rows
 
 @pytest.mark.gpu
 def test_captured_steps_of_codes_sample_greedily_what_their_logits_say() -> None:
-    spec = SPECS["many kinds of codes"].model_copy(update={"targets": ("cpu", "sm80", "sm90")})
+    spec = SPECS["many kinds of codes"].model_copy(update={"targets": ("cpu", gpu_target())})
     loaded, _ = quantized(spec, gpu_target(), "cuda")
     start = texts(spec, 3, 4).cuda()
     decoder = Decoder(text_model(loaded.model), spec.model.window, torch.device("cuda"), 3, step_of(loaded, 3))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from ahead_of_time import gpu_of, on_gpu, problems
-from test_few_rows import gpu_target, loaded_of, texts
+from gpus import gpu_target, skip_without_e4m3
+from test_few_rows import loaded_of, texts
 from tiny_models import MLP, tiny
 
 from specc.compiler import pipeline
@@ -76,9 +77,9 @@ def test_steps_of_one_kernel_are_as_exact_as_those_of_two(
 ) -> None:
     """300 tokens, against a model in f32. The steps with two kernels have no pass that joins them."""
     target = gpu_target()
-    if "codes" in name and "fp8_mma" not in TARGETS[target].features:
-        pytest.skip("needs e4m3")
-    spec, device = spec_of(name, "cpu", "sm80", "sm90"), torch.device("cuda")
+    if "codes" in name:
+        skip_without_e4m3(target)
+    spec, device = spec_of(name, "cpu", gpu_target()), torch.device("cuda")
     ids = texts(spec, rows, 304).cuda()
     results = []
     exact = loaded_of(spec, "cpu", "cuda")
@@ -100,7 +101,7 @@ def test_steps_of_one_kernel_are_as_exact_as_those_of_two(
 @pytest.mark.parametrize("name", ["rows", "rows and a ring"])
 def test_captured_steps_sample_the_same_tokens_each_time(name: str) -> None:
     """300 replays of a step, three times: the same tokens, which are those of the logits."""
-    spec, device = spec_of(name, "cpu", "sm80", "sm90"), torch.device("cuda")
+    spec, device = spec_of(name, "cpu", gpu_target()), torch.device("cuda")
     loaded = loaded_of(spec, gpu_target(), "cuda")
     start, results = texts(spec, 3, 4).cuda(), []
     for _ in range(3):
