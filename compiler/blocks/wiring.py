@@ -106,8 +106,8 @@ class Learned(StrictModel):
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         leaf = name.rpartition(".")[2]
         dims = self.dims(shape.sizes)
-        own = self.init is not None
-        start = self.init if own else shape.matrix_init, shape.layers if own else shape.tables.layers
+        # The initialization of the model reads the number of all layers, and that of a value reads those of its stack.
+        start = (shape.matrix_init, shape.tables.layers) if self.init is None else (self.init, shape.layers)
         if self.of is None:
             ref = b.learned_param(leaf, shape.activation(*dims), *start)
         elif self.of == IDS:
