@@ -11,7 +11,7 @@ from pathlib import Path
 import launch_kernels
 import pytest
 from attention_sites import attention_site
-from int8_sites import here
+from gpus import gpu_target
 from kernel_sites import make_site
 from tiers import Trials, soak
 
@@ -122,7 +122,7 @@ def test_no_tool_reports_a_kernel(trials: Trials) -> None:
 
     def status(name: str, words: Sequence[str]) -> int:
         path = str(SPEC.with_name(f"{name}.yaml"))
-        command = [sys.executable, launch_kernels.__file__, path, here(), *words, *shapes]
+        command = [sys.executable, launch_kernels.__file__, path, gpu_target(), *words, *shapes]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout)
         return done.returncode

@@ -109,9 +109,3 @@ def close(result: Tensor, wanted: Tensor) -> None:
         return
     loose = {torch.float32: 2e-5, torch.bfloat16: 8e-3}[result.dtype]
     torch.testing.assert_close(result.double(), wanted, rtol=loose, atol=loose)
-
-
-def here() -> str:
-    """The target of this GPU."""
-    major, minor = torch.cuda.get_device_capability()
-    return next(name for name, row in TARGETS.items() if row.arch == 10 * major + minor)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from int8_sites import here
+from gpus import gpu_target
 from kernel_sites import GUARD, check_clean, check_guards, interpret, machine_code
 from step_sites import BITS, ROWS, SIZES, close, exact, imported, operands, step_site
 
@@ -286,7 +286,7 @@ def test_every_tile_compiles_and_fits(target: str, size: int, bits: Literal[8, 1
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_tile_gives_float64_and_what_plain_torch_gives(size: int, bits: Literal[8, 16], tmp_path: Path) -> None:
-    site = step_site(size, here(), bits=bits)
+    site = step_site(size, gpu_target(), bits=bits)
     alike = step_site(size, bits=bits)
     plain = imported(INT8_LSTM_TORCH, alike, tmp_path / f"gpu_plain_{size}_{bits}").int8_lstm_step
     for i, kernel in enumerate((INT8_LSTM_TRITON, *INT8_LSTM_TRITON.variants(site))):
@@ -306,7 +306,7 @@ def test_every_tile_gives_float64_and_what_plain_torch_gives(size: int, bits: Li
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
 def test_narrow_states_are_rounded_once(bits: Literal[8, 16], tmp_path: Path) -> None:
-    site = step_site(100, here(), "bf16", bits=bits)
+    site = step_site(100, gpu_target(), "bf16", bits=bits)
     function = imported(INT8_LSTM_TRITON, site, tmp_path / f"gpu_step_bf16_{bits}").int8_lstm_step
     given = operands(site, 33, 5, "cuda", 100)
     for have, want in zip(function(*given), exact(given, bits), strict=True):
@@ -317,7 +317,7 @@ def test_narrow_states_are_rounded_once(bits: Literal[8, 16], tmp_path: Path) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", BITS)
 def test_every_run_gives_the_same_bits_also_from_a_graph(bits: Literal[8, 16], tmp_path: Path) -> None:
-    site = step_site(128, here(), bits=bits)
+    site = step_site(128, gpu_target(), bits=bits)
     function = imported(INT8_LSTM_TRITON, site, tmp_path / f"gpu_step_again_{bits}").int8_lstm_step
     given = operands(site, 768, 2, "cuda")
     first = function(*given)
@@ -335,7 +335,7 @@ def test_every_run_gives_the_same_bits_also_from_a_graph(bits: Literal[8, 16], t
 
 @pytest.mark.gpu
 def test_the_compiler_of_torch_keeps_it(tmp_path: Path) -> None:
-    site = step_site(64, here())
+    site = step_site(64, gpu_target())
     function = imported(INT8_LSTM_TRITON, site, tmp_path / "gpu_step_compiled").int8_lstm_step
     given = operands(site, 48, 4, "cuda")
     twice = torch.compile(lambda h, c, *more: function(*function(h, c, *more), *more), fullgraph=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from int8_sites import CASES, close, exact, here, imported, int8_site, operands, written
+from gpus import gpu_target
+from int8_sites import CASES, close, exact, imported, int8_site, operands, written
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
@@ -132,7 +133,7 @@ def test_a_graph_refuses_what_does_not_fit(x: int, w: tuple[int, int], offset: i
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compute_any_number_of_rows(name: str, tmp_path: Path) -> None:
     """Every kernel that this GPU has."""
-    target = here()
+    target = gpu_target()
     kernels = [kernel for kernel in (GEMM_INT8_SM80, GEMM_INT8_SM90) if not missing(kernel, TARGETS[target])]
     assert kernels
     for kernel in kernels:
@@ -161,7 +162,7 @@ def computes_any_number_of_rows(kernel: Kernel, target: str, name: str, tmp_path
 def test_weights_of_one_stream_are_used_on_another(tmp_path: Path) -> None:
     """The current stream is where a kernel runs; an event orders it behind the copy; memory that is freed while the
     kernel waits is not handed out again before, as the caching allocator keeps it to its stream."""
-    site = int8_site("plain", 64, 64, here())
+    site = int8_site("plain", 64, 64, gpu_target())
     function = vars(imported(GEMM_INT8_SM80, site, tmp_path))["int8_linear_f32"]
     host = [tensor.pin_memory() for tensor in operands(site, (512,), 3)]
     loading, running = torch.cuda.Stream(), torch.cuda.Stream()

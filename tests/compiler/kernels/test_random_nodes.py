@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import run_script
-from int8_sites import here
+from gpus import gpu_target
 from kernel_sites import DTYPES, expected, imported, make_site
 from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, checked, inexact, random_site, random_sizes, strays
 from tiers import Trials, soak, tiers
@@ -56,7 +56,7 @@ def test_kernels_of_the_cpu_are_as_exact_as_plain_torch(trials: Trials, tmp_path
 @pytest.mark.gpu
 @soak("C10", shapes_of_each_kernel=200)
 def test_kernels_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> None:
-    place = Place(tmp_path, here(), "cuda", ("bf16", "f16", "f32"), 2000)
+    place = Place(tmp_path, gpu_target(), "cuda", ("bf16", "f16", "f32"), 2000)
     assert [*wrong(place, inexact, trials["shapes_of_each_kernel"])] == []
 
 
@@ -81,7 +81,7 @@ def test_kernels_of_the_cpu_have_no_strays(trials: Trials, tmp_path: Path) -> No
 @pytest.mark.gpu
 @soak("C13", shapes_of_each_kernel=50)
 def test_kernels_have_no_strays(trials: Trials, tmp_path: Path) -> None:
-    place = Place(tmp_path, here(), "cuda", ("bf16", "f16", "f32"), 2000)
+    place = Place(tmp_path, gpu_target(), "cuda", ("bf16", "f16", "f32"), 2000)
     assert [*wrong(place, strays, trials["shapes_of_each_kernel"])] == []
 
 
@@ -135,7 +135,7 @@ def test_products_of_whole_numbers_are_exact_on_the_cpu(trials: Trials, tmp_path
 @pytest.mark.gpu
 @soak("C11", shapes_of_each_kernel=200)
 def test_products_of_whole_numbers_are_exact(trials: Trials, tmp_path: Path) -> None:
-    place = Place(tmp_path, here(), "cuda", ("bf16", "f32"))
+    place = Place(tmp_path, gpu_target(), "cuda", ("bf16", "f32"))
     for kernel in KERNELS.values():
         if kernel.computes is Product and kernel.needs and not missing(kernel, TARGETS[place.target]):
             assert [*inexact_products(kernel, place, trials["shapes_of_each_kernel"], 1024)] == []
@@ -145,7 +145,7 @@ def test_products_of_whole_numbers_are_exact(trials: Trials, tmp_path: Path) -> 
 @soak("C12", inputs_of_each_op=6)
 def test_custom_ops_pass_opcheck(trials: Trials, tmp_path: Path) -> None:
     """Their schema, their fakes, and tracing with sizes that vary. Their gradients are ops of their own."""
-    target, rng, checked = here(), random.Random(12), set()
+    target, rng, checked = gpu_target(), random.Random(12), set()
     for kernel in KERNELS.values():
         if missing(kernel, TARGETS[target]) or (kernel.package and not find_spec("flash_attn")):
             continue
