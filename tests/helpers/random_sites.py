@@ -55,7 +55,12 @@ KERNELS = {
 Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
 TRIES = 200
 SUMS, AGAIN, CANCELED = 8, range(1_001, 1_006), 1e-9
-SHAPES_OF_A_NODE = {"cutlass": 100, "cuda": 50}
+FEWEST = 10  # shapes of a node
+SHAPES_OF_A_NODE = {"cutlass": 100, "cuda": 50}  # more where nvcc takes a minute for a node
+
+
+def shapes_of_a_node(kernel: Kernel) -> int:
+    return SHAPES_OF_A_NODE.get(kernel.language, FEWEST)
 
 
 def _product(rng: random.Random, target: str, dtype: str) -> Site:
@@ -295,13 +300,13 @@ class Place:
             where nvcc takes a minute for it.
         """
         rng, wrong = random.Random(f"{kernel.name} {self.seed}"), []
-        each = SHAPES_OF_A_NODE.get(kernel.language, 10)
+        each = shapes_of_a_node(kernel)
         for number in range(shapes):
             if number % each == 0:
                 site = random_site(kernel, rng, self.target, *self.dtypes)
                 if site is None:
                     break
-                folder = self.folder / f"random_{kernel.name}_{check.__name__}_{number}"
+                folder = self.folder / f"random_{kernel.name}_{check.__name__}_{self.seed}_{number}"
                 op = getattr(imported(kernel, site, folder), kernel.render(site).function)
             sizes = random_sizes(site, rng, self.most)
             judge = Judge.of(site, inputs_of(site, sizes, self.device, number))

@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
 from multiprocessing import get_context
@@ -16,7 +16,18 @@ import torch
 from fork_server import run_script
 from gpus import gpu_target
 from kernel_sites import DTYPES, expected, imported, make_site
-from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, checked, inexact, random_site, random_sizes, strays
+from random_sites import (
+    FEWEST,
+    KERNELS,
+    Check,
+    Place,
+    checked,
+    inexact,
+    random_site,
+    random_sizes,
+    shapes_of_a_node,
+    strays,
+)
 from tiers import Trials, soak, tiers
 from torch import Tensor
 
@@ -33,19 +44,25 @@ EXACT = ("relu2", "relu6", "mul", "two_muls", "scaled_residual")  # epilogues of
 def wrong(place: Place, check: Check, shapes: int) -> Iterator[str]:
     """Yields what is wrong with any kernel of a target whose package is installed.
 
-    Processes share the kernels of a GPU, whose compilation takes most of the time.
+    Processes share the nodes of kernels of a GPU, whose compilation takes most of the time. Each node has its own seed.
     """
     names = [
         name
         for name, kernel in KERNELS.items()
         if not missing(kernel, TARGETS[place.target]) and (not kernel.package or find_spec("flash_attn"))
     ]
-    faults_of = partial(checked, place, check, shapes)
     if place.device == "cpu":
-        yield from chain.from_iterable(map(faults_of, names))
+        yield from chain.from_iterable(checked(place, check, shapes, name) for name in names)
         return
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 1) // 2), get_context("spawn")) as pool:
-        yield from chain.from_iterable(pool.map(faults_of, names))
+        works = [
+            pool.submit(checked, replace(place, seed=first), check, min(each, shapes - first), name)
+            for first in range(0, shapes, FEWEST)
+            for name in names
+            if first % (each := shapes_of_a_node(KERNELS[name])) == 0
+        ]
+        for work in works:
+            yield from work.result()
 
 
 @tiers("C10", shapes_of_each_kernel_of_the_cpu=(2, 200))
@@ -107,7 +124,7 @@ def whole(site: Site, m: int, seed: int, device: str) -> list[Tensor]:
 
 def inexact_products(kernel: Kernel, place: Place, shapes: int, deepest: int) -> Iterator[str]:
     """Yields the shapes for which an output is not the exact value, rounded once. `deepest` is the largest K."""
-    rng, each = random.Random(11), SHAPES_OF_A_NODE.get(kernel.language, 10)
+    rng, each = random.Random(11), shapes_of_a_node(kernel)
     done = 0
     while done < shapes:
         n, k = 8 * rng.randint(1, 40), 8 * rng.randint(1, deepest // 8)

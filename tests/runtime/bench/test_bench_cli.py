@@ -227,6 +227,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # it compiles several models, and other tests share the processors
 def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = "sm90" if torch.cuda.get_device_capability()[0] == 9 else "sm80"
     picture = tmp_path / "roofline.png"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from epilogue_sites import FORMS, codes_site
 from torch import Tensor
 
 from specc.compiler.build import compile_spec
@@ -17,6 +18,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs import reference
 from specc.compiler.spec.check import load
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, instantiate
 from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
@@ -59,6 +61,17 @@ def kernel(site: Site, change: Callable[[Tensor], Tensor]) -> Callable[..., tupl
 
 def test_a_sound_kernel_passes(site: Site, judge: Judge) -> None:
     assert refusal(judge, kernel(site, lambda y: y)) is None
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_values_pass_where_the_epilogue_has_f32_operands(form: str) -> None:
+    """Eager Torch computes such an epilogue in f32, but the kernel rounds its results to the types of the node."""
+    site = codes_site(form, True, "sm90", 40, 24, "bf16")
+    inputs = inputs_of(site, {"T": 200}, "cpu")
+    judge = Judge.of(site, inputs)
+    exact = reference.node_value(site.node, [value.double() for value in inputs])
+    values = [value.to(DTYPES[type.dtype]) for value, type in zip(exact, site.node.types, strict=True)]
+    assert [errors.words for errors in judge.errors(values) if not errors.ok] == []
 
 
 @pytest.mark.parametrize(
