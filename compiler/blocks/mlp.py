@@ -16,7 +16,8 @@ from specc.compiler.programs.init import reading
 from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, accepted_by, later
 
 SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, each with the matrix product that computes it
-OPERANDS = (-2.9, -0.83, 0.71, 3.1)  # points at which activations are checked; no common function has a kink there
+# Points at which activations are checked. No common function has a kink there.
+OPERANDS = (-7.3, -2.9, -0.83, 0.71, 3.1, 7.3)
 _RATIO = ("the ratio", ("ratio",))
 
 

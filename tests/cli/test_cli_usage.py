@@ -245,6 +245,14 @@ def test_a_named_pipe_is_no_spec(here: Path, specc: Shell) -> None:
     assert "S001 this is a named pipe" in specc.err and "`-`" in specc.err
 
 
+@pytest.mark.parametrize(("spec", "name"), [("gpt_mini", "pipe.txt"), ("poly_attn", "pipe")])
+def test_a_named_pipe_is_no_data(spec: str, name: str, here: Path, specc: Shell) -> None:
+    """Its reader would wait for a writer."""
+    os.mkfifo(name)
+    assert specc("train", str(ROOT / f"specs/{spec}.yaml"), "--data", name, "--run", "run", "--target", "cpu") == 2
+    assert f"{name}: this is a named pipe" in specc.err and not Path("run").exists()
+
+
 def test_a_spec_on_standard_input(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     def give(text: str) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
