@@ -1,6 +1,7 @@
 """The `plan` command, which summarizes the build of a spec."""
 
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -25,6 +26,7 @@ def command(spec: Path, overrides: tuple[str, ...], diff: bool, as_json: bool) -
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import changes, unified
     from specc.compiler.report.summary import Summary, data, lines
+    from specc.compiler.text.source import STDIN
 
     planned = compile_spec(spec, overrides)
     folder = generated_beside(spec) / planned.spec.name
@@ -37,7 +39,8 @@ def command(spec: Path, overrides: tuple[str, ...], diff: bool, as_json: bool) -
         click.echo(json.dumps({**data(summary), **more}, indent=2))
     else:
         tell(planned.lock_use.note(spec))
-        click.echo("\n".join((*lines(summary), _files_line(folder, files))))
+        name = "SPEC" if spec == STDIN else quote(str(spec))
+        click.echo("\n".join((*lines(summary, name), _files_line(folder, files))))
         if diff:
             click.echo(unified(folder, planned.files, planned.spec.name), nl=False)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import isclose
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -160,8 +161,9 @@ class Latent(ScoreAndMask):
         fields = self.score_fields(shape)
         wide = self.scaled(b, wide, shape)
         factor = fields.scale or self.size(shape.dim) ** -0.5
-        text = f"q * {factor * (self.kv_rank + self.rope_dim) ** 0.5!r}"
-        wide = pointwise(b, "q.absorbed_scale", text, q=wide)
+        factor *= (self.kv_rank + self.rope_dim) ** 0.5
+        if not isclose(factor, 1):
+            wide = pointwise(b, "q.absorbed_scale", f"q * {factor!r}", q=wide)
         fields = replace(fields, scale=None)
         y, state = self.attend(b, wide, {"kv": latent}, shape, context, fields, int(self._rank(shape)))
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state

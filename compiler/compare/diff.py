@@ -9,6 +9,7 @@ from pathlib import Path
 
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.generated_folder import MANIFEST
+from specc.compiler.passes.select_kernels import together
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.records import record
 from specc.compiler.report.step import Work
@@ -72,6 +73,9 @@ class Comparison:
 
     def _sizes(self) -> Iterator[str]:
         old, new = self.summaries
+        targets, others = (", ".join(summary.plans) for summary in self.summaries)
+        if targets != others:
+            yield f"targets      {targets} -> {others}"
         yield f"parameters   {_change(f'{old.parameters:,}', f'{new.parameters:,}', new.parameters - old.parameters)}"
         flops, others = (f"{quantity(3 * summary.forward_flops)}FLOP" for summary in self.summaries)
         yield f"FLOP/token   {_change(flops, others)}"
@@ -135,13 +139,16 @@ class Comparison:
 
     def _shapes(self) -> Iterator[str]:
         old, new = ({p.name: p for p in s.main.programs.params} for s in self.summaries)
-        shapes: dict[str, None] = {}
+        alike: dict[str, list[str]] = {}
+        shapes: dict[tuple[str, str], list[str]] = {}
         for name in dict.fromkeys((*old, *new)):
+            pattern = ".".join("*" if word.isdigit() else word for word in name.split("."))
+            alike.setdefault(pattern, []).append(name)
             was, now = (f"{list(table[name].shape)}" if name in table else "none" for table in (old, new))
             if was != now:
-                alike = ".".join("*" if word.isdigit() else word for word in name.split("."))
-                shapes[f"{alike} {was} -> {now}"] = None
-        yield from _folded("shapes", list(shapes))
+                shapes.setdefault((pattern, f"{was} -> {now}"), []).append(name)
+        named = ((p if names == alike[p] else together(names), change) for (p, change), names in shapes.items())
+        yield from _folded("shapes", [f"{names} {change}" for names, change in named])
         forms: dict[str, int] = {}
         for name in old.keys() & new.keys():
             if old[name].storage != new[name].storage:
@@ -269,6 +276,8 @@ def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:
     for target in sorted(before.keys() & after.keys()):
         for node in sorted(before[target].keys() & after[target].keys()):
             source, other = before[target][node], after[target][node]
+            if source != other and (f"{target}/{source}" in new.files or f"{target}/{other}" in old.files):
+                continue  # a file that both builds have replaces nothing
             if Path(source).suffix == Path(other).suffix:
                 yield f"{target}/{source}", f"{target}/{other}"
                 if source.endswith(".cu"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import TensorType
@@ -110,13 +111,23 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
     return sum(cost.flops for cost in costs if cost.matrix) // tokens
 
 
-def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
-    """Returns the minimum work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens.
+class DecodeCost(NamedTuple):
+    """The minimum work of a decoding step.
 
-    The first result is the number of operations in matrix products and attention. The second result is the number of
-    bytes of parameters and cache, if each byte is read once. A lookup reads only the rows that it returns. An expert is
-    read at most once, and only if a text uses it.
+    Attributes:
+        flops: The number of operations in matrix products and attention.
+        weights: The number of bytes of parameters, if each byte is read once. A lookup reads only the rows that it
+            returns. An expert is read at most once, and only if a text uses it.
+        cache: The number of bytes of the cache.
     """
+
+    flops: int
+    weights: int
+    cache: int
+
+
+def decode_cost(programs: Programs, rows: int, tokens: int) -> DecodeCost:
+    """Returns the cost of a step that appends one token to each of `rows` texts of `tokens` tokens."""
     name = next(graph.name for graph in programs.programs if graph.name in DECODING)
     graph = flatten(programs, programs.program(name))
     types, sizes = graph.types, {"B": rows, "T": 1, "S": tokens}
@@ -135,4 +146,4 @@ def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
                 read[ref] = max(read.get(ref, 0), round(share * whole) if node.op.matrix else min(whole, most))
     cache = sum(type.bytes(sizes) for name, type in graph.inputs if name.startswith("cache."))
     flops = sum(cost.flops for cost in node_costs(programs, name, sizes) if cost.matrix)
-    return flops, sum(read.values()) + cache
+    return DecodeCost(flops, sum(read.values()), cache)

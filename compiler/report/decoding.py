@@ -25,11 +25,11 @@ class Decoding:
 
     @cached_property
     def float_bytes(self) -> int:
-        return decode_cost(self.floats, 1, 0)[1]
+        return decode_cost(self.floats, 1, 0).weights
 
     @cached_property
     def packed_bytes(self) -> int:
-        return decode_cost(self.packed, 1, 0)[1]
+        return decode_cost(self.packed, 1, 0).weights
 
     @property
     def refused(self) -> tuple[Rewriting, ...]:

@@ -1,6 +1,6 @@
 """Explains which kernel computes a node, and why the other kernels were not chosen."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -53,7 +53,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
     """
     folder = folder or plan.target.name
     known: set[Explained] = set()
-    again = _computed_again(plan.programs)
+    again, callers = _computed_again(plan.programs), _callers(plan.programs)
     for choice in plan.choices if node is not None else plan.listed:
         path = choice.site.label.split(" ")[0]
         members = [
@@ -61,7 +61,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             path.removesuffix(".padded"),
             *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:]),
         ]
-        if node in (None, choice.site.label) or any(_covers(node, member) for member in members):
+        graphs = callers.get(choice.graph, (choice.graph,))
+        if node in (None, choice.site.label) or any(_names(plan.programs, graphs, node, member) for member in members):
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
@@ -76,7 +77,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
         return
     seen: set[str] = set()
     for path, unplanned, reason, graph in _without_choice(plan):
-        if path not in seen and _covers(node, path):
+        if path not in seen and _names(plan.programs, callers.get(graph, (graph,)), node, path):
             seen.add(path)
             rejected = (("every other", f"{reason}; Torch's compiler computes it"),)
             passes, recomputed = tuple(_passes_of(plan.programs, path)), graph in again
@@ -112,6 +113,27 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
                     reason = f"no kernel is chosen for a {node.op.name}"
                     reason += f": {node.op.joined_when}" if node.op.joined_when else ""
                     yield group_pattern(programs, group, node.name), node, reason, graph.name
+
+
+def _callers(programs: Programs) -> dict[str, tuple[str, ...]]:
+    """Maps the name of each graph of a group to the names of the graphs that run the group."""
+    graphs = ((group.name, graph.name) for group in programs.groups for graph in (group.forward, group.backward))
+    return {graph: programs.callers[group] for group, graph in graphs}
+
+
+def _names(programs: Programs, graphs: Iterable[str], node: str, path: str) -> bool:
+    """Returns whether `node`, a path or a pattern, names a node in at least one of its places.
+
+    `path` is the path of the node with wildcards, and `graphs` are the names of the graphs that contain it. A path of
+    one block does not name the nodes of other blocks.
+    """
+    places = [place for graph in graphs for place in programs.call_paths.get(graph, ())]
+    if node == path or not places:
+        return _covers(node, path)
+    depths = {place.count(".") + 1 for place in places}
+    # `place_pattern` writes one `*` for places of different depths
+    inner = ".".join(path.split(".")[depths.pop() if len(depths) == 1 else 1 :])
+    return any(matches(node, f"{place}.{inner}") for place in places)
 
 
 def _covers(node: str, path: str) -> bool:

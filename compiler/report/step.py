@@ -25,12 +25,14 @@ from specc.compiler.records import record
 from specc.compiler.report.memory import Memory, memory_of
 from specc.compiler.report.saved import aliases, is_barrier
 from specc.compiler.spec.spec import Spec
+from specc.compiler.spec.train import TrainSpec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
 TORCH = "torch"
 # Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and the bf16
 # copy of the weight.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
+RATES = {"match", "lr", "weight_decay", "momentum", "betas", "eps"}
 
 
 @record
@@ -141,20 +143,21 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     also has a row for each other class of work.
     """
     train, window, programs = spec.train, spec.model.window, plan.programs
-    sizes = {"B": train.at_once(), "T": window, "S": window}
+    count, length = train.micro_batch_rows(window)
+    sizes = {"B": count, "T": length, "S": length}
     tokens, micro_batches = train.rows(window) * window, max(1, -(-train.rows(window) // train.at_once()))
     graph = flatten(programs, programs.program("train"), groups=False, derived=False)
-    key = _key(plan, graph, tokens, sizes)
+    key = _key(train, plan, graph, tokens, sizes)
     locked = plan.locked
     timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None
     rows: list[StepRow] = []
     for node in graph.nodes:
         rows += (replace(row, calls=row.calls * micro_batches) for row in _rows_of(plan, graph, node, sizes))
-    count = sum(param.count for param in programs.params)
+    numbers = sum(param.count for param in programs.params)
     # The backward pass counts as the forward pass. This is an estimate: Torch's compiler decides what is joined. The
     # measured times of three specs are 1.2 to 1.6 times this floor (H200).
     moved = 2 * _pointwise_bytes(graph, sizes)
-    for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
+    for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * numbers, 1)):
         ms = timing.classes.get(name) if timing is not None else None
         floor = plan.target.floor_ms(0, bytes)
         kernel = "Torch's compiler" if name == POINTWISE else ""
@@ -164,12 +167,17 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     return Step(plan.target.name, tokens, micro_batches, tuple(_joined(rows)), memory, key, machine, timing)
 
 
-def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
+def _key(train: TrainSpec, plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
+    groups = (f"{group.chunks}\n{group.forward}\n{group.backward}" for group in plan.programs.groups)
     choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
     # The storage formats do not change the training step.
     words = (*map(without_storage, (str(graph), *groups)), *choices, str(tokens), str(sizes), *plan.programs.recomputed)
     words += ("deterministic",) if any(choice.site.deterministic for choice in plan.choices) else ()
+    # Rates do not change the time and the memory of an update.
+    words += tuple(entry.model_dump_json(exclude=RATES) for entry in train.optimizers)
+    words += tuple(str(param.optimizer) for param in plan.programs.params)
+    words += (train.precision.model_dump_json(),)
+    words += tuple(str(part is None) for part in (train.average, train.qat, train.clip_norm))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 

@@ -68,7 +68,8 @@ class Summary:
 
     @cached_property
     def forward_flops(self) -> int:
-        return flops_per_token(lower(self.spec, next(iter(self.plans))), self.spec.model.window)
+        _, length = self.spec.train.micro_batch_rows(self.spec.model.window)
+        return flops_per_token(lower(self.spec, next(iter(self.plans))), length)
 
     @cached_property
     def cached_numbers(self) -> int:
@@ -183,9 +184,9 @@ class Summary:
         return f"{choices.label} saves {', '.join(choices.chosen.saved)}{amount}, {how}"
 
 
-def lines(summary: Summary) -> tuple[str, ...]:
+def lines(summary: Summary, spec: str = "SPEC") -> tuple[str, ...]:
     """Returns the lines that `specc plan` prints before its line about files. There are at most 24 lines, of at most
-    120 columns."""
+    120 columns. `spec` is the argument of commands in them."""
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",
@@ -214,7 +215,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
             rows.append(f"  {BEYOND[0]:<24} {milliseconds(beyond):>9} ms  {'':<16} {share:>5}  {BEYOND[1]}")
     if summary.unmeasured:
         share = percent(sum(map(step.share, summary.unmeasured)))
-        rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
+        rows.append(f"not measured {share} of the step, by floors: specc tune {spec}")
     rows += [f"largest gap  {summary.gap}"] if summary.gap else []
     rows += (f"backward     {text}" for text in summary.saved[:2])
     rows += [f"recomputed   {summary.recomputed}, in the backward pass"] if summary.recomputed else []

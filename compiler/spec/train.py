@@ -193,6 +193,12 @@ class TrainSpec(StrictModel):
         smallest = min(size for _, size in points_of(self.batch or 8))
         return 8 if self.batch is None else max(smallest // world, 1)
 
+    def micro_batch_rows(self, window: int) -> tuple[int, int]:
+        """Returns the number and the length of the rows of a micro-batch at the end of training. Both follow from
+        `window`, the model's context, and from `context`."""
+        length: int = last(self.context) or window
+        return self.at_once() * (window // length), length
+
     def pass_tokens(self, window: int, world: int = 1) -> int:
         return self.at_once(world) * world * window
 

@@ -125,8 +125,8 @@ class _Cell:
     ceilings: Ceilings
 
     def floor_ms(self, programs: Programs) -> float:
-        flops, moved = decode_cost(programs, self.batch, self.context - self.tokens // 2)
-        return self.ceilings.floor_ms(Work(flops, moved, 0))
+        cost = decode_cost(programs, self.batch, self.context - self.tokens // 2)
+        return self.ceilings.floor_ms(Work(cost.flops, cost.weights + cost.cache, 0))
 
 
 @dataclass(frozen=True, slots=True)

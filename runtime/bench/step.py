@@ -114,6 +114,7 @@ def cold_caches(device: torch.device) -> AbstractContextManager[None]:
 def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], stack: ExitStack) -> Build:
     spec, device, gpu = setup.spec, setup.device, setup.device.type == "cuda"
     window = spec.model.window
+    _, length = spec.train.micro_batch_rows(window)
     before = 0
     if gpu:
         torch.cuda.empty_cache()
@@ -138,7 +139,7 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
         step=Measured.of(samples[: max(half, 1)], samples[half:]),
         steps=count,
         tokens=round(sum(tokens) / count),
-        flops=3 * flops_per_token(pipeline.lower(spec, setup.target), window) * spec.train.rows(window) * window,
+        flops=3 * flops_per_token(pipeline.lower(spec, setup.target), length) * spec.train.rows(window) * window,
         start_seconds=start,
         compile_seconds=sum(max(0.0, ms - usual) for ms in warm) / 1e3,
         peak_bytes=memory,
@@ -150,8 +151,8 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
     """Returns a trainer that trains the loaded model with initial weights on random data.
 
-    `stack` closes the resources of the trainer. Schedules of the spec are ignored: every text window has the length of
-    the context, and every step has the final batch size. On a GPU, the trainer compiles the step.
+    `stack` closes the resources of the trainer. Schedules of the spec are ignored: every row has its final length, and
+    every step has the final batch size. On a GPU, the trainer compiles the step.
     """
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
@@ -161,8 +162,8 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
     programs = loaded.programs
     derived = programs.derived_weights
     model = TrainableModel(loaded.model, programs.params, spec.model.window, "bench", derived=derived)
-    sizes = {"context": None, "batch": last(spec.train.batch), "tokens_per_step": last(spec.train.tokens_per_step)}
-    train = spec.train.model_copy(update=sizes)
+    ends = {name: last(getattr(spec.train, name)) for name in ("context", "batch", "tokens_per_step")}
+    train = spec.train.model_copy(update=ends)
     return Trainer(model, train, feed, World.alone().on(device), device.type == "cuda")
 
 

@@ -162,7 +162,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
             kernel=best.kernel.name,
             tile=tile_data(best.kernel),
             rows=result.rows,
-            length=spec.model.window,
+            length=sizes_of(spec)["T"],
             ms=_rounded(ms),
             floor_ms=_rounded(result.floor_ms),
             others=result.others,

@@ -18,9 +18,9 @@ SCALAR = 0.5  # the value of a scalar parameter, for which each block otherwise 
 
 
 def sizes_of(spec: Spec) -> Mapping[str, int]:
-    """Returns the sizes of the symbolic dimensions for one micro-batch of whole windows."""
-    window = spec.model.window
-    return {"B": spec.train.at_once(), "T": window, "S": window}
+    """Returns the sizes of the symbolic dimensions for one micro-batch at the end of training."""
+    rows, length = spec.train.micro_batch_rows(spec.model.window)
+    return {"B": rows, "T": length, "S": length}
 
 
 def random_tensor(

@@ -151,10 +151,9 @@ def test_int8_products_beside_modules_ahead_are_verified() -> None:
 def test_decoding_has_a_cost(words: dict[str, Any], tokens: int) -> None:
     programs = lower(spec_of(text(**words)), "cpu")
     read = sum(param.count for param in programs.params if "attention" in param.name) * 4
-    flops, moved = decode_cost(programs, 2, tokens)
-    assert moved > read and flops > 0
-    more = decode_cost(programs, 2, tokens + 8)
-    assert more[1] >= moved and more[0] >= flops
+    cost, more = (decode_cost(programs, 2, count) for count in (tokens, tokens + 8))
+    assert cost.weights > read and cost.flops > 0
+    assert more.weights == cost.weights and more.cache >= cost.cache and more.flops >= cost.flops
 
 
 def test_a_model_with_dropout_adapts(tmp_path: Path) -> None:

@@ -166,3 +166,16 @@ def test_times_of_different_steps_state_their_tokens(tmp_path: Path) -> None:
     other.write_text(TEXT.replace("tokens_per_step: 786432", "tokens_per_step: 393216"))
     summary = "\n".join(Comparison.of(SPEC, other).summary)
     assert " per 786,432 tokens -> " in summary and " per 393,216 tokens on sm90" in summary
+
+
+def test_what_changes_in_some_blocks_and_targets_is_named(tmp_path: Path) -> None:
+    """A kernel of all blocks stays beside a new one of two blocks. A layer more adds the matrices of one block."""
+    path, text = tmp_path / "gpt_mini.yaml", SPEC.with_name("gpt_mini.yaml").read_text()
+    window = "    changes: [{where: layer % 2 == 1, attention: {mask: j <= i and i - j < 64}}]\n  head:"
+    assert "  head:" in text and "    count: 6" in text
+    path.write_text(text.replace("  head:", window, 1).replace("    count: 6", "    count: 7"))
+    summary = "\n".join(Comparison.of(SPEC.with_name("gpt_mini.yaml"), path).summary)
+    assert "replaced" not in summary and "sm90/cached_attention_d_lt_64__h4_g2_c32.py" in summary
+    assert "blocks.6.attention.k none -> " in summary and "targets " not in summary
+    path.write_text(text.replace("targets: [cpu, sm90]", "targets: [sm90]"))
+    assert "targets      cpu, sm90 -> sm90" in Comparison.of(SPEC.with_name("gpt_mini.yaml"), path).summary

@@ -96,8 +96,8 @@ def test_all_decoders_compute_the_same_logits(llama: Path, capsys: pytest.Captur
         assert row["tokens"] == context // 2
         assert row["tokens_per_second"] == pytest.approx(1e3 * batch / row["token"]["ms"])
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["token"]["ms"])
-        flops, moved = decode_cost(programs, batch, context - row["tokens"] // 2)
-        seconds = flops / ceilings["flops_per_second"], moved / ceilings["read_bytes_per_second"]
+        flops, *moved = decode_cost(programs, batch, context - row["tokens"] // 2)
+        seconds = flops / ceilings["flops_per_second"], sum(moved) / ceilings["read_bytes_per_second"]
         assert row["floor_ms"] == pytest.approx(1e3 * max(seconds))
         assert row["error"] is None if name == CONTIGUOUS else 0 <= row["error"] < 1e-5
     assert any(row["error"] for row in rows.values())  # the weights are random, so the last bits differ
@@ -180,18 +180,17 @@ def test_the_work_of_a_decoding_step(tied: bool) -> None:
     programs = pipeline.lower(model, "cpu")
     table, whole = 11 * 8, sum(param.count for param in programs.params)
     for rows, tokens in ((1, 3), (4, 7)):
-        flops, moved = decode_cost(programs, rows, tokens)
-        weights = whole if tied else whole - table + rows * 8
-        assert moved == 4 * (weights + rows * cached_numbers(programs, tokens))
-        assert flops >= 2 * rows * (whole if tied else whole - table)
+        cost = decode_cost(programs, rows, tokens)
+        assert cost.weights == 4 * (whole if tied else whole - table + rows * 8)
+        assert cost.cache == 4 * rows * cached_numbers(programs, tokens)
+        assert cost.flops >= 2 * rows * (whole if tied else whole - table)
 
 
 def test_the_experts_of_a_step_are_read_once() -> None:
     spec = load(SPEC.parent / "gpt_moe.yaml")[0]
     programs = pipeline.lower(spec, "cpu")
     whole = 4 * sum(param.count for param in programs.params)
-    cache = 4 * cached_numbers(programs, 8)
-    few, many = (decode_cost(programs, rows, 8)[1] - rows * cache for rows in (1, 512))
+    few, many = (decode_cost(programs, rows, 8).weights for rows in (1, 512))
     assert few < many <= whole
 
 

@@ -79,6 +79,42 @@ def test_the_time_of_another_step_is_not_taken(spec: Path, monkeypatch: pytest.M
     assert summary_of(planned).step.timing is None and "sm90 step" in planned.lock_use.idle
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "fuse.4={head: [logits, softcap, loss], chunks: 8}",
+        "train.optimizers.0.steps=4",
+        "train.optimizers.3={kind: lion, match: '*', lr: 0.0025}",
+        "train.average=null",
+        "train.qat={below: 0.15}",
+        "train.context=1024",
+    ],
+)
+def test_what_changes_a_step_leaves_no_measured_time(override: str) -> None:
+    assert summary_of(plan_spec(ROOT / "specs/gpt_mlp35.yaml", (override,))).step.timing is None
+
+
+@pytest.mark.parametrize(
+    "override", ["train.optimizers.0.lr=0.01", "train.seed=1", "train.context={at: [[0, 1024], [0.5, 2048]]}"]
+)
+def test_what_does_not_change_the_last_step_leaves_its_time(override: str) -> None:
+    assert summary_of(plan_spec(ROOT / "specs/gpt_mlp35.yaml", (override,))).step.timing is not None
+
+
+def test_a_step_has_rows_of_the_length_of_training() -> None:
+    """A token attends to itself and all earlier tokens of its row. Products do not depend on the length of rows."""
+    whole, short = (
+        summary_of(plan_spec(ROOT / "specs/gpt_mlp35_base.yaml", overrides))
+        for overrides in ((), ("train.context=256",))
+    )
+    works = [{work.name: work.flops for work in summary.step.works} for summary in (whole, short)]
+    assert (
+        works[1]["attention"] * 2049 == works[0]["attention"] * 257
+        and works[1]["library products"] == works[0]["library products"]
+    )
+    assert short.step.tokens == whole.step.tokens and short.forward_flops < whole.forward_flops
+
+
 def test_the_time_of_attention_is_of_its_own_length() -> None:
     def attention(*overrides: str) -> float | None:
         planned = plan_spec(ROOT / "specs/gpt_mlp35.yaml", overrides)
