@@ -20,9 +20,9 @@ READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 def open_file(path: Path) -> io.BufferedIOBase:
     """Opens a file that may be compressed.
 
-    Raises DataError if the file is a named pipe. Raises EnvironmentFailure if the file is a .zst file and pyarrow is not
-    installed. Reading from the returned object raises one of READ_ERRORS if the file is damaged, or OSError if the file
-    cannot be read.
+    Raises DataError if the file is a named pipe. Raises EnvironmentFailure if the file is a .zst file and pyarrow is
+    not installed. Reading from the returned object raises one of READ_ERRORS if the file is damaged, or OSError if the
+    file cannot be read.
     """
     if path.is_fifo():  # opening it could wait for a writer forever
         raise DataError(f"{path}: this is a named pipe", "data are read more than once: write them to a file first")
