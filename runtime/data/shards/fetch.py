@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.digests import sha256_of
 from specc.runtime.data.shards.hub import RemoteFile, Repository, Say, client, download, requests
-from specc.runtime.data.shards.pack import sha256_of
 from specc.runtime.data.shards.record import (
     RECORD,
     ShardEntry,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specc.runtime.data.errors import DataIntegrityError
-from specc.runtime.data.shards.pack import sha256_of
+from specc.runtime.data.shards.digests import sha256_of
 from specc.runtime.errors import EnvironmentFailure
 
 Say = Callable[[str], None]

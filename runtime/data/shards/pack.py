@@ -1,7 +1,6 @@
 """Packs text into a folder of token shards. The folder gets its name only when it is complete."""
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.digests import sha256_of
 from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
@@ -124,11 +124,6 @@ def pack(
         record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _of(progress: Progress, split: Split) -> Callable[[int], None]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.digests import require_recorded
 from specc.runtime.data.shards.record import HINT, RECORD, read_record
 from specc.runtime.data.shards.shard_file import Tokens, TokenShard, byte_counts_of, find_shards
 from specc.runtime.data.shards.token_cache import open_cached
@@ -122,7 +123,7 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
     process waits.
 
     If the source names shards (see `find_shards`), the shards are opened in place. If their folder has a `shards.json`,
-    the shards are compared with it.
+    the shards are compared with it. A shard is then read whole, unless it was read before and has not changed.
 
     Args:
         source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
@@ -141,7 +142,7 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
     """
     paths = find_shards(source, split)
     if paths is not None:
-        stream = _open_shards(paths, split, tokenizer, whole=Path(source).expanduser().is_dir())
+        stream = _open_shards(paths, split, tokenizer, cache, whole=Path(source).expanduser().is_dir())
         if split == "val":
             stream.require_scorable(tokenizer)
         return stream
@@ -150,8 +151,9 @@ def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: P
     return TokenStream(shards, _starts(shards), vocab, record.documents, record.document_bytes, digest, record.sha256)
 
 
-def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Opens the shards of a split in place, without copying them.
+def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, cache: Path, whole: bool) -> TokenStream:
+    """Opens the shards of a split in place, without copying them. Shards that a `shards.json` lists are read whole, and
+    compared with it; `cache` has notes of those that need not be read again.
 
     If `whole` is True, `paths` must have all shards that shards.json lists for the split. Otherwise, an error is
     raised.
@@ -169,6 +171,7 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
         entry = listed.get(shard.path.name)
         if entry is None or entry.tokens != shard.tokens:
             raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
+        require_recorded(shard.path, entry, cache)
     if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
         raise DataIntegrityError(f"{paths[0].parent} has no {missing[0]}, which {RECORD} lists", HINT)
     whole_split = record.splits[split] if len(shards) == len(listed) else None

@@ -18,9 +18,11 @@ from run_samples import SMALL, SPEC, write_text
 
 from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
-from specc.runtime.data.errors import DataError
+from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards import digests as recorded
 from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.check import check
+from specc.runtime.data.shards.digests import sha256_of
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
@@ -77,6 +79,28 @@ def test_the_tokens_are_those_of_the_text_and_are_cut_anywhere(tmp_path: Path) -
     assert (whole.documents, whole.tokenizer_digest) == (30, ByteTokenizer().digest())
     part = open_stream(tmp_path / "out" / "tokens_train_000000.bin", "train", ByteTokenizer(), tmp_path)
     assert (part.documents, part.document_bytes) == (None, None) and part.digest != whole.digest
+
+
+def test_a_changed_shard_is_refused_and_an_unchanged_one_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, cache = tmp_path / "out", tmp_path / "cache"
+    pack(PackOptions((str(write_text(tmp_path / "text")),), out, "bytes"))
+    digests = []
+    monkeypatch.setattr(recorded, "sha256_of", lambda path: digests.append(path) or sha256_of(path))
+    for _ in range(2):
+        open_stream(out, "val", ByteTokenizer(), cache).close()
+    shard = out / "tokens_val_000000.bin"
+    assert digests == [shard]
+    status, data = shard.stat(), bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(DataIntegrityError, match=r"not the file that shards.json describes"):
+            open_stream(out, "val", ByteTokenizer(), cache)
+    changes = [word for change in SMALL for word in ("--set", change)]
+    assert run(["train", str(SPEC), *changes, "--data", str(out), "--run", str(tmp_path / "run")]) == 5
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
